@@ -1,0 +1,1 @@
+"""Data sets of the house, preprocessors and filters."""

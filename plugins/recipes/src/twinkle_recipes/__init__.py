@@ -1,0 +1,1 @@
+"""Recipes: whole runs, each one readable loop."""

@@ -1,0 +1,1 @@
+"""Trackers: jsonl, TensorBoard."""

@@ -1,0 +1,1 @@
+"""Trains and samples Hugging Face models: TransformersModel, TorchSampler, optimizers and schedulers."""

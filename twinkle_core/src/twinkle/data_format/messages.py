@@ -1,0 +1,95 @@
+"""Conversations: messages, tools, trajectories, and the small values that ride along with them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+
+class Function(TypedDict, total=False):
+    """The function of a tool call: its name and its arguments (JSON text or a dict)."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(TypedDict, total=False):
+    """One call that an assistant turn makes, in OpenAI's form."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionSchema(TypedDict, total=False):
+    """What a callable tool offers: a name, a description and a JSON schema of its parameters."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class Tool(TypedDict, total=False):
+    """A tool that the model may call, in OpenAI's form."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class Message(TypedDict, total=False):
+    """One turn. `content` is text or a list of OpenAI content parts."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    type: str
+    content: str | list[dict[str, Any]]
+    tool_calls: list[ToolCall]
+    tool_call_id: str
+    reasoning_content: str
+
+
+class Trajectory(TypedDict, total=False):
+    """A conversation with what belongs to it. `user_data` is a list of (key, JSON text) pairs."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    user_data: list[tuple[str, str]]
+    images: list[Any] | None
+    videos: list[Any] | None
+    audios: list[Any] | None
+    prompt: str | None
+
+
+def pack_value(value: Any) -> str:
+    """Return `value` as JSON text, the form in which `user_data` carries it through Arrow tables."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def user_data_get(items: Sequence[Any] | Mapping[str, Any] | None, key: str, default: Any = None) -> Any:
+    """Return the value of `key` in `user_data`, decoded.
+
+    Args:
+        items: a list of (key, value) pairs, a list of dicts, or a dict; None is empty.
+        key: the name to look for; the first match wins.
+        default: what to return when the key is absent.
+
+    Values that are JSON text are decoded; other text is returned as it is.
+    """
+    if not items:
+        return default
+    if isinstance(items, Mapping):
+        return _decode(items[key]) if key in items else default
+    for item in items:
+        if isinstance(item, Mapping):
+            if key in item:
+                return _decode(item[key])
+        elif item[0] == key:
+            return _decode(item[1])
+    return default
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,49 @@
+"""What a model's forward and a loss return."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelOutput(TypedDict, total=False):
+    """What `forward` returns; which keys are present depends on the call and on what the loss requires.
+
+    With several micro-batches the rows are joined again in the caller's order, padded on the right.
+    """
+
+    logps: "torch.Tensor"
+    """float32 `[B, T]`: log-probability of `labels` at each trained position, 0 elsewhere."""
+    logits: "torch.Tensor"
+    """`[B, T, V]`: only when asked for (`return_logits=True`) or required by the loss."""
+    entropies: "torch.Tensor"
+    """float32 `[B, T]`: entropy of the next-token distribution at trained positions, 0 elsewhere."""
+    predictions: "torch.Tensor"
+    """int64 `[B, T]`: most probable next token at trained positions, -100 elsewhere."""
+    embeddings: "torch.Tensor"
+    """`[B, H]`: pooled and L2-normalised; `task="embedding"` only."""
+    loss: Any
+    """float: the loss of this call, divided by its own denominator."""
+    num_tokens: float
+    """The denominator of this call."""
+    aux_loss: "torch.Tensor"
+    routed_experts: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a loss returns: a sum and what to divide it by, additive over any split of the rows.
+
+    Attributes:
+        loss_sum: scalar tensor with a gradient: the loss summed over whatever the loss counts.
+        denominator: how much was counted (tokens, rows, or a constant), a number without gradient. The training loop
+            divides the sum of `loss_sum` by the sum of `denominator` over ranks, micro-batches and accumulation
+            steps, once, at the step.
+        metrics: numbers worth logging, each with the same denominator.
+    """
+
+    loss_sum: "torch.Tensor"
+    denominator: "float | torch.Tensor"
+    metrics: Mapping[str, float] = field(default_factory=dict)

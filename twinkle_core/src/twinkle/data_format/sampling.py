@@ -1,0 +1,175 @@
+"""How to sample and what comes back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from twinkle.data_format.features import InputFeature
+from twinkle.errors import ArgumentError
+
+StopReason: TypeAlias = Literal["length", "stop", "abort", "error"]
+
+
+@dataclass
+class SamplingParams:
+    """How to draw tokens.
+
+    Attributes:
+        max_tokens: at most so many new tokens; 0 scores the prompt only; None leaves it to the sampler.
+        seed: makes the draw repeatable: same seed, same tokens, whatever else is in the batch.
+        stop: a string, several strings, or token ids, at which a sequence ends (the match is not part of `decoded`).
+        temperature: 0 is greedy.
+        top_k: draw among the k most probable; -1 means all.
+        top_p: draw among the fewest tokens whose probability reaches p.
+        repetition_penalty: > 1 makes tokens that occurred less likely (arXiv:1909.05858, section 4.1).
+        logprobs: number of log-probabilities a token; 1 gives the drawn token's own.
+        prompt_logprobs: the same for the prompt's tokens.
+        num_samples: sequences a prompt.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | Sequence[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_samples: int = 1
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
+            "logprobs": (self.logprobs is None or self.logprobs >= 0, "None or at least 0"),
+            "prompt_logprobs": (self.prompt_logprobs is None or self.prompt_logprobs >= 0, "None or at least 0"),
+            "num_samples": (self.num_samples >= 1, "at least 1"),
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 0, "None or at least 0"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+        }
+        for name, (good, allowed) in checks.items():
+            if not good:
+                raise ValueError(f"SamplingParams.{name} = {getattr(self, name)!r}; it must be {allowed}")
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> "SamplingParams":
+        """Build from a mapping, which is left as it is; `max_new_tokens` is read as `max_tokens`.
+
+        Raises:
+            ArgumentError: a key is unknown; the message names the nearest one.
+        """
+        values = dict(d)
+        if "max_new_tokens" in values:
+            alias = values.pop("max_new_tokens")
+            if values.setdefault("max_tokens", alias) != alias:
+                raise ArgumentError("SamplingParams: max_tokens and max_new_tokens are given and differ; give one")
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(values) - set(known)):
+            from twinkle_registry import nearest
+
+            hint = nearest(unknown[0], known)
+            did = f"; did you mean {hint[0]!r}?" if hint else ""
+            raise ArgumentError(f"SamplingParams has no {unknown[0]!r}{did} Known: {', '.join(known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a plain dict."""
+        return asdict(self)
+
+    def stop_strings(self) -> list[str]:
+        """Return the strings among `stop`."""
+        if self.stop is None:
+            return []
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return [item for item in self.stop if isinstance(item, str)]
+
+    def stop_token_ids(self) -> list[int]:
+        """Return the token ids among `stop`."""
+        if self.stop is None or isinstance(self.stop, str):
+            return []
+        return [int(item) for item in self.stop if not isinstance(item, str)]
+
+    def to_vllm(self, **kwargs: Any) -> Any:
+        """Return `vllm.SamplingParams`; keyword arguments are passed on and win over the fields here."""
+        from vllm import SamplingParams as VLLMSamplingParams
+
+        values: dict[str, Any] = {
+            "n": self.num_samples,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
+            "stop": self.stop_strings() or None,
+            "stop_token_ids": self.stop_token_ids() or None,
+        }
+        if "num_samples" in kwargs:
+            values["n"] = kwargs.pop("num_samples")
+        return VLLMSamplingParams(**(values | kwargs))
+
+    def to_transformers(self, tokenizer: Any = None) -> dict[str, Any]:
+        """Return keyword arguments of `transformers.GenerationMixin.generate` (the seed is not part of them).
+
+        Args:
+            tokenizer: needed when `stop` has strings, since `generate` matches them on decoded text.
+        """
+        values: dict[str, Any] = {
+            "max_new_tokens": 2048 if self.max_tokens is None else self.max_tokens,
+            "do_sample": self.temperature > 0,
+            "repetition_penalty": self.repetition_penalty,
+            "num_return_sequences": self.num_samples,
+        }
+        if self.temperature > 0:
+            values |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": max(self.top_k, 0)}
+        if strings := self.stop_strings():
+            if tokenizer is None:
+                raise ValueError("SamplingParams.to_transformers: stop strings need tokenizer=")
+            values |= {"stop_strings": strings, "tokenizer": tokenizer}
+        return values
+
+
+@dataclass
+class SampledSequence:
+    """One generated sequence.
+
+    Attributes:
+        stop_reason: why it ended.
+        tokens: the new token ids, the stop token included.
+        logprobs: for each new token a list of (token id, log-probability), the drawn token first.
+        decoded: the new text, without special tokens and without the stop string.
+        new_input_feature: prompt and completion as one row, ready for `model.forward_backward`.
+        routed_experts: expert choices of mixture models, where recorded.
+    """
+
+    stop_reason: StopReason
+    tokens: list[int]
+    logprobs: list[list[tuple[int, float]]] | None = None
+    decoded: str | None = None
+    new_input_feature: InputFeature | None = None
+    routed_experts: Any | None = None
+
+
+@dataclass
+class SampleResponse:
+    """All sequences of one prompt.
+
+    Attributes:
+        sequences: `num_samples` of them.
+        prompt_token_ids: the prompt as it was fed.
+        prompt_logprobs: log-probability of each prompt token given those before it; the first is None.
+        topk_prompt_logprobs: the same with the k most probable tokens, as (token id, log-probability).
+    """
+
+    sequences: Sequence[SampledSequence]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None

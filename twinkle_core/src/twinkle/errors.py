@@ -1,0 +1,112 @@
+"""Every error that Twinkle raises on purpose, as one tree; each is also the builtin it refines.
+
+TwinkleError
+├── ComponentNotFound (LookupError)      no plugin offers the name
+├── ComponentConflict (LookupError)      several plugins offer it
+├── ComponentTypeError (TypeError)       the object does not fit the contract of its kind
+├── ArgumentError (TypeError)            unknown or missing keyword
+├── ManifestError (ValueError)           a plugin's manifest is wrong
+├── PluginBroken (RuntimeError)          a plugin fails at import
+├── PluginIncompatible (RuntimeError)    a plugin wants another core
+├── RequirementMissing (ImportError)     a package that a component needs is absent
+├── NotTrusted (PermissionError)         code from a Hub that nobody allowed
+├── SettingsError (ValueError)           twinkle.toml or TWINKLE_* is wrong
+├── ConfigError (ValueError)             a recipe's configuration is wrong
+├── MeshError (ValueError)               sizes of a device mesh do not fit
+├── DataError (ValueError)               a data set or a row cannot be used
+│   └── EncodeError                      a template cannot encode a row
+├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
+├── CheckpointError (OSError)            a checkpoint is incomplete or belongs to another model
+├── OutputError (OSError)                an output folder cannot be written
+├── NonFiniteError (ArithmeticError)     a loss or a gradient is NaN or infinite
+├── TrainingStateError (RuntimeError)    calls of the loop in an impossible order
+└── Unsupported (NotImplementedError)    a published option that this backend does not have
+"""
+
+from typing import Any
+
+from twinkle_registry import (
+    ArgumentError,
+    ComponentConflict,
+    ComponentNotFound,
+    ComponentTypeError,
+    ManifestError,
+    NotTrusted,
+    PluginBroken,
+    PluginIncompatible,
+    RequirementMissing,
+    SettingsError,
+    TwinkleError,
+)
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "ComponentConflict",
+    "ComponentNotFound",
+    "ComponentTypeError",
+    "ConfigError",
+    "DataError",
+    "EncodeError",
+    "ManifestError",
+    "MeshError",
+    "ModelLoadError",
+    "NonFiniteError",
+    "NotTrusted",
+    "OutputError",
+    "PluginBroken",
+    "PluginIncompatible",
+    "RequirementMissing",
+    "SettingsError",
+    "TrainingStateError",
+    "TwinkleError",
+    "Unsupported",
+]
+
+
+class ConfigError(TwinkleError, ValueError):
+    """A recipe's configuration has an unknown key or a value of the wrong type."""
+
+
+class MeshError(TwinkleError, ValueError):
+    """The sizes of a device mesh do not multiply to the world size, or a batch does not divide by it."""
+
+
+class DataError(TwinkleError, ValueError):
+    """A data set is missing, empty or malformed."""
+
+
+class EncodeError(DataError):
+    """A template cannot turn a row into tokens; the message names the row and the reason."""
+
+
+class ModelLoadError(TwinkleError, OSError):
+    """A model folder is missing, incomplete or corrupt."""
+
+
+class CheckpointError(TwinkleError, OSError):
+    """A checkpoint is missing, incomplete, or was made for another model."""
+
+
+class OutputError(TwinkleError, OSError):
+    """An output folder cannot be created or written."""
+
+
+class NonFiniteError(TwinkleError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite.
+
+    Attributes:
+        inputs: the rows of the offending (micro-)batch as they were given, so that nothing is lost.
+    """
+
+    def __init__(self, message: str, inputs: Any = None) -> None:
+        super().__init__(message)
+        self.inputs = inputs
+
+
+class TrainingStateError(TwinkleError, RuntimeError):
+    """Methods of the training loop were called in an order that has no meaning."""
+
+
+class Unsupported(TwinkleError, NotImplementedError):
+    """A published option that this backend does not offer; the message says which one does."""

@@ -1,0 +1,50 @@
+"""Every kind of component: where its contract lives and what it is for. One room, one hook spec, one contract each."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of component.
+
+    Attributes:
+        contract: `"module:Attr"` of the class that a component must subclass or satisfy; empty where any class or
+            callable will do (optimizers and schedulers follow torch's own protocol).
+        summary: one line for `twinkle plugins info`.
+        author: whether people write components of this kind themselves, so that a scaffold exists for it.
+    """
+
+    contract: str
+    summary: str
+    author: bool = True
+
+
+KINDS: dict[str, Kind] = {
+    "model": Kind("twinkle.model:TwinkleModel", "Trains: forward, backward, step, save, load."),
+    "sampler": Kind("twinkle.sampler:Sampler", "Generates tokens from a model and its adapters."),
+    "dataset": Kind("twinkle.dataset:DatasetLike", "Rows with a length, or a stream of rows.", author=False),
+    "dataloader": Kind("twinkle.dataloader:DataLoaderLike", "Batches of rows for each data rank.", author=False),
+    "template": Kind("twinkle.template:Template", "Turns conversations into tokens and labels, and back."),
+    "tool_parser": Kind("twinkle.tool_parser:ToolCallParser", "Finds tool calls in generated text."),
+    "preprocessor": Kind("twinkle.preprocessor:Preprocessor", "Turns raw columns into trajectories."),
+    "filter": Kind("twinkle.filter:Filter", "Keeps or drops a row."),
+    "processor": Kind("twinkle.processor:InputProcessor", "Collates encoded rows into a batch of tensors."),
+    "loss": Kind("twinkle.loss:Loss", "Turns log-probabilities into a sum and its denominator."),
+    "loss_scale": Kind("twinkle.loss_scale:LossScale", "Weights tokens by role and turn."),
+    "metric": Kind("twinkle.metric:Metric", "Accumulates numbers over steps."),
+    "reward": Kind("twinkle.reward:Reward", "Scores trajectories."),
+    "advantage": Kind("twinkle.advantage:Advantage", "Turns rewards into advantages."),
+    "optimizer": Kind("", "Updates parameters; torch's optimizer protocol.", author=False),
+    "scheduler": Kind("", "Changes the learning rate; torch's scheduler protocol."),
+    "checkpoint_engine": Kind("twinkle.checkpoint_engine:CheckpointEngine", "Moves weights from trainer to sampler."),
+    "patch": Kind("twinkle.patch:Patch", "Changes a model in a way that can be undone."),
+    "kernel": Kind("twinkle.kernel:Kernel", "A faster form of a layer or function."),
+    "hub": Kind("twinkle.hub:Hub", "Resolves `scheme://` references to models, data and code.", author=False),
+    "runtime": Kind("twinkle.runtime:Runtime", "Decides where components live and calls them there.", author=False),
+    "notifier": Kind("twinkle.notifier:Notifier", "Tells people about a run."),
+    "tracker": Kind("twinkle.tracker:Tracker", "Records the metrics of a run."),
+    "rollout": Kind("twinkle.rollout:Rollout", "Plays trajectories out over several turns."),
+    "tool": Kind("twinkle.tool:Tool", "Something that a model may call."),
+    "env": Kind("twinkle.env:Env", "A world that a model acts in."),
+    "recipe": Kind("twinkle.recipe:Recipe", "A whole run: one readable loop with a configuration."),
+}

@@ -1,0 +1,9 @@
+"""Losses: the contract `Loss`, and every installed loss by name."""
+
+from twinkle._lazy import room
+from twinkle.data_format import LossOutput
+from twinkle.loss.base import Loss
+
+__all__ = ["Loss", "LossOutput"]
+
+__getattr__, __dir__ = room(__name__, "loss")

@@ -1,0 +1,8 @@
+"""Metrics: the contract `Metric`, and every installed metric by name."""
+
+from twinkle._lazy import room
+from twinkle.metric.base import Metric
+
+__all__ = ["Metric"]
+
+__getattr__, __dir__ = room(__name__, "metric")

@@ -1,0 +1,54 @@
+"""The contract of a metric."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle.data_format import InputFeature, ModelOutput
+
+
+class Metric(ABC):
+    """Accumulates over calls, then gives numbers and starts afresh.
+
+    Values are plain Python numbers of the step they name; nothing is formatted. `accumulate` is called once for each
+    backward (training) or `calculate_loss` (evaluation) with the state of that very call.
+
+    Args:
+        device_mesh: the mesh of the model; None on one device.
+        process_group: the data-parallel group over which `gather_results` gathers; None on one device.
+    """
+
+    require_predictions: bool = False
+    """Whether the forward must prepare `outputs["predictions"]`."""
+
+    def __init__(self, device_mesh: Any = None, process_group: Any = None) -> None:
+        self.device_mesh = device_mesh
+        self.process_group = process_group
+
+    @abstractmethod
+    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+        """Take in one call.
+
+        Args:
+            inputs: the collated batch, `labels` int64 `[B, T]`.
+            outputs: what the forward and the loss gave (`loss`, `loss_sum`, `num_tokens`, `logps`, ...).
+            **kwargs: `lr`, `step`, `gradient_accumulation_steps`, `grad_norm` and the per-row loss arguments.
+        """
+
+    @abstractmethod
+    def calculate(self) -> Mapping[str, float]:
+        """Return the numbers over all ranks since the last reset, then reset."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything accumulated."""
+
+    def gather_results(self, local_results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the results of every rank of `process_group`, in rank order."""
+        if self.process_group is None:
+            return local_results
+        import torch.distributed as dist
+
+        gathered: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(self.process_group))]
+        dist.all_gather_object(gathered, local_results, group=self.process_group)
+        return [result for rank in gathered for result in rank]

@@ -1,0 +1,121 @@
+"""The contract of a model: the methods that a training loop calls."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinkle.data_format import InputFeature, ModelOutput, Trajectory
+
+Inputs = InputFeature | Trajectory | Sequence[InputFeature | Trajectory]
+
+
+class TwinkleModel(ABC):
+    """A model with its adapters, each with an optimizer, scheduler, loss, template, processor and metrics of its own.
+
+    Every method takes `adapter_name=`; left out, it is the adapter added last (or the full model, whose name is `""`).
+    An unknown keyword is an error. With `gradient_accumulation_steps=k` the methods `clip_grad_norm`, `step`,
+    `zero_grad` and `lr_step` act at backward k, 2k, 3k, ... and return at once in between; `flush=True` makes them act
+    on an unfinished tail. Gradients are divided once, at the step, by the denominators that the losses returned over
+    all ranks, micro-batches and accumulation steps, whether or not they are clipped.
+    """
+
+    @abstractmethod
+    def forward(self, *, inputs: Inputs, **kwargs: Any) -> ModelOutput:
+        """Run the model in training mode and keep the graph for `calculate_loss` and `backward`."""
+
+    @abstractmethod
+    def forward_only(self, *, inputs: Inputs, **kwargs: Any) -> ModelOutput:
+        """Run the model in evaluation mode without a graph."""
+
+    @abstractmethod
+    def calculate_loss(self, **kwargs: Any) -> float:
+        """Return the loss of the last forward, divided by its own denominator."""
+
+    @abstractmethod
+    def backward(self, **kwargs: Any) -> None:
+        """Add the gradients of the last calculated loss."""
+
+    @abstractmethod
+    def forward_backward(self, *, inputs: Inputs, **kwargs: Any) -> ModelOutput:
+        """Forward, loss and backward of a batch, in micro-batches of `micro_batch_size` rows."""
+
+    @abstractmethod
+    def clip_grad_norm(self, max_grad_norm: float = 1.0, norm_type: float = 2, **kwargs: Any) -> float:
+        """Scale the gradients so that their global norm is at most `max_grad_norm`; returns the norm before that."""
+
+    @abstractmethod
+    def step(self, **kwargs: Any) -> None:
+        """Update the parameters."""
+
+    @abstractmethod
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Forget the gradients and their denominators."""
+
+    @abstractmethod
+    def lr_step(self, **kwargs: Any) -> None:
+        """Advance the learning-rate scheduler."""
+
+    def clip_grad_and_step(self, max_grad_norm: float = 1.0, norm_type: float = 2, **kwargs: Any) -> None:
+        """`clip_grad_norm`, `step`, `zero_grad` and `lr_step`, in this order."""
+        self.clip_grad_norm(max_grad_norm=max_grad_norm, norm_type=norm_type, **kwargs)
+        self.step(**kwargs)
+        self.zero_grad(**kwargs)
+        self.lr_step(**kwargs)
+
+    @abstractmethod
+    def set_loss(self, loss_cls: Any, **kwargs: Any) -> None:
+        """Set the loss, in any form of component argument; keyword arguments go to its constructor."""
+
+    @abstractmethod
+    def set_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> None:
+        """Set the optimizer; keyword arguments (`lr`, `weight_decay`, ...) go to its constructor."""
+
+    @abstractmethod
+    def set_lr_scheduler(self, scheduler_cls: Any, **kwargs: Any) -> None:
+        """Set the learning-rate scheduler; the optimizer is passed to its constructor."""
+
+    @abstractmethod
+    def set_template(self, template_cls: Any, **kwargs: Any) -> None:
+        """Set the template that encodes trajectories given to `forward`."""
+
+    @abstractmethod
+    def set_processor(self, processor_cls: Any, **kwargs: Any) -> None:
+        """Set the processor that collates rows into tensors."""
+
+    @abstractmethod
+    def add_metric(self, metric_cls: Any, is_training: bool | None = None, **kwargs: Any) -> None:
+        """Add a metric for training, for evaluation, or (None) for both."""
+
+    @abstractmethod
+    def calculate_metric(self, is_training: bool, **kwargs: Any) -> Mapping[str, float]:
+        """Return the numbers of all metrics since the last call, and start afresh."""
+
+    @abstractmethod
+    def add_adapter_to_model(self, adapter_name: str, config_or_dir: Any, **kwargs: Any) -> None:
+        """Add an adapter from a PEFT configuration or a saved adapter, and make it the active one."""
+
+    @abstractmethod
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """Apply a patch to the underlying module."""
+
+    @abstractmethod
+    def save(self, name: str | None = None, output_dir: str | None = None, **kwargs: Any) -> str | None:
+        """Save in the standard format of the weights; returns the directory."""
+
+    @abstractmethod
+    def load(self, name: str, output_dir: str | None = None, **kwargs: Any) -> None:
+        """Load what `save` wrote."""
+
+    @abstractmethod
+    def get_state_dict(self, **kwargs: Any) -> Mapping[str, Any]:
+        """Return the trainable parameters by name."""
+
+    @abstractmethod
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, **kwargs: Any
+    ) -> dict[str, int]:
+        """Load weights, optimizer, scheduler, counters and random state; returns the counters."""
+
+    @abstractmethod
+    def get_train_configs(self, **kwargs: Any) -> str:
+        """Return a readable summary of what is trained and how."""

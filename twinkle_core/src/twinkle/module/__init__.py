@@ -1,0 +1,1 @@
+"""Published parent of `twinkle.module.scheduler`."""

@@ -1,0 +1,26 @@
+"""Recipes: the contract `Recipe`, and every installed recipe by name."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from twinkle._lazy import room
+
+if TYPE_CHECKING:
+    from twinkle.run import Run
+
+__all__ = ["Recipe"]
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """A whole run as one function that reads top to bottom.
+
+    The manifest names its configuration (`config = "package.module:Config"`, a pydantic model), from which
+    `twinkle run NAME` makes command-line options; the recipe gets the validated configuration and a `Run`.
+    """
+
+    def __call__(self, config: Any, run: "Run") -> Mapping[str, Any]:
+        """Run to the end and return a summary (final metrics, path of the result)."""
+
+
+__getattr__, __dir__ = room(__name__, "recipe")

@@ -1,0 +1,8 @@
+"""Rewards: the contract `Reward`, and every installed reward by name."""
+
+from twinkle._lazy import room
+from twinkle.reward.base import Reward
+
+__all__ = ["Reward"]
+
+__getattr__, __dir__ = room(__name__, "reward")

@@ -1,0 +1,21 @@
+"""Rollouts: the contract `Rollout`, and every installed rollout by name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from twinkle._lazy import room
+from twinkle.data_format import Trajectory
+
+__all__ = ["Rollout"]
+
+
+class Rollout(ABC):
+    """Plays trajectories out, turn by turn, until each one ends."""
+
+    @abstractmethod
+    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[Trajectory]:
+        """Return one finished trajectory for each given one, in order."""
+
+
+__getattr__, __dir__ = room(__name__, "rollout")

@@ -1,0 +1,113 @@
+"""One run: its folder, its numbers, and the lifecycle hooks that it fires."""
+
+import datetime
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from twinkle.errors import OutputError
+
+
+class Run:
+    """A run in a fresh folder `<root>/<name>-<time>/`, used as a context manager.
+
+    Entering fires `twinkle_configure` and `twinkle_run_start`, leaving fires `twinkle_run_error` (with the exception,
+    if any) and `twinkle_run_end`. While it lasts its trackers are attached to the registry as plugins.
+
+    Args:
+        name: what the run is called; letters, digits, `-`, `_` and `.`.
+        config: the whole configuration, as plain values.
+        trackers: components of kind `tracker`, in any form of component argument.
+        root: where run folders are made; by default `runs` in the current folder.
+        folder: an existing run folder to continue in, instead of a fresh one.
+
+    Attributes:
+        folder: the run's folder.
+        config: the configuration given.
+        step: number of the last step logged.
+
+    Raises:
+        OutputError: the folder cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        trackers: Sequence[Any] = (),
+        root: str | Path = "runs",
+        folder: str | Path | None = None,
+    ) -> None:
+        from twinkle._registry import registry
+
+        self.name = name
+        self.config = dict(config or {})
+        self.step = 0
+        self._trackers = [registry().build(tracker, "tracker") for tracker in trackers]
+        self.folder = _existing(Path(folder)) if folder is not None else _fresh(Path(root), name)
+
+    def __enter__(self) -> "Run":
+        from twinkle._registry import registry
+
+        for index, tracker in enumerate(self._trackers):
+            registry().attach(tracker, self._attached_name(index))
+        registry().hook("twinkle_configure")(config=self.config)
+        registry().hook("twinkle_run_start")(run=self)
+        return self
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the numbers of step `step` (from 1) with every tracker and lifecycle plugin."""
+        from twinkle._registry import registry
+
+        self.step = step
+        registry().hook("twinkle_step_end")(run=self, step=step, metrics=metrics)
+
+    def checkpoint_saved(self, path: str | Path, step: int) -> None:
+        """Tell trackers and plugins that a checkpoint stands at `path`."""
+        from twinkle._registry import registry
+
+        registry().hook("twinkle_checkpoint_saved")(run=self, path=Path(path), step=step)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from twinkle._registry import registry
+
+        try:
+            if error is not None:
+                registry().hook("twinkle_run_error")(run=self, error=error)
+            registry().hook("twinkle_run_end")(run=self)
+        finally:
+            for index in range(len(self._trackers)):
+                registry().detach(self._attached_name(index))
+
+    def _attached_name(self, index: int) -> str:
+        return f"run:{self.folder.name}:{index}"
+
+
+def _fresh(root: Path, name: str) -> Path:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"run name {name!r}: use letters, digits, '-', '_' and '.' only")
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 1000):
+        folder = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise OutputError(
+                f"cannot make the run folder {folder}: {error.strerror or error}; choose another with --runs DIR"
+            ) from error
+        return folder
+    raise OutputError(f"cannot make a run folder below {root}: 999 runs of this second exist")
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise OutputError(f"run folder {folder} does not exist; leave it out to start a fresh run")
+    return folder

@@ -1,0 +1,8 @@
+"""Samplers: the contract `Sampler`, and every installed sampler by name."""
+
+from twinkle._lazy import room
+from twinkle.sampler.base import Sampler
+
+__all__ = ["Sampler"]
+
+__getattr__, __dir__ = room(__name__, "sampler")

@@ -1,0 +1,25 @@
+"""Tools: the contract `Tool`, and every installed tool by name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle._lazy import room
+from twinkle.data_format import Tool as ToolInfo
+
+__all__ = ["Tool", "ToolInfo"]
+
+
+class Tool(ABC):
+    """Something that a model may call."""
+
+    @abstractmethod
+    def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:
+        """Run the tool and return its result as text."""
+
+    @abstractmethod
+    def tool_info(self) -> ToolInfo:
+        """Return the schema that the model sees."""
+
+
+__getattr__, __dir__ = room(__name__, "tool")
