@@ -1,0 +1,110 @@
+"""Finds plugins by their manifests and turns a name into a component when it is first used.
+
+Importing this package imports nothing else: each public name is loaded from its room on first access.
+"""
+
+# `typing.TYPE_CHECKING` would cost the import of `typing`; type checkers treat this name the same way.
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from .calls import check_keywords
+    from .discovery import MANIFEST_NAME, installed_plugins
+    from .errors import (
+        ArgumentError,
+        ComponentConflict,
+        ComponentNotFound,
+        ComponentTypeError,
+        ManifestError,
+        NotTrusted,
+        PluginBroken,
+        PluginIncompatible,
+        RequirementMissing,
+        SettingsError,
+        TwinkleError,
+    )
+    from .lifecycle import HookCall, HookResult
+    from .manifest import CommandSpec, ComponentSpec, HooksSpec, Manifest, PluginRecord, read_manifest
+    from .markers import hookimpl, hookspec
+    from .naming import nearest
+    from .registry import Registry
+    from .requirements import MissingRequirement, check_requirements, missing_requirements
+    from .settings import Settings
+    from .view import RegistryView
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "calls": ("check_keywords",),
+    "discovery": ("MANIFEST_NAME", "installed_plugins"),
+    "errors": (
+        "ArgumentError",
+        "ComponentConflict",
+        "ComponentNotFound",
+        "ComponentTypeError",
+        "ManifestError",
+        "NotTrusted",
+        "PluginBroken",
+        "PluginIncompatible",
+        "RequirementMissing",
+        "SettingsError",
+        "TwinkleError",
+    ),
+    "lifecycle": ("HookCall", "HookResult"),
+    "manifest": ("CommandSpec", "ComponentSpec", "HooksSpec", "Manifest", "PluginRecord", "read_manifest"),
+    "markers": ("hookimpl", "hookspec"),
+    "naming": ("nearest",),
+    "registry": ("Registry",),
+    "requirements": ("MissingRequirement", "check_requirements", "missing_requirements"),
+    "settings": ("Settings",),
+    "view": ("RegistryView",),
+}
+_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "MANIFEST_NAME",
+    "ArgumentError",
+    "CommandSpec",
+    "ComponentConflict",
+    "ComponentNotFound",
+    "ComponentSpec",
+    "ComponentTypeError",
+    "HookCall",
+    "HookResult",
+    "HooksSpec",
+    "Manifest",
+    "ManifestError",
+    "MissingRequirement",
+    "NotTrusted",
+    "PluginBroken",
+    "PluginIncompatible",
+    "PluginRecord",
+    "Registry",
+    "RegistryView",
+    "RequirementMissing",
+    "Settings",
+    "SettingsError",
+    "TwinkleError",
+    "check_keywords",
+    "check_requirements",
+    "hookimpl",
+    "hookspec",
+    "installed_plugins",
+    "missing_requirements",
+    "nearest",
+    "read_manifest",
+]
+
+
+def __getattr__(name: str) -> object:
+    room = _HOME_OF.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(f"{__name__}.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

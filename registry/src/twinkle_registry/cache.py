@@ -1,0 +1,106 @@
+"""Remembers on disk what a scan found, so that the next process reads one JSON file instead of every manifest.
+
+Nothing here may fail: a cache that is absent, corrupt, foreign or unwritable is no cache.
+"""
+
+# This runs at every start, and os.path takes a tenth of pathlib's time.
+# ruff: noqa: PTH103, PTH105, PTH108, PTH111, PTH120, PTH123
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from typing import Any
+
+FORMAT = 1
+DIRECTORY_VARIABLE = "TWINKLE_CACHE_DIR"
+SWITCH_VARIABLE = "TWINKLE_CACHE"
+MAX_FILES = 64
+# A file that was written twice within one tick of the file system's clock shows one mtime; FAT ticks every 2 s.
+RACY_NS = 2_000_000_000
+
+
+class DiskCache:
+    """The remembered scan of this interpreter and this sys.path.
+
+    `old` is what the last process left, `new` what this one found; `save` writes `new` if it differs. Both have the
+    keys `path` (entries with mtimes), `scans`, `locations` and `manifests`.
+    """
+
+    def __init__(self, path: list[str]) -> None:
+        self.file = _file_for(path)
+        self.old = _load(self.file) if self.file else {}
+        self.new: dict[str, Any] = {}
+        self._now = time.time_ns()
+
+    def old_part(self, name: str) -> dict[str, Any]:
+        """Return one part of what the last process left."""
+        part: dict[str, Any] = self.old.get(name, {})
+        return part
+
+    def is_settled(self, mtime_ns: int) -> bool:
+        """Say whether a change after now would show in the mtime, so that it may be relied on."""
+        return mtime_ns < self._now - RACY_NS
+
+    def save(self) -> None:
+        """Write what was found, atomically; a race of two processes leaves the file of one of them."""
+        if self.file and self.new != self.old:
+            _store(self.file, self.new)
+
+
+def _file_for(path: list[str]) -> str:
+    if os.environ.get(SWITCH_VARIABLE) == "0":
+        return ""
+    folder = os.environ.get(DIRECTORY_VARIABLE) or os.path.expanduser("~/.cache/twinkle")
+    if folder.startswith("~"):
+        return ""
+    key = repr((FORMAT, sys.version, sys.prefix, path))
+    return f"{folder}/plugins-{zlib.crc32(key.encode('utf-8', 'replace')):08x}.json"
+
+
+def _load(file: str) -> dict[str, Any]:
+    try:
+        with open(file, "rb") as stream:
+            # In a shared cache folder another user could plant manifests, and with them code to import.
+            if hasattr(os, "getuid") and os.fstat(stream.fileno()).st_uid != os.getuid():
+                return {}
+            checksum, _, body = stream.read().partition(b"\n")
+        if checksum.decode("ascii", "replace") != f"twinkle {FORMAT} {zlib.crc32(body):08x}":
+            return {}
+        loaded: dict[str, Any] = json.loads(body)
+        return loaded
+    except (OSError, ValueError):
+        return {}
+
+
+def _store(file: str, content: dict[str, Any]) -> None:
+    body = json.dumps(content, separators=(",", ":")).encode()
+    folder = os.path.dirname(file)
+    temporary = f"{file}.{os.getpid()}.{threading.get_ident()}.tmp"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(temporary, "wb") as stream:
+            stream.write(f"twinkle {FORMAT} {zlib.crc32(body):08x}\n".encode() + body)
+        os.replace(temporary, file)
+        _prune(folder)
+    except OSError:
+        _remove(temporary)
+
+
+def _prune(folder: str) -> None:
+    """Keep the newest files: every folder that scripts are started from has a sys.path of its own."""
+    with os.scandir(folder) as entries:
+        files = [(e.stat().st_mtime_ns, e.path) for e in entries if e.name.startswith("plugins-")]
+    for _, path in sorted(files)[:-MAX_FILES]:
+        _remove(path)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        # Another process was faster, or the folder became read-only: either way the file is not ours to mind.
+        return

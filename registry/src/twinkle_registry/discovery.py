@@ -1,0 +1,166 @@
+"""Finds installed plugins: entry points of group `twinkle` become records, and no plugin is imported for it.
+
+Whatever is wrong with one plugin becomes the status and reason of its record, never an exception.
+"""
+
+# This runs at every start, and os.path takes a tenth of pathlib's time.
+# ruff: noqa: PTH109, PTH113, PTH116, PTH118
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from .cache import DiskCache
+from .errors import ManifestError, PluginBroken, TwinkleError
+from .manifest import Manifest, PluginRecord, manifest_from_plain, manifest_to_plain, read_manifest
+from .requirements import check_core
+from .scan import FoundPlugin, PathScan, merge, scan_path
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from importlib.resources.abc import Traversable
+
+MANIFEST_NAME = "twinkle-plugin.toml"
+
+
+def installed_plugins(core_version: str = "") -> list[PluginRecord]:
+    """Return a record of every installed plugin, by name; with `core_version`, those that do not fit say so."""
+    path = _path_entries()
+    cache = DiskCache(path)
+    found = _scan(path, cache)
+    records = [_record(plugin, cache) for plugin in found]
+    cache.save()
+    return [check_core(record, core_version) for record in records] if core_version else records
+
+
+def _path_entries() -> list[str]:
+    try:
+        here = os.getcwd()
+    except OSError:
+        here = ""
+    entries = (entry or here for entry in sys.path if isinstance(entry, str))
+    return [entry for entry in dict.fromkeys(entries) if entry]
+
+
+def _scan(path: list[str], cache: DiskCache) -> list[FoundPlugin]:
+    scans: list[PathScan] = []
+    remembered = cache.old_part("scans")
+    settled = {}
+    stamps = []
+    for entry in path:
+        mtime = _mtime(entry)
+        stamps.append([entry, mtime])
+        old = remembered.get(entry)
+        if old and old[0] == mtime:
+            scan = PathScan(old[1], [FoundPlugin(*plugin) for plugin in old[2]])
+        elif mtime:
+            scan = scan_path(entry)
+        else:
+            continue
+        scans.append(scan)
+        if cache.is_settled(mtime):
+            settled[entry] = [mtime, scan.dists, [list(plugin) for plugin in scan.plugins]]
+    cache.new = {"path": stamps, "scans": settled, "locations": {}, "manifests": {}}
+    return merge(scans)
+
+
+def _mtime(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _record(plugin: FoundPlugin, cache: DiskCache) -> PluginRecord:
+    location = ""
+    try:
+        # Where a package is may depend on every entry of sys.path, so any change of one asks again.
+        same_path = cache.old.get("path") == cache.new["path"]
+        location = cache.old_part("locations").get(plugin.package, "") if same_path else ""
+        stat = _stat(location) if location else None
+        if stat is None:
+            source = locate(plugin.package)
+            location, stat = str(source), _stat(str(source))
+            if stat is None:
+                return PluginRecord(*plugin, location, _read(source, plugin))
+        manifest = _remembered(location, stat, plugin, cache)
+        if all(cache.is_settled(mtime) for _, mtime in cache.new["path"]):
+            cache.new["locations"][plugin.package] = location
+        return PluginRecord(*plugin, location, manifest)
+    except TwinkleError as error:
+        return PluginRecord(*plugin, location, None, "broken", str(error), error)
+
+
+def _stat(path: str) -> tuple[int, int] | None:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _remembered(location: str, stat: tuple[int, int], plugin: FoundPlugin, cache: DiskCache) -> Manifest:
+    key = [*stat, *plugin]
+    old = cache.old_part("manifests").get(location)
+    if old and old[0] == key:
+        cache.new["manifests"][location] = old
+        return manifest_from_plain(old[1])
+    manifest = _read(location, plugin)
+    if cache.is_settled(stat[0]):
+        cache.new["manifests"][location] = [key, manifest_to_plain(manifest)]
+    return manifest
+
+
+def _read(source: str | Traversable, plugin: FoundPlugin) -> Manifest:
+    return read_manifest(source, plugin.dist, plugin.version, package=plugin.package)
+
+
+def locate(package: str) -> str | Traversable:
+    """Return where the manifest of an importable top-level package is; nothing of the package is executed.
+
+    Raises:
+        PluginBroken: There is no such package (a stale entry point), or it is a module or a namespace folder.
+        ManifestError: The package has no manifest.
+    """
+    if not package.isidentifier():
+        raise PluginBroken(
+            f"its entry point of group 'twinkle' is {package!r}; it must be the name of a top-level package"
+        )
+    spec = _find(package)
+    if spec is None:
+        raise PluginBroken(
+            f"package {package!r} cannot be found, its entry point is stale; reinstall or uninstall the distribution"
+        )
+    if spec.submodule_search_locations is None:
+        raise PluginBroken(
+            f"{package!r} is a module ({spec.origin}); a plugin is a package, for it holds {MANIFEST_NAME}"
+        )
+    folders = list(spec.submodule_search_locations)
+    if spec.origin is None or spec.loader is None:
+        raise PluginBroken(f"{package!r} is only a namespace folder without __init__.py at {', '.join(folders)}")
+    manifest = os.path.join(folders[0], MANIFEST_NAME)
+    if os.path.isfile(manifest):
+        return manifest
+    inside = _inside_archive(spec, package)
+    if inside is None:
+        raise ManifestError(f"{manifest} is missing; a plugin says there what it offers")
+    return inside
+
+
+def _find(package: str) -> ModuleSpec | None:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(package)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise PluginBroken(f"package {package!r} cannot be located: {type(error).__name__}: {error}") from error
+
+
+def _inside_archive(spec: ModuleSpec, package: str) -> Traversable | None:
+    get_reader = getattr(spec.loader, "get_resource_reader", None)
+    reader = get_reader(package) if get_reader else None
+    if reader is None or not hasattr(reader, "files"):
+        return None
+    manifest: Traversable = reader.files() / MANIFEST_NAME
+    return manifest if manifest.is_file() else None

@@ -1,0 +1,58 @@
+"""Every error of the house, one tree, each also the builtin it replaces.
+
+TwinkleError (Exception)
+├── ComponentNotFound (LookupError)      no such component, kind, hook or plugin
+├── ComponentConflict (LookupError)      two providers of one name
+├── ComponentTypeError (TypeError)       the object does not fit the contract
+├── ArgumentError (TypeError)            an unknown or missing keyword
+├── ManifestError (ValueError)           twinkle-plugin.toml is wrong
+├── SettingsError (ValueError)           twinkle.toml or an environment variable is wrong
+├── PluginBroken (RuntimeError)          the plugin cannot be imported, or is not what its manifest says
+├── PluginIncompatible (RuntimeError)    made for another version of twinkle-core
+├── RequirementMissing (ImportError)     a package that the component needs is not installed
+└── NotTrusted (PermissionError)         code that nobody allowed to run
+"""
+
+
+class TwinkleError(Exception):
+    """Base of every error raised on purpose by a member of the house."""
+
+
+class ComponentNotFound(TwinkleError, LookupError):
+    """Nothing installed has the name that was asked for."""
+
+
+class ComponentConflict(TwinkleError, LookupError):
+    """Several plugins offer the name that was asked for, and no setting prefers one."""
+
+
+class ComponentTypeError(TwinkleError, TypeError):
+    """The object does not fit the contract of its kind."""
+
+
+class ArgumentError(TwinkleError, TypeError):
+    """A call has an unknown, missing or surplus argument."""
+
+
+class ManifestError(TwinkleError, ValueError):
+    """A manifest cannot be read or says something it must not."""
+
+
+class SettingsError(TwinkleError, ValueError):
+    """A configuration file or an environment variable of the registry is wrong."""
+
+
+class PluginBroken(TwinkleError, RuntimeError):
+    """A plugin cannot be imported, or is not what its manifest says."""
+
+
+class PluginIncompatible(TwinkleError, RuntimeError):
+    """A plugin was made for another version of twinkle-core."""
+
+
+class RequirementMissing(TwinkleError, ImportError):
+    """A package that a component needs is not installed, or its version is wrong."""
+
+
+class NotTrusted(TwinkleError, PermissionError):
+    """Code was asked for that nobody has allowed to run."""

@@ -1,0 +1,131 @@
+"""The texts for a name that cannot be turned into one component: what was asked, what was found, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .errors import ComponentConflict, ComponentNotFound, PluginBroken, PluginIncompatible, TwinkleError
+from .manifest import ComponentSpec, PluginRecord
+from .naming import canonical, nearest_or_all, quoted
+from .settings import Settings
+
+SpecsByName = Mapping[str, Sequence[ComponentSpec]]
+
+
+def choose(
+    found: Sequence[ComponentSpec], *, dist: str, name: str, kind: str, settings: Settings
+) -> ComponentSpec | None:
+    """Return the one component of that name, or None; several and no preference are a conflict."""
+    if dist:
+        found = [spec for spec in found if canonical(spec.dist) == canonical(dist)]
+    preferred = settings.prefer.get(f"{kind}:{name}", "")
+    wanted = [spec for spec in found if canonical(spec.dist) == canonical(preferred)]
+    if len(found) > 1 and len(wanted) != 1:
+        raise _conflict(found, name, kind, settings)
+    return next(iter(wanted or found), None)
+
+
+def _conflict(found: Sequence[ComponentSpec], name: str, kind: str, settings: Settings) -> ComponentConflict:
+    dists = [spec.dist for spec in found]
+    preferred = settings.prefer.get(f"{kind}:{name}")
+    vain = f" ({settings.source('prefer')} prefers {preferred!r}, which does not offer it)" if preferred else ""
+    return ComponentConflict(
+        f"{kind} {name!r} is offered by {' and '.join(dists)}{vain}; "
+        f"write {dists[0] + '/' + name!r}, "
+        f'or set [plugins] prefer = {{ "{kind}:{name}" = "{dists[0]}" }} in twinkle.toml, '
+        f"or disable one: TWINKLE_PLUGINS_DISABLE={dists[-1]}"
+    )
+
+
+def not_found(
+    *, asked: str, dist: str, name: str, kind: str, by_kind: Mapping[str, SpecsByName], records: Iterable[PluginRecord]
+) -> TwinkleError:
+    """Return the error for a name that no usable plugin offers; that of an unusable plugin that would offer it."""
+    records = [record for record in records if not dist or _is(record, dist)] if dist else list(records)
+    unusable = [record for record in records if record.status != "ok"]
+    for record in unusable:
+        if _offers(record, name, kind) or (dist and record.manifest is None):
+            return _unusable(record, f"{kind} {asked!r}")
+    if dist and not records:
+        plugins = {spec.dist for specs in by_kind.values() for found in specs.values() for spec in found}
+        return ComponentNotFound(
+            f"{kind} {asked!r}: no plugin {dist!r} is installed; {nearest_or_all(dist, plugins)}; "
+            f"run: pip install {dist}"
+        )
+    here = by_kind.get(kind, {})
+    names = [n for n, found in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in found)]
+    offered = f"plugin {dist!r} offers no such {kind}" if dist else "no installed plugin offers it"
+    hints = [offered, nearest_or_all(name, names), *_hints(asked, name, kind, by_kind)]
+    if unreadable := [f"{record.dist} ({record.reason})" for record in unusable if record.manifest is None]:
+        hints.append(f"broken plugins that may offer it: {'; '.join(unreadable)}")
+    return ComponentNotFound(f"{kind} {asked!r}: " + "; ".join(hints))
+
+
+def unknown_kind(kind: str, kinds: Iterable[str]) -> ComponentNotFound:
+    """Return the error for a kind that core does not have."""
+    return ComponentNotFound(f"there is no kind {kind!r}; {nearest_or_all(kind, kinds)}")
+
+
+def kind_problems(record: PluginRecord, kinds: Iterable[str], hooks: Iterable[str]) -> list[str]:
+    """Return what a manifest names that this core does not have: kinds and lifecycle hooks."""
+    if record.manifest is None:
+        return []
+    problems = [
+        f"component {c.name!r} is of the unknown kind {c.kind!r}, {nearest_or_all(c.kind, kinds)}"
+        for c in record.manifest.components
+        if c.kind not in kinds
+    ]
+    declared = record.manifest.hooks.implements if record.manifest.hooks else ()
+    problems += [
+        f"hooks: there is no hook {hook!r}, {nearest_or_all(hook, hooks)}" for hook in declared if hook not in hooks
+    ]
+    return problems
+
+
+def vain_settings(settings: Settings, records: Sequence[PluginRecord], by_kind: Mapping[str, SpecsByName]) -> list[str]:
+    """Return what the settings say of plugins and components that do not exist."""
+    plugins = sorted({name for record in records for name in (record.name, record.dist)})
+    known = {canonical(name) for name in plugins}
+    notices = []
+    for key, names in (("disable", settings.disabled), ("only", settings.enabled_only or ())):
+        notices += [
+            f"{settings.source(key)} names {name!r}, which is not an installed plugin; {nearest_or_all(name, plugins)}"
+            for name in sorted(names)
+            if canonical(name) not in known
+        ]
+    for component, dist in settings.prefer.items():
+        kind, _, name = component.partition(":")
+        if any(canonical(spec.dist) == canonical(dist) for spec in by_kind.get(kind, {}).get(name, ())):
+            continue
+        offered = [spec.dist for spec in by_kind.get(kind, {}).get(name, ())]
+        found = f"it is offered by {quoted(offered)}" if offered else "no plugin offers it"
+        notices.append(f"{settings.source('prefer')} prefers {dist!r} for {component!r}, but {found}")
+    return notices
+
+
+def _is(record: PluginRecord, dist: str) -> bool:
+    return canonical(dist) in (canonical(record.name), canonical(record.dist))
+
+
+def _offers(record: PluginRecord, name: str, kind: str) -> bool:
+    return record.manifest is not None and any(
+        spec.name == name and spec.kind == kind for spec in record.manifest.components
+    )
+
+
+def _unusable(record: PluginRecord, asked: str) -> TwinkleError:
+    text = f"{asked}: plugin {record.name} offers it but is {record.status}: {record.reason}"
+    if record.manifest is None:
+        text = f"{asked}: plugin {record.name} is {record.status}: {record.reason}"
+    errors = {"broken": PluginBroken, "incompatible": PluginIncompatible}
+    error: TwinkleError = errors.get(record.status, ComponentNotFound)(text)
+    error.__cause__ = record.cause
+    return error
+
+
+def _hints(asked: str, name: str, kind: str, by_kind: Mapping[str, SpecsByName]) -> list[str]:
+    hints = [f"but {name!r} is a {other}" for other, specs in by_kind.items() if other != kind and name in specs]
+    module, dot, attr = asked.rpartition(".")
+    if dot and module and all(part.isidentifier() for part in asked.split(".")):
+        hints.append(f"if it is a Python path, write '{module}:{attr}'")
+    return hints

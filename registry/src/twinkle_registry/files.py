@@ -1,0 +1,91 @@
+"""Imports `./file.py:Name` under a module name of its own: `twinkle_registry.files.<stem>_<digest>`.
+
+The digest covers path and content, so two files of one name live side by side and an edited file is a new module.
+Nothing is put on sys.path, and no `.pyc` is read or written: the code that runs is the text in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from .errors import ComponentNotFound
+from .importing import import_failed
+from .naming import nearest_or_all
+
+# A lock for each module, not one for all: a file may import a module whose import, elsewhere, waits for another file.
+_locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+_locks_guard = threading.Lock()
+
+
+class _TextLoader(importlib.machinery.SourceFileLoader):
+    """Compiles the bytes that were hashed, never a cached or newer version of them."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self._source, self.path)
+        return code
+
+
+def import_file(path: str, *, asked: str) -> ModuleType:
+    """Return the module of one Python file; `~` and relative paths are understood.
+
+    Raises:
+        ComponentNotFound: There is no such file.
+        PluginBroken: The file raises while it is imported.
+    """
+    file = Path(path).expanduser().absolute()
+    source = _source(file, asked)
+    digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()[:16]
+    stem = re.sub(r"\W", "_", file.stem)
+    name = f"{__name__}.{stem}_{digest}"
+    with _locks_guard:
+        lock = _locks[name]
+    with lock:
+        return sys.modules[name] if name in sys.modules else _execute(name, file, source, asked)
+
+
+def _source(file: Path, asked: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError as error:
+        beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        found = f"the Python files beside it: {nearest_or_all(file.name, beside)}"
+        if not file.parent.is_dir():
+            found = f"there is no folder {file.parent}"
+        raise ComponentNotFound(f"{asked}: there is no file {file}; {found}") from error
+    except OSError as error:
+        raise ComponentNotFound(f"{asked}: {file} cannot be read ({error.strerror})") from error
+
+
+def _execute(name: str, file: Path, source: bytes, asked: str) -> ModuleType:
+    loader = _TextLoader(name, str(file), source)
+    spec = importlib.machinery.ModuleSpec(name, loader, origin=str(file))
+    spec.has_location = True
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, pickling and inspect look a class's module up by its name.
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        failed = import_failed(asked, str(file), error)
+        if isinstance(error, ModuleNotFoundError) and (file.parent / f"{error.name}.py").is_file():
+            failed.add_note(
+                f"{error.name}.py lies beside it, but a single file cannot import its neighbours; make a package"
+            )
+        raise failed from error
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

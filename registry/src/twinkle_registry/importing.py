@@ -1,0 +1,66 @@
+"""Imports what a ref names and says which of the many reasons it is when that fails."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from .errors import ComponentNotFound, PluginBroken, TwinkleError
+from .naming import nearest_or_all
+
+
+def import_object(ref: str, *, asked: str, promised: bool) -> Any:
+    """Return the object at `package.module:Attr`.
+
+    Args:
+        ref: Where it is; the part after the colon may have dots.
+        asked: How errors name what the caller wanted.
+        promised: A manifest promised the ref, so its absence is the plugin's fault and not the caller's.
+
+    Raises:
+        ComponentNotFound: There is no such module or attribute (not promised).
+        PluginBroken: The module raises while it is imported, or the promise is not kept.
+    """
+    module_name, _, path = ref.partition(":")
+    absent = PluginBroken if promised else ComponentNotFound
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if _is_or_holds(error.name, module_name):
+            raise absent(f"{asked}: there is no module {error.name!r}{_promise(ref, promised)}") from error
+        raise import_failed(asked, module_name, error) from error
+    except (Exception, SystemExit) as error:
+        raise import_failed(asked, module_name, error) from error
+    return attribute(module, path, asked=asked, absent=absent)
+
+
+def attribute(module: ModuleType, path: str, *, asked: str, absent: type[TwinkleError]) -> Any:
+    """Return `module.path`, where the path may have dots; raise `absent` with the nearest name."""
+    value: Any = module
+    for name in path.split("."):
+        try:
+            value = getattr(value, name)
+        except AttributeError as error:
+            public = [n for n in dir(value) if not n.startswith("_")]
+            where = getattr(value, "__name__", value)
+            raise absent(f"{asked}: {where} has no {name!r}; {nearest_or_all(name, public)}") from error
+    return value
+
+
+def import_failed(asked: str, where: str, error: BaseException) -> PluginBroken:
+    """Return the error for a module that exists and raises while it is imported."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        why = f"it needs the module {error.name!r}, which is not installed (often: pip install {package})"
+    else:
+        why = f"{type(error).__name__}: {error}"
+    return PluginBroken(f"{asked}: importing {where} failed: {why}")
+
+
+def _is_or_holds(missing: str | None, module: str) -> bool:
+    return missing is not None and (module == missing or module.startswith(missing + "."))
+
+
+def _promise(ref: str, promised: bool) -> str:
+    return f", though its manifest says ref = {ref!r}; reinstall the plugin or tell its author" if promised else ""

@@ -1,0 +1,155 @@
+"""What a plugin says of itself: the plain records that a manifest, `twinkle-plugin.toml`, is read into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+    from os import PathLike
+
+Status = Literal["ok", "broken", "incompatible", "disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSpec:
+    """One component that a plugin offers; nothing of it is imported yet.
+
+    Attributes:
+        kind: The room it belongs to: `loss`, `sampler`, `patch`, …
+        name: What a script calls it.
+        ref: Where it is: `package.module:Attr`. A ref that starts with a dot is relative to `root`.
+        summary: One line for people.
+        requires: Requirement specifiers (PEP 508), checked before the import.
+        runtimes: The runtimes it works in.
+        tenant_safe: It keeps no global state and may run inside the multi-tenant server.
+        inputs: Per-row arguments beside labels and logps, with dtype and shape: `{"advantages": "float32[T]"}`.
+        config: Where its options model is (`package.module:Attr`), or empty.
+        dist: The name of the plugin, the `dist` of `dist/Name`.
+        version: The version of the plugin.
+        root: The package that relative refs start from.
+    """
+
+    kind: str
+    name: str
+    ref: str
+    summary: str = ""
+    requires: tuple[str, ...] = ()
+    runtimes: tuple[str, ...] = ("local",)
+    tenant_safe: bool = False
+    inputs: Mapping[str, str] = field(default_factory=dict, hash=False)
+    config: str = ""
+    dist: str = ""
+    version: str = ""
+    root: str = ""
+
+    def __str__(self) -> str:
+        """Return how errors name it: `loss 'GRPOLoss' of twinkle-losses`."""
+        return f"{self.kind} {self.name!r}" + (f" of {self.dist}" if self.dist else "")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec:
+    """One subcommand of `twinkle`, imported when it is run: `ref` is a callable that takes the arguments."""
+
+    name: str
+    ref: str
+    summary: str = ""
+    dist: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HooksSpec:
+    """The lifecycle hooks of a plugin: the module that holds them, imported when the first of them fires."""
+
+    module: str
+    implements: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One `twinkle-plugin.toml`, checked."""
+
+    schema: int
+    core: str
+    name: str
+    components: tuple[ComponentSpec, ...] = ()
+    hooks: HooksSpec | None = None
+    commands: tuple[CommandSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """One plugin that was found, usable or not.
+
+    Attributes:
+        dist: The distribution (pip) or the repository or folder it came from.
+        version: Its version, or the commit.
+        package: The importable package.
+        location: The path of its manifest; empty where none was found.
+        manifest: What it offers; `None` where the manifest could not be read.
+        status: `ok`, `broken`, `incompatible` (with this version of core) or `disabled` (by settings).
+        reason: Why it is not `ok`, in one text that says what to do.
+        cause: The error behind the reason, if there was one.
+    """
+
+    dist: str
+    version: str
+    package: str
+    location: str
+    manifest: Manifest | None = None
+    status: Status = "ok"
+    reason: str = ""
+    cause: BaseException | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The name of the plugin: the manifest's, or the distribution's where there is no manifest."""
+        return self.manifest.name if self.manifest is not None else self.dist
+
+
+def read_manifest(
+    path: str | PathLike[str] | Traversable, dist: str, version: str, *, package: str = "", root: str = ""
+) -> Manifest:
+    """Read and check one manifest.
+
+    Args:
+        path: The file, or anything with `read_bytes()`, such as a member of a zipped package.
+        dist: The distribution it belongs to; only for error messages, the plugin's name is the manifest's.
+        version: The version that its components carry.
+        package: The package the manifest lies in, as its own refs call it.
+        root: The name under which that package is imported, if it is another (code from a Hub). Refs into `package`
+            and relative refs (`.grpo:GRPOLoss`) are rewritten to start there.
+
+    Raises:
+        ManifestError: The file cannot be read, or has any problem; all of them are listed at once.
+    """
+    from .reading import parse_manifest, read_toml
+
+    return parse_manifest(read_toml(path), str(path), dist, version, package=package, root=root or package)
+
+
+def manifest_to_plain(manifest: Manifest) -> dict[str, Any]:
+    """Return the manifest as JSON-ready data; `manifest_from_plain` reads it back without any check."""
+    from dataclasses import asdict
+
+    return asdict(manifest)
+
+
+def manifest_from_plain(plain: Mapping[str, Any]) -> Manifest:
+    """Rebuild a manifest that `manifest_to_plain` wrote."""
+    hooks = plain["hooks"]
+    components = []
+    for c in plain["components"]:
+        lists = {"requires": tuple(c["requires"]), "runtimes": tuple(c["runtimes"])}
+        components.append(ComponentSpec(**{**c, **lists}))
+    return Manifest(
+        schema=plain["schema"],
+        core=plain["core"],
+        name=plain["name"],
+        components=tuple(components),
+        hooks=HooksSpec(hooks["module"], tuple(hooks["implements"])) if hooks else None,
+        commands=tuple(CommandSpec(**c) for c in plain["commands"]),
+    )

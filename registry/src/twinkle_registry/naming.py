@@ -1,0 +1,45 @@
+"""Names: the nearest of them for an error message, and the forms under which one plugin is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+PROJECT = "twinkle"
+
+
+def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
+    """Return up to `n` of `names` that look like `name`, the closest first; case does not count."""
+    import difflib
+
+    by_lower: dict[str, list[str]] = {}
+    for candidate in names:
+        by_lower.setdefault(candidate.lower(), []).append(candidate)
+    lowered = name.lower()
+    close = difflib.get_close_matches(lowered, by_lower, n, 0.6)
+    # "GRPO" for "GRPOLoss": a part of the name is a hint that the ratio misses.
+    parts = [c for c in sorted(by_lower) if len(lowered) > 2 and lowered in c and c not in close]
+    return [candidate for key in close + parts for candidate in by_lower[key]][:n]
+
+
+def nearest_or_all(name: str, names: Iterable[str]) -> str:
+    """Say in words which names are near `name`, or which there are at all."""
+    known = sorted(set(names))
+    if close := nearest(name, known):
+        return f"nearest: {quoted(close)}"
+    if not known:
+        return "there are none"
+    shown = quoted(known[:12])
+    return f"known: {shown}" + (f" and {len(known) - 12} more" if len(known) > 12 else "")
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Join names as `'a', 'b'`."""
+    return ", ".join(repr(name) for name in names)
+
+
+def canonical(dist: str) -> str:
+    """Return the normalized form of a distribution name, so that `Acme_Losses` is `acme-losses`."""
+    text = dist.lower().replace("_", "-").replace(".", "-")
+    while "--" in text:
+        text = text.replace("--", "-")
+    return text

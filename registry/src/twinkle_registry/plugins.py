@@ -1,0 +1,157 @@
+"""The private pluggy manager: manifests become small synthetic plugins, hook modules and live objects join them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from .errors import ComponentTypeError, PluginBroken
+from .manifest import ComponentSpec, HooksSpec
+from .markers import hookimpl
+from .naming import PROJECT, nearest_or_all, quoted
+
+
+class PluginSet:
+    """What is registered with pluggy, under names of three sorts: manifest, hooks and live objects."""
+
+    def __init__(self, hookspecs: Any, kinds: Iterable[str]) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        if unspecified := [kind for kind in kinds if self._hook(f"twinkle_{kind}") is None]:
+            where = getattr(hookspecs, "__name__", hookspecs)
+            raise ComponentTypeError(f"{where} has no hook spec twinkle_<kind> for the kinds {quoted(unspecified)}")
+
+    def add_manifest(self, plugin: str, components: Sequence[ComponentSpec]) -> None:
+        """Register a synthetic plugin whose `twinkle_<kind>` hooks return these components."""
+        by_kind: dict[str, list[ComponentSpec]] = {}
+        for spec in components:
+            by_kind.setdefault(spec.kind, []).append(spec)
+        providers = {f"twinkle_{kind}": _provider(specs) for kind, specs in by_kind.items()}
+        self._manager.register(_Synthetic(providers), f"manifest:{plugin}")
+
+    def drop_manifest(self, plugin: str) -> None:
+        """Forget the components of a plugin that turned out to be broken."""
+        self._manager.unregister(name=f"manifest:{plugin}")
+
+    def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
+        """Ask every plugin for its components of one kind; by name, in order of registration."""
+        caller = self._hook(f"twinkle_{kind}")
+        by_name: dict[str, list[ComponentSpec]] = {}
+        for group in reversed(caller() if caller else []):
+            for spec in group:
+                by_name.setdefault(spec.name, []).append(spec)
+        return by_name
+
+    def argument_names(self, hook: str) -> tuple[str, ...]:
+        """Return what the hook spec passes to an implementation."""
+        caller = self._hook(hook)
+        return tuple(caller.spec.argnames) if caller and caller.spec else ()
+
+    def implementations(self, hook: str) -> list[tuple[str, pluggy.HookImpl]]:
+        """Return plugin name and implementation, in the order in which pluggy calls them (last registered first)."""
+        caller = self._hook(hook)
+        impls = reversed(caller.get_hookimpls()) if caller else ()
+        return [(impl.plugin_name.partition(":")[2], impl) for impl in impls]
+
+    def add_hooks(self, plugin: str, module: ModuleType, declared: HooksSpec, lifecycle: Iterable[str]) -> None:
+        """Register a hooks module that implements exactly what its manifest declares.
+
+        Raises:
+            PluginBroken: It implements other hooks, or takes arguments that the hook spec does not have.
+        """
+        implemented = self._marked(module)
+        if set(implemented) != set(declared.implements):
+            raise PluginBroken(
+                f"{declared.module} of plugin {plugin} implements {_listed(implemented)}, its manifest declares "
+                f"{_listed(declared.implements)}; correct `hooks.implements` in twinkle-plugin.toml "
+                "or mark the functions with @twinkle_registry.hookimpl"
+            )
+        self._register(f"hooks:{plugin}", plugin, module, implemented, lifecycle)
+
+    def attach(self, name: str, live: Any, lifecycle: Iterable[str]) -> None:
+        """Register an object whose methods marked with `hookimpl` are called with the hooks of their name."""
+        implemented = self._marked(live)
+        if not implemented:
+            raise ComponentTypeError(
+                f"{name!r}: {type(live).__name__} has no method marked with @hookimpl; hooks are {quoted(lifecycle)}"
+            )
+        self._register(f"live:{name}", name, live, implemented, lifecycle)
+
+    def is_attached(self, name: str) -> bool:
+        """Say whether `attach` was called with that name."""
+        return self._manager.has_plugin(f"live:{name}")
+
+    def detach(self, name: str) -> None:
+        """Forget a live object."""
+        self._manager.unregister(name=f"live:{name}")
+
+    def _hook(self, name: str) -> pluggy.HookCaller | None:
+        caller: pluggy.HookCaller | None = getattr(self._manager.hook, name, None)
+        return caller
+
+    def _marked(self, holder: Any) -> dict[str, Callable[..., Any]]:
+        marked = {}
+        for name in dir(holder):
+            if (options := self._manager.parse_hookimpl_opts(holder, name)) is not None:
+                marked[options.get("specname") or name] = getattr(holder, name)
+        return marked
+
+    def _register(
+        self,
+        key: str,
+        plugin: str,
+        holder: Any,
+        implemented: Mapping[str, Callable[..., Any]],
+        lifecycle: Iterable[str],
+    ) -> None:
+        for hook in implemented:
+            if hook not in lifecycle:
+                raise PluginBroken(
+                    f"plugin {plugin}: there is no lifecycle hook {hook!r}; {nearest_or_all(hook, lifecycle)}"
+                )
+        try:
+            self._manager.register(_Synthetic(implemented), key)
+            self._manager.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            self._manager.unregister(name=key)
+            raise PluginBroken(f"plugin {plugin}: {_why_refused(error, self, implemented)}") from error
+        wrappers = [h for h in implemented for n, i in self.implementations(h) if n == plugin and _is_wrapper(i)]
+        if wrappers:
+            self._manager.unregister(name=key)
+            raise PluginBroken(
+                f"plugin {plugin}: {quoted(wrappers)} are wrappers; a lifecycle hook is a plain function"
+            )
+
+
+class _Synthetic:
+    """A pluggy plugin that has the given hook implementations and nothing else for pluggy to look at."""
+
+    def __init__(self, hooks: Mapping[str, Callable[..., Any]]) -> None:
+        vars(self).update(hooks)
+
+    def __dir__(self) -> list[str]:
+        return list(vars(self))
+
+
+def _provider(specs: list[ComponentSpec]) -> Callable[[], list[ComponentSpec]]:
+    @hookimpl
+    def provide() -> list[ComponentSpec]:
+        return specs
+
+    return provide
+
+
+def _is_wrapper(impl: pluggy.HookImpl) -> bool:
+    return bool(impl.wrapper or impl.hookwrapper)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return quoted(sorted(names)) or "nothing"
+
+
+def _why_refused(error: Exception, plugins: PluginSet, implemented: Iterable[str]) -> str:
+    takes = [f"{hook}({', '.join(plugins.argument_names(hook))})" for hook in implemented]
+    return f"{' '.join(str(error).split())}; the hooks are {', '.join(takes)}"

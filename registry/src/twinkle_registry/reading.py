@@ -1,0 +1,276 @@
+"""Checks every key and type of a `twinkle-plugin.toml` and reports all problems of the file at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ManifestError
+from .manifest import CommandSpec, ComponentSpec, HooksSpec, Manifest
+from .naming import nearest_or_all, quoted
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+    from os import PathLike
+
+SCHEMA = 1
+MAX_BYTES = 1 << 20
+_PLUGIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_KIND = re.compile(r"[a-z][a-z0-9_]*")
+_NAME = re.compile(r"\w[\w.+-]*")
+_WORD = re.compile(r"[A-Za-z][\w-]*")
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
+_MODULE = re.compile(r"\.?([^\W\d]\w*(\.[^\W\d]\w*)*)?")
+_REF = re.compile(r"(\.|\.?[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+Check = Callable[[Any], str]
+"""Returns what was expected, or an empty string for a value that is fine."""
+
+
+def read_toml(path: str | PathLike[str] | Traversable) -> dict[str, Any]:
+    """Return the raw table of one file; whatever goes wrong is a `ManifestError` that names the file."""
+    import tomllib
+
+    try:
+        source = path if hasattr(path, "read_bytes") else Path(path)
+        data: bytes = source.read_bytes()
+        if len(data) > MAX_BYTES:
+            raise ManifestError(f"{path}: {len(data)} bytes; a manifest has at most {MAX_BYTES}")
+        return tomllib.loads(data.decode("utf-8"))
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except RecursionError as error:
+        raise ManifestError(f"{path}: nested too deeply") from error
+    except ValueError as error:
+        raise ManifestError(f"{path}: not a TOML file in UTF-8: {error}") from error
+
+
+def parse_manifest(
+    raw: Mapping[str, Any], where: str, dist: str, version: str, *, package: str = "", root: str = ""
+) -> Manifest:
+    """Check the raw table of one file and return its manifest; see `read_manifest`."""
+    problems: list[str] = []
+    top = _Table(raw, "", problems)
+    top.refuse_unknown(_TOP)
+    if (schema := top.take("schema", _schema)) is not None and schema > SCHEMA:
+        # A newer format may mean anything by its keys, so nothing else is worth saying.
+        raise ManifestError(
+            f"{where}: schema = {schema}, but this version reads {SCHEMA}; run: pip install -U twinkle-registry"
+        )
+    name = top.take("name", _matches(_PLUGIN, "the name of the plugin, such as 'acme-losses'"), "")
+    place = _Place(name or dist, version, package, root)
+    manifest = Manifest(
+        schema=SCHEMA,
+        core=top.take("core", _specifiers, ""),
+        name=name,
+        components=tuple(_component(table, place) for table in top.tables("component")),
+        hooks=_hooks(top, place),
+        commands=tuple(_command(table, place) for table in top.tables("command")),
+    )
+    _refuse_twins(problems, "component", ((c.kind, c.name) for c in manifest.components))
+    _refuse_twins(problems, "command", ((c.name,) for c in manifest.commands))
+    if problems:
+        of = f" (of {dist})" if dist else ""
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ManifestError("\n  ".join([f"{where}{of}: {count}", *problems]))
+    return manifest
+
+
+class _Place:
+    """Where the refs of one manifest start, and who offers its components."""
+
+    def __init__(self, name: str, version: str, package: str, root: str) -> None:
+        self.name, self.version, self.package, self.root = name, version, package, root
+
+    def absolute(self, ref: str) -> str:
+        module, colon, attr = ref.partition(":")
+        inside = module == self.package or module.startswith(self.package + ".")
+        if self.package and self.root != self.package and inside:
+            module = "." + module[len(self.package) + 1 :]
+        if module.startswith(".") and self.root:
+            module = self.root + module if module != "." else self.root
+        return module + colon + attr
+
+
+class _Table:
+    """One table of the file; what is wrong with it goes to the common list."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str, problems: list[str]) -> None:
+        self.raw, self.where, self.problems = raw, where, problems
+
+    def complain(self, key: str, text: str) -> None:
+        self.problems.append(f"{self.where}{'.' if self.where else ''}{key}: {text}")
+
+    def refuse_unknown(self, known: Iterable[str]) -> None:
+        for key in self.raw:
+            if key not in known:
+                self.complain(key, f"unknown key, {nearest_or_all(key, known)}")
+
+    def take(self, key: str, check: Check, *default: Any) -> Any:
+        """Return the value of a required key; where it is wrong, note it and return the default or None."""
+        fallback = default[0] if default else None
+        if key not in self.raw:
+            self.complain(key, "missing")
+            return fallback
+        return self.optional(key, check, fallback)
+
+    def optional(self, key: str, check: Check, default: Any) -> Any:
+        if key not in self.raw:
+            return default
+        value = self.raw[key]
+        if expected := check(value):
+            self.complain(key, f"expected {expected}, found {_shown(value)}")
+            return default
+        return value
+
+    def tables(self, key: str) -> list[_Table]:
+        value = self.raw.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self.complain(key, f"expected tables [[{key}]], found {_shown(value)}")
+            return []
+        return [_Table(item, _label(key, i, item), self.problems) for i, item in enumerate(value)]
+
+
+def _label(key: str, i: int, item: Mapping[str, Any]) -> str:
+    name = item.get("name")
+    return f"{key}[{i}] {name!r}" if isinstance(name, str) else f"{key}[{i}]"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _component(table: _Table, place: _Place) -> ComponentSpec:
+    table.refuse_unknown(_COMPONENT)
+    return ComponentSpec(
+        kind=table.take("kind", _matches(_KIND, "a kind such as 'loss'"), ""),
+        name=table.take("name", _matches(_NAME, "a name without spaces, '/', ':' and '#'"), ""),
+        ref=place.absolute(table.take("ref", _ref, "")),
+        summary=table.optional("summary", _text, ""),
+        requires=tuple(table.optional("requires", _requirements, ())),
+        runtimes=tuple(table.optional("runtimes", _names(_WORD, "runtime names"), ("local",))),
+        tenant_safe=table.optional("tenant_safe", _boolean, False),
+        inputs=dict(table.optional("inputs", _inputs, {})),
+        config=place.absolute(table.optional("config", _ref, "")),
+        dist=place.name,
+        version=place.version,
+        root=place.root,
+    )
+
+
+def _command(table: _Table, place: _Place) -> CommandSpec:
+    table.refuse_unknown(_COMMAND)
+    return CommandSpec(
+        name=table.take("name", _matches(_WORD, "a command name"), ""),
+        ref=place.absolute(table.take("ref", _ref, "")),
+        summary=table.optional("summary", _text, ""),
+        dist=place.name,
+    )
+
+
+def _hooks(top: _Table, place: _Place) -> HooksSpec | None:
+    value = top.raw.get("hooks")
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        top.complain("hooks", f"expected a table with {quoted(_HOOKS)}, found {_shown(value)}")
+        return None
+    table = _Table(value, "hooks", top.problems)
+    table.refuse_unknown(_HOOKS)
+    module = table.take("module", _module, "")
+    implements = table.take("implements", _names(_IDENTIFIER, "hook names"), ())
+    return HooksSpec(place.absolute(module), tuple(implements))
+
+
+def _refuse_twins(problems: list[str], what: str, keys: Iterable[tuple[str, ...]]) -> None:
+    seen = set()
+    for key in keys:
+        if key in seen and all(key):
+            problems.append(f"{what}: {' '.join(key)} is listed twice")
+        seen.add(key)
+
+
+def _schema(value: Any) -> str:
+    return "" if type(value) is int and value >= SCHEMA else f"the number {SCHEMA}"
+
+
+def _text(value: Any) -> str:
+    return "" if isinstance(value, str) else "a string"
+
+
+def _boolean(value: Any) -> str:
+    return "" if isinstance(value, bool) else "true or false"
+
+
+def _matches(pattern: re.Pattern[str], what: str) -> Check:
+    return lambda value: "" if isinstance(value, str) and pattern.fullmatch(value) else what
+
+
+def _ref(value: Any) -> str:
+    return "" if isinstance(value, str) and _REF.fullmatch(value) else "'package.module:Attr'"
+
+
+def _module(value: Any) -> str:
+    return "" if isinstance(value, str) and value and _MODULE.fullmatch(value) else "a module such as 'acme.hooks'"
+
+
+def _names(pattern: re.Pattern[str], what: str) -> Check:
+    def check(value: Any) -> str:
+        fine = isinstance(value, list) and all(isinstance(v, str) and pattern.fullmatch(v) for v in value)
+        return "" if fine and value and len(set(value)) == len(value) else f"a list of distinct {what}"
+
+    return check
+
+
+def _inputs(value: Any) -> str:
+    fine = isinstance(value, dict) and all(
+        _IDENTIFIER.fullmatch(key) and isinstance(dtype, str) and dtype for key, dtype in value.items()
+    )
+    return "" if fine else 'a table of argument to type, such as { advantages = "float32[T]" }'
+
+
+def _specifiers(value: Any) -> str:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    expected = "versions of twinkle-core such as '>=0.1,<1'"
+    if not isinstance(value, str):
+        return expected
+    try:
+        return "" if SpecifierSet(value) else expected
+    except InvalidSpecifier:
+        return expected
+
+
+def _requirements(value: Any) -> str:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    expected = "a list of requirements such as 'torch>=2.6'"
+    if not isinstance(value, list):
+        return expected
+    for item in value:
+        if not isinstance(item, str):
+            return expected
+        try:
+            Requirement(item)
+        except InvalidRequirement:
+            return f"{expected}, but {item!r} is not one"
+    return ""
+
+
+_TOP = ("schema", "core", "name", "hooks", "component", "command")
+_HOOKS = ("module", "implements")
+_COMMAND = ("name", "ref", "summary")
+_COMPONENT = (
+    "kind",
+    "name",
+    "ref",
+    "summary",
+    "requires",
+    "runtimes",
+    "tenant_safe",
+    "inputs",
+    "config",
+)

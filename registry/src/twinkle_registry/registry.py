@@ -1,0 +1,351 @@
+"""The registry: knows every plugin, turns a name into a component on first use, fires lifecycle hooks."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from . import explain
+from .contracts import check_contract, missing_methods
+from .errors import ArgumentError, ComponentConflict, ComponentNotFound, ComponentTypeError, PluginBroken
+from .importing import import_failed, import_object
+from .manifest import CommandSpec, ComponentSpec, PluginRecord
+from .naming import PROJECT, canonical, nearest_or_all, quoted
+from .requirements import check_core, check_requirements
+from .resolving import component_from_text
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .lifecycle import HookCall, Implementers
+    from .plugins import PluginSet
+    from .view import RegistryView
+
+
+class Registry:
+    """All plugins of one process.
+
+    One lock guards what is registered. Plugins are imported outside it, because an import may itself wait for a thread
+    that asks the registry for something.
+    """
+
+    def __init__(
+        self,
+        hookspecs_module: Any,
+        *,
+        kinds: Mapping[str, str | None],
+        core_version: str,
+        settings: Settings | None = None,
+        essential: Collection[str] = ("twinkle-core",),
+    ) -> None:
+        """Make an empty registry.
+
+        Args:
+            hookspecs_module: Holds a hook spec `twinkle_<kind>` for each kind, and the lifecycle hooks.
+            kinds: Each kind with the place of its contract, `module:Attr`, or None where anything passes.
+            core_version: What manifests compare their `core` with.
+            settings: What is disabled and preferred; by default, `Settings.load()`.
+            essential: Plugins that `only` does not switch off.
+        """
+        self._hookspecs = hookspecs_module
+        self._kinds = dict(kinds)
+        self._core_version = core_version
+        self._settings = Settings.load() if settings is None else settings
+        self._essential = {canonical(name) for name in essential}
+        self._lifecycle = _lifecycle_hooks(hookspecs_module, kinds)
+        self._lock = threading.RLock()
+        self._records: list[PluginRecord] = []
+        self._plugin_set: PluginSet | None = None
+        self._registered: set[str] = set()
+        self._hooked: set[str] = set()
+        self._index: dict[str, dict[str, list[ComponentSpec]]] = {}
+        self._contracts: dict[str, Any] = {}
+        self._satisfied: set[ComponentSpec] = set()
+        self._hook_calls: dict[str, HookCall] = {}
+
+    # What there is
+
+    def load_installed(self, also: Iterable[PluginRecord] = ()) -> None:
+        """Add every installed plugin, then `also` (from a Hub or a folder), then warn of settings that name nobody."""
+        from .discovery import installed_plugins
+
+        for record in [*installed_plugins(), *also]:
+            self.add(record)
+        for notice in self.notices():
+            warnings.warn(notice, stacklevel=2)
+
+    def add(self, record: PluginRecord) -> PluginRecord:
+        """Add one plugin and return its record as judged: core version, settings, kinds and hooks are checked here."""
+        with self._lock:
+            if known := next((r for r in self._records if _key(r) == _key(record)), None):
+                return known
+            judged = self._judge(record)
+            self._records.append(judged)
+            self._index.clear()
+            return judged
+
+    @property
+    def records(self) -> list[PluginRecord]:
+        """Every plugin that was added, usable or not, in that order."""
+        with self._lock:
+            return list(self._records)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of component there are."""
+        return list(self._kinds)
+
+    @property
+    def lifecycle_hooks(self) -> list[str]:
+        """The names that `hook` takes."""
+        return list(self._lifecycle)
+
+    @property
+    def settings(self) -> Settings:
+        """What is disabled and preferred."""
+        return self._settings
+
+    def notices(self) -> list[str]:
+        """Return what a person should know though nothing is broken: settings in vain, commands in conflict."""
+        by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
+        notices = explain.vain_settings(self._settings, self.records, by_kind)
+        for name, specs in self._commands_by_name().items():
+            if len(specs) > 1:
+                ways = quoted(f"{spec.dist}/{name}" for spec in specs)
+                notices.append(f"command {name!r} is offered by several plugins; they are called {ways}")
+        return notices
+
+    def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
+        """Return the usable components of one kind by name, each with all its providers; nothing is imported."""
+        self._require_kind(kind)
+        with self._lock:
+            plugins = self._plugins()
+            if kind not in self._index:
+                self._index[kind] = plugins.specs(kind)
+            return {name: list(specs) for name, specs in self._index[kind].items()}
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of one kind, sorted."""
+        return sorted(self.specs(kind))
+
+    def find(self, name: str, kind: str) -> ComponentSpec:
+        """Return the component called `Name` or `plugin/Name`, without importing it.
+
+        Raises:
+            ComponentNotFound: Nobody offers it, or only a disabled plugin.
+            ComponentConflict: Several plugins offer it and none is preferred.
+            PluginBroken: Only a broken plugin offers it.
+            PluginIncompatible: Only a plugin for another core version offers it.
+        """
+        dist, _, bare = name.rpartition("/")
+        found = self.specs(kind).get(bare, [])
+        chosen = explain.choose(found, dist=dist, name=bare, kind=kind, settings=self._settings)
+        if chosen is not None:
+            return chosen
+        by_kind = {k: self.specs(k) for k in self._kinds}
+        raise explain.not_found(asked=name, dist=dist, name=bare, kind=kind, by_kind=by_kind, records=self.records)
+
+    def commands(self) -> dict[str, CommandSpec]:
+        """Return the subcommands of usable plugins; where two plugins share a name, each is `plugin/name`."""
+        commands: dict[str, CommandSpec] = {}
+        for name, specs in self._commands_by_name().items():
+            commands.update({name: specs[0]} if len(specs) == 1 else {f"{s.dist}/{name}": s for s in specs})
+        return dict(sorted(commands.items()))
+
+    # From a name to a component
+
+    def resolve(self, x: Any, kind: str) -> Any:
+        """Turn whatever a component argument may be into a class, a function or an instance of that kind.
+
+        `x` is an instance or a class of the contract, a function where the contract is callable, a `ComponentSpec`, or
+        one of the texts `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, `hf://org/repo@revision#Name`.
+        """
+        contract = self.contract(kind)
+        if isinstance(x, str):
+            return check_contract(component_from_text(x, kind, self), contract, asked=f"{kind} {x!r}")
+        if isinstance(x, ComponentSpec):
+            return check_contract(self.load(x), contract, asked=str(x))
+        return check_contract(x, contract, asked=f"the {kind}")
+
+    def build(self, x: Any, kind: str, /, *args: Any, **init_args: Any) -> Any:
+        """Resolve `x` and instantiate it if it is a class; arguments are checked before, and never ignored."""
+        found = self.resolve(x, kind)
+        asked = (
+            f"{kind} {x!r}" if isinstance(x, str) else f"{kind} {getattr(found, '__name__', type(found).__name__)!r}"
+        )
+        if not isinstance(found, type):
+            if args or init_args:
+                given = quoted([*(repr(a) for a in args), *init_args])
+                what = "a function" if callable(found) and hasattr(found, "__name__") else "already an instance"
+                raise ArgumentError(
+                    f"{asked} is {what}, so it takes no arguments here, but {given} was given; give the class"
+                )
+            return found
+        if missing := missing_methods(found):
+            raise ComponentTypeError(
+                f"{asked} cannot be built: {found.__name__} leaves {quoted(missing)} unimplemented"
+            )
+        from .calls import check_keywords
+
+        check_keywords(found, init_args, what=asked, args=args)
+        return found(*args, **init_args)
+
+    def load(self, spec: ComponentSpec) -> Any:
+        """Check the requirements of one component, then import it.
+
+        Raises:
+            RequirementMissing: A package it needs is not installed; nothing was imported.
+            PluginBroken: The import fails, or the manifest names something that is not there.
+        """
+        if spec not in self._satisfied:
+            check_requirements(spec)
+            self._satisfied.add(spec)
+        ref = spec.ref
+        if ref.startswith("."):
+            ref = spec.root + (ref[1:] if ref.startswith(".:") else ref)
+        return import_object(ref, asked=str(spec), promised=True)
+
+    def contract(self, kind: str) -> Any:
+        """Return the contract of a kind, imported on first use, or None where anything passes."""
+        self._require_kind(kind)
+        if kind not in self._contracts:
+            ref = self._kinds[kind]
+            self._contracts[kind] = import_object(ref, asked=f"the contract of {kind}", promised=True) if ref else None
+        return self._contracts[kind]
+
+    def view(self, allow: Iterable[str] | Callable[[], Iterable[str]]) -> RegistryView:
+        """Return what one tenant sees: the components that `allow` lists as `kind:Name` or `plugin/Name`."""
+        from .view import RegistryView
+
+        return RegistryView(self, allow)
+
+    # Lifecycle
+
+    def hook(self, name: str) -> HookCall:
+        """Return a lifecycle hook, to be called with keyword arguments; implementations are imported at the call."""
+        from .lifecycle import HookCall
+
+        if name not in self._lifecycle:
+            raise ComponentNotFound(f"there is no lifecycle hook {name!r}; {nearest_or_all(name, self._lifecycle)}")
+        with self._lock:
+            if name not in self._hook_calls:
+                self._hook_calls[name] = HookCall(name, self._plugins().argument_names(name), self._implementers)
+            return self._hook_calls[name]
+
+    def attach(self, plugin_object: Any, name: str) -> None:
+        """Let the methods of a live object that are marked with `hookimpl` take part in the lifecycle hooks."""
+        with self._lock:
+            plugins = self._plugins()
+            if plugins.is_attached(name):
+                raise ComponentConflict(
+                    f"something is attached as {name!r} already; detach it first or take another name"
+                )
+            try:
+                plugins.attach(name, plugin_object, self._lifecycle)
+            except PluginBroken as error:
+                raise ComponentTypeError(str(error)) from error
+
+    def detach(self, name: str) -> None:
+        """Undo `attach`."""
+        with self._lock:
+            if not self._plugins().is_attached(name):
+                raise ComponentNotFound(f"nothing is attached as {name!r}")
+            self._plugins().detach(name)
+
+    # Inside
+
+    def _judge(self, record: PluginRecord) -> PluginRecord:
+        if record.status != "ok":
+            return record
+        names = (record.name, record.dist)
+        settings = self._settings
+        if settings.enabled_only is not None and self._essential & {canonical(n) for n in names}:
+            settings = replace(settings, enabled_only=None)
+        if why := settings.why_disabled(names):
+            return replace(record, status="disabled", reason=why)
+        problems = explain.kind_problems(record, self._kinds, self._lifecycle)
+        twin = next((r for r in self._records if r.manifest and canonical(r.name) == canonical(record.name)), None)
+        if twin is not None:
+            problems = [f"the name {record.name!r} is taken by {twin.dist} {twin.version} at {twin.location}"]
+        judged = check_core(record, self._core_version)
+        if judged.status == "ok" and problems:
+            return _broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
+        return judged
+
+    def _plugins(self) -> PluginSet:
+        """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""
+        if self._plugin_set is None:
+            from .plugins import PluginSet
+
+            self._plugin_set = PluginSet(self._hookspecs, self._kinds)
+        for record in self._records:
+            if record.status == "ok" and record.manifest and record.name not in self._registered:
+                self._plugin_set.add_manifest(record.name, record.manifest.components)
+                self._registered.add(record.name)
+        return self._plugin_set
+
+    def _require_kind(self, kind: str) -> None:
+        if kind not in self._kinds:
+            raise explain.unknown_kind(kind, self._kinds)
+
+    def _commands_by_name(self) -> dict[str, list[CommandSpec]]:
+        by_name: dict[str, list[CommandSpec]] = {}
+        for record in self.records:
+            for command in record.manifest.commands if record.status == "ok" and record.manifest else ():
+                by_name.setdefault(command.name, []).append(command)
+        return by_name
+
+    def _implementers(self, hook: str) -> Implementers:
+        from .lifecycle import Implementers
+
+        failed: dict[str, Exception] = {}
+        for record in self.records:
+            declared = record.manifest.hooks if record.manifest and record.status == "ok" else None
+            if declared is None or hook not in declared.implements or record.name in self._hooked:
+                continue
+            try:
+                self._import_hooks(record)
+            except PluginBroken as error:
+                failed[record.name] = error
+                self._mark_broken(record, error)
+        with self._lock:
+            return Implementers(self._plugins().implementations(hook), failed)
+
+    def _import_hooks(self, record: PluginRecord) -> None:
+        declared = record.manifest.hooks if record.manifest else None
+        if declared is None:
+            return
+        asked = f"hooks of plugin {record.name}"
+        try:
+            module = importlib.import_module(declared.module)
+        except (Exception, SystemExit) as error:
+            raise import_failed(asked, declared.module, error) from error
+        with self._lock:
+            if record.name not in self._hooked:
+                self._plugins().add_hooks(record.name, module, declared, self._lifecycle)
+                self._hooked.add(record.name)
+
+    def _mark_broken(self, record: PluginRecord, error: PluginBroken) -> None:
+        with self._lock:
+            self._records = [_broken(r, error) if r is record else r for r in self._records]
+            if record.name in self._registered:
+                self._plugins().drop_manifest(record.name)
+            self._index.clear()
+
+
+def _lifecycle_hooks(hookspecs: Any, kinds: Iterable[str]) -> list[str]:
+    """Return the hook specs that are not those of a kind, known by the mark that `hookspec` leaves on them."""
+    marked = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), f"{PROJECT}_spec")]
+    of_kinds = {f"twinkle_{kind}" for kind in kinds}
+    return [name for name in marked if name not in of_kinds]
+
+
+def _key(record: PluginRecord) -> tuple[str, str, str]:
+    return (canonical(record.dist), record.package, record.location)
+
+
+def _broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
+    return replace(record, status="broken", reason=str(error), cause=error)

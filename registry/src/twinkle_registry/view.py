@@ -1,0 +1,72 @@
+"""A tenant's view of the registry: an allow list, computed again at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from . import explain
+from .errors import NotTrusted
+from .manifest import ComponentSpec
+from .references import parse_reference
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+
+class RegistryView:
+    """The part of a registry that an allow list names, by `kind:Name`, `plugin/Name`, `kind:*` or `plugin/*`.
+
+    A component outside the list does not exist here. Code by path, from a Hub or as an object is refused: whoever sees
+    only a view runs only what its operator installed.
+    """
+
+    def __init__(self, registry: Registry, allow: Iterable[str] | Callable[[], Iterable[str]]) -> None:
+        self._registry = registry
+        self._allow = list(allow) if isinstance(allow, Iterator) else allow
+
+    def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
+        """Return the allowed components of one kind by name."""
+        allowed = set(self._allow() if callable(self._allow) else self._allow)
+        found = {
+            name: [s for s in specs if _names_of(s) & allowed] for name, specs in self._registry.specs(kind).items()
+        }
+        return {name: specs for name, specs in found.items() if specs}
+
+    def names(self, kind: str) -> list[str]:
+        """Return the allowed names of one kind, sorted."""
+        return sorted(self.specs(kind))
+
+    def find(self, name: str, kind: str) -> ComponentSpec:
+        """Return an allowed component by `Name` or `plugin/Name`; errors speak of allowed ones only."""
+        dist, _, bare = name.rpartition("/")
+        specs = self.specs(kind)
+        settings = self._registry.settings
+        chosen = explain.choose(specs.get(bare, []), dist=dist, name=bare, kind=kind, settings=settings)
+        if chosen is not None:
+            return chosen
+        by_kind = {k: self.specs(k) for k in self._registry.kinds}
+        raise explain.not_found(asked=name, dist="", name=bare, kind=kind, by_kind=by_kind, records=[])
+
+    def resolve(self, x: str, kind: str) -> Any:
+        """Return an allowed component by name.
+
+        Raises:
+            NotTrusted: `x` is not a name but code from elsewhere.
+        """
+        if not isinstance(x, str) or parse_reference(x, kind).form != "name":
+            raise NotTrusted(f"{kind} {x!r}: only names of installed components are allowed here; {self._offer(kind)}")
+        return self._registry.resolve(self.find(x, kind), kind)
+
+    def build(self, x: str, kind: str, /, *args: Any, **init_args: Any) -> Any:
+        """Resolve and instantiate an allowed component; see `Registry.build`."""
+        self.resolve(x, kind)
+        return self._registry.build(self.find(x, kind), kind, *args, **init_args)
+
+    def _offer(self, kind: str) -> str:
+        names = self.names(kind)
+        return f"there are {', '.join(names)}" if names else f"there is no {kind}"
+
+
+def _names_of(spec: ComponentSpec) -> set[str]:
+    return {f"{spec.kind}:{spec.name}", f"{spec.dist}/{spec.name}", f"{spec.kind}:*", f"{spec.dist}/*"}
