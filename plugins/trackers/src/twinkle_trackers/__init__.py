@@ -1,1 +1,1 @@
-"""Trackers: jsonl, TensorBoard."""
+"""Trackers: what a run's numbers are written to. `JsonlTracker` and `TensorBoardTracker`."""
