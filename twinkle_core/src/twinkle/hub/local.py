@@ -1,0 +1,151 @@
+"""From a model id to a folder on this machine: paths, aliases, GGUF files and `scheme://` references."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import ArgumentError, ComponentNotFound, ModelLoadError, SettingsError
+from twinkle.hub.base import Hub
+
+ALIASES = "TWINKLE_MODEL_ID_ALIASES"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def open_hub(reference: str) -> Hub:
+    """Return the hub that answers for `reference`, chosen by its scheme.
+
+    Args:
+        reference: `scheme://...`.
+
+    Raises:
+        ComponentNotFound: `reference` has no scheme, or no installed plugin offers a hub of that name.
+    """
+    from twinkle._registry import registry
+
+    scheme = _scheme(reference)
+    if scheme is None:
+        raise ComponentNotFound(f"{reference!r} names no hub; write 'scheme://...', {_schemes()}")
+    try:
+        hub = registry().build(scheme, "hub")
+    except ComponentNotFound as error:
+        ways = "; hf:// and ms:// come with: pip install twinkle-hub" if scheme in ("hf", "ms") else ""
+        raise ComponentNotFound(f"no hub for {reference!r}: nothing offers {scheme}://; {_schemes()}{ways}") from error
+    if not isinstance(hub, Hub):
+        raise ComponentNotFound(f"no hub for {reference!r}: {type(hub).__name__} is not a twinkle.hub.Hub")
+    return hub
+
+
+def local_model(model_id: str | Path, **kwargs: Any) -> Path:
+    """Return the local Hugging Face folder of a model, fetched or converted if need be.
+
+    Args:
+        model_id: a folder with a config.json; a `.gguf` file, or a folder that holds just one (converted once to
+            bfloat16 safetensors and kept in the cache); a reference `scheme://...`, fetched by its hub; or an id that
+            the JSON map in `TWINKLE_MODEL_ID_ALIASES` translates to one of these.
+        **kwargs: for the hub, such as `revision`.
+
+    Raises:
+        ModelLoadError: nothing is there, or what is there is not a model.
+        ComponentNotFound: no plugin offers the scheme.
+        ArgumentError: keyword arguments for a model that needs no hub.
+        SettingsError: `TWINKLE_MODEL_ID_ALIASES` is not a JSON map of texts.
+    """
+    asked = str(model_id)
+    if not asked:
+        raise ModelLoadError("the model id is empty; give a model folder, a .gguf file or a scheme:// reference")
+    place = _aliases().get(asked, asked)
+    if _scheme(place) is not None:
+        return _folder(open_hub(place).download_model(place, **kwargs), asked)
+    path = Path(place).expanduser()
+    if not path.exists():
+        raise ModelLoadError(_absent(asked, path))
+    if kwargs:
+        raise ArgumentError(
+            f"model {asked!r} is on this machine, so nothing takes {', '.join(map(repr, sorted(kwargs)))}; leave it out"
+        )
+    return _folder(path, asked)
+
+
+def _scheme(text: str) -> str | None:
+    found = _SCHEME.match(text)
+    return found[1].lower() if found else None
+
+
+def _schemes() -> str:
+    from twinkle._registry import registry
+
+    names = registry().names("hub")
+    return "there are: " + ", ".join(f"{name}://" for name in names) if names else "no hub is installed"
+
+
+def _aliases() -> dict[str, str]:
+    text = os.environ.get(ALIASES, "").strip()
+    if not text:
+        return {}
+    try:
+        aliases = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingsError(
+            f"{ALIASES} is not JSON ({error}); write a map such as {{'Qwen/Qwen3': '/models/q'}}"
+        ) from None
+    if not isinstance(aliases, dict) or not all(isinstance(place, str) and place for place in aliases.values()):
+        raise SettingsError(f"{ALIASES} must be a JSON map from model id to local path, both texts; it is {text!r}")
+    return aliases
+
+
+def _folder(path: Path, asked: str) -> Path:
+    """Return the Hugging Face folder that `path` is or becomes."""
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        path = _only_gguf(path, asked)
+    if path.suffix.lower() == ".gguf":
+        from twinkle.hub.gguf import converted
+
+        return converted(path)
+    raise ModelLoadError(f"model {asked!r}: {path} is a file but no .gguf; give the folder that holds config.json")
+
+
+def _only_gguf(folder: Path, asked: str) -> Path:
+    names = sorted(entry.name for entry in folder.iterdir())
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
+    if len(ggufs) == 1:
+        return folder / ggufs[0]
+    if ggufs:
+        raise ModelLoadError(f"model {asked!r}: {folder} holds several GGUF files; give one of {', '.join(ggufs)}")
+    if "adapter_config.json" in names:
+        raise ModelLoadError(
+            f"model {asked!r}: {folder} is an adapter, not a model{_base_of(folder)}; load its base model and add the "
+            "adapter to that"
+        )
+    held = f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
+    raise ModelLoadError(
+        f"model {asked!r}: {folder} has no config.json ({held}); a model folder has config.json, *.safetensors and the "
+        "tokenizer's files"
+    )
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return f" (of {base!r})" if base else ""
+
+
+def _absent(asked: str, path: Path) -> str:
+    from twinkle_registry import nearest
+
+    parent = path.absolute().parent
+    while not parent.is_dir():
+        parent = parent.parent
+    siblings = sorted(entry for entry in parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf")
+    models = [entry.name for entry in siblings if entry.suffix == ".gguf" or (entry / "config.json").is_file()]
+    shown = nearest(path.name, [entry.name for entry in siblings]) or models[:8]
+    there = f"{parent} holds {', '.join(shown)}" if shown else f"{parent} holds no model"
+    ways = f"give the path of a model folder or a .gguf file, or map the id to one in {ALIASES}"
+    if len(path.parts) <= 2 and not path.is_absolute():
+        ways += f"; to fetch it write 'hf://{asked}' or 'ms://{asked}' (pip install twinkle-hub)"
+    return f"model {asked!r} not found: there is no {path}; {there}; {ways}"
