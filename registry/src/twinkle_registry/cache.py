@@ -34,7 +34,19 @@ class DiskCache:
         self.file = _file_for(path)
         self.old = _load(self.file) if self.file else {}
         self.new: dict[str, Any] = {}
+        self.path_is_settled = False
+        self._same_path = False
         self._now = time.time_ns()
+
+    def start(self, path: list[list[Any]], scans: dict[str, Any]) -> None:
+        """Note the entries of sys.path with their mtimes, and what those that are settled hold."""
+        self.new = {"path": path, "scans": scans, "locations": {}, "manifests": {}}
+        self.path_is_settled = all(self.is_settled(mtime) for _, mtime in path)
+        self._same_path = self.old.get("path") == path
+
+    def location(self, package: str) -> str:
+        """Return where a package had its manifest; any change of sys.path may have moved it."""
+        return self.old_part("locations").get(package, "") if self._same_path else ""
 
     def old_part(self, name: str) -> dict[str, Any]:
         """Return one part of what the last process left."""

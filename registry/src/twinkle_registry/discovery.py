@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .cache import DiskCache
 from .errors import ManifestError, PluginBroken, TwinkleError
-from .manifest import Manifest, PluginRecord, manifest_from_plain, manifest_to_plain, read_manifest
+from .manifest import Manifest, PluginRecord, manifest_from_rows, manifest_to_rows, read_manifest
 from .requirements import check_core
 from .scan import FoundPlugin, PathScan, merge, scan_path
 
@@ -61,7 +61,7 @@ def _scan(path: list[str], cache: DiskCache) -> list[FoundPlugin]:
         scans.append(scan)
         if cache.is_settled(mtime):
             settled[entry] = [mtime, scan.dists, [list(plugin) for plugin in scan.plugins]]
-    cache.new = {"path": stamps, "scans": settled, "locations": {}, "manifests": {}}
+    cache.start(stamps, settled)
     return merge(scans)
 
 
@@ -75,9 +75,7 @@ def _mtime(path: str) -> int:
 def _record(plugin: FoundPlugin, cache: DiskCache) -> PluginRecord:
     location = ""
     try:
-        # Where a package is may depend on every entry of sys.path, so any change of one asks again.
-        same_path = cache.old.get("path") == cache.new["path"]
-        location = cache.old_part("locations").get(plugin.package, "") if same_path else ""
+        location = cache.location(plugin.package)
         stat = _stat(location) if location else None
         if stat is None:
             source = locate(plugin.package)
@@ -85,7 +83,7 @@ def _record(plugin: FoundPlugin, cache: DiskCache) -> PluginRecord:
             if stat is None:
                 return PluginRecord(*plugin, location, _read(source, plugin))
         manifest = _remembered(location, stat, plugin, cache)
-        if all(cache.is_settled(mtime) for _, mtime in cache.new["path"]):
+        if cache.path_is_settled:
             cache.new["locations"][plugin.package] = location
         return PluginRecord(*plugin, location, manifest)
     except TwinkleError as error:
@@ -105,10 +103,10 @@ def _remembered(location: str, stat: tuple[int, int], plugin: FoundPlugin, cache
     old = cache.old_part("manifests").get(location)
     if old and old[0] == key:
         cache.new["manifests"][location] = old
-        return manifest_from_plain(old[1])
+        return manifest_from_rows(old[1])
     manifest = _read(location, plugin)
     if cache.is_settled(stat[0]):
-        cache.new["manifests"][location] = [key, manifest_to_plain(manifest)]
+        cache.new["manifests"][location] = [key, manifest_to_rows(manifest)]
     return manifest
 
 
@@ -153,7 +151,8 @@ def _find(package: str) -> ModuleSpec | None:
 
     try:
         return find_spec(package)
-    except (ImportError, ValueError, AttributeError) as error:
+    except Exception as error:
+        # Finders of other people sit on sys.meta_path and raise what they like.
         raise PluginBroken(f"package {package!r} cannot be located: {type(error).__name__}: {error}") from error
 
 

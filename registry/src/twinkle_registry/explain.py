@@ -57,7 +57,8 @@ def not_found(
     offered = f"plugin {dist!r} offers no such {kind}" if dist else "no installed plugin offers it"
     hints = [offered, nearest_or_all(name, names), *_hints(asked, name, kind, by_kind)]
     if unreadable := [f"{record.dist} ({record.reason})" for record in unusable if record.manifest is None]:
-        hints.append(f"broken plugins that may offer it: {'; '.join(unreadable)}")
+        more = f" and {len(unreadable) - 2} more, see: twinkle plugins doctor" if len(unreadable) > 2 else ""
+        hints.append(f"broken plugins that may offer it: {'; '.join(unreadable[:2])}{more}")
     return ComponentNotFound(f"{kind} {asked!r}: " + "; ".join(hints))
 
 

@@ -10,25 +10,25 @@ from .errors import ComponentNotFound, PluginBroken, TwinkleError
 from .naming import nearest_or_all
 
 
-def import_object(ref: str, *, asked: str, promised: bool) -> Any:
+def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
     """Return the object at `package.module:Attr`.
 
     Args:
         ref: Where it is; the part after the colon may have dots.
         asked: How errors name what the caller wanted.
-        promised: A manifest promised the ref, so its absence is the plugin's fault and not the caller's.
+        promised_by: Who says that it is there, for example "its manifest"; then its absence is not the caller's fault.
 
     Raises:
         ComponentNotFound: There is no such module or attribute (not promised).
         PluginBroken: The module raises while it is imported, or the promise is not kept.
     """
     module_name, _, path = ref.partition(":")
-    absent = PluginBroken if promised else ComponentNotFound
+    absent = PluginBroken if promised_by else ComponentNotFound
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if _is_or_holds(error.name, module_name):
-            raise absent(f"{asked}: there is no module {error.name!r}{_promise(ref, promised)}") from error
+            raise absent(f"{asked}: there is no module {error.name!r}{_promise(ref, promised_by)}") from error
         raise import_failed(asked, module_name, error) from error
     except (Exception, SystemExit) as error:
         raise import_failed(asked, module_name, error) from error
@@ -62,5 +62,5 @@ def _is_or_holds(missing: str | None, module: str) -> bool:
     return missing is not None and (module == missing or module.startswith(missing + "."))
 
 
-def _promise(ref: str, promised: bool) -> str:
-    return f", though its manifest says ref = {ref!r}; reinstall the plugin or tell its author" if promised else ""
+def _promise(ref: str, promised_by: str) -> str:
+    return f", though {promised_by} says {ref!r}; reinstall it or tell its author" if promised_by else ""

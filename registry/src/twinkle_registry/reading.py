@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,31 +234,43 @@ def _inputs(value: Any) -> str:
 
 
 def _specifiers(value: Any) -> str:
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
     expected = "versions of twinkle-core such as '>=0.1,<1'"
     if not isinstance(value, str):
         return expected
+    return "" if _is_specifier(value) else expected
+
+
+@lru_cache(maxsize=256)
+def _is_specifier(text: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
     try:
-        return "" if SpecifierSet(value) else expected
+        return len(SpecifierSet(text)) > 0
     except InvalidSpecifier:
-        return expected
+        return False
 
 
 def _requirements(value: Any) -> str:
-    from packaging.requirements import InvalidRequirement, Requirement
-
     expected = "a list of requirements such as 'torch>=2.6'"
     if not isinstance(value, list):
         return expected
     for item in value:
         if not isinstance(item, str):
             return expected
-        try:
-            Requirement(item)
-        except InvalidRequirement:
+        if not _is_requirement(item):
             return f"{expected}, but {item!r} is not one"
     return ""
+
+
+@lru_cache(maxsize=256)
+def _is_requirement(text: str) -> bool:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(text)
+    except InvalidRequirement:
+        return False
+    return True
 
 
 _TOP = ("schema", "core", "name", "hooks", "component", "command")

@@ -206,14 +206,16 @@ class Registry:
         ref = spec.ref
         if ref.startswith("."):
             ref = spec.root + (ref[1:] if ref.startswith(".:") else ref)
-        return import_object(ref, asked=str(spec), promised=True)
+        return import_object(ref, asked=str(spec), promised_by="its manifest")
 
     def contract(self, kind: str) -> Any:
         """Return the contract of a kind, imported on first use, or None where anything passes."""
         self._require_kind(kind)
         if kind not in self._contracts:
             ref = self._kinds[kind]
-            self._contracts[kind] = import_object(ref, asked=f"the contract of {kind}", promised=True) if ref else None
+            self._contracts[kind] = (
+                import_object(ref, asked=f"the contract of {kind}", promised_by="core") if ref else None
+            )
         return self._contracts[kind]
 
     def view(self, allow: Iterable[str] | Callable[[], Iterable[str]]) -> RegistryView:
@@ -267,7 +269,9 @@ class Registry:
         if why := settings.why_disabled(names):
             return replace(record, status="disabled", reason=why)
         problems = explain.kind_problems(record, self._kinds, self._lifecycle)
-        twin = next((r for r in self._records if r.manifest and canonical(r.name) == canonical(record.name)), None)
+        twin = next(
+            (r for r in self._records if r.status == "ok" and canonical(r.name) == canonical(record.name)), None
+        )
         if twin is not None:
             problems = [f"the name {record.name!r} is taken by {twin.dist} {twin.version} at {twin.location}"]
         judged = check_core(record, self._core_version)

@@ -29,7 +29,7 @@ def component_from_text(text: str, kind: str, registry: Registry) -> Any:
     if reference.form == "module":
         if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
             raise ComponentNotFound(f"{asked}: leave the kind away and write {reference.name!r}")
-        return import_object(text, asked=asked, promised=False)
+        return import_object(text, asked=asked)
     return registry.load(registry.find(text, kind))
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import explain
-from .errors import NotTrusted
+from .errors import ComponentTypeError, NotTrusted
 from .manifest import ComponentSpec
+from .naming import quoted
 from .references import parse_reference
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ class RegistryView:
     """
 
     def __init__(self, registry: Registry, allow: Iterable[str] | Callable[[], Iterable[str]]) -> None:
+        if isinstance(allow, str):
+            raise ComponentTypeError(f"allow is the text {allow!r}; give a list such as ['loss:GRPOLoss']")
         self._registry = registry
         self._allow = list(allow) if isinstance(allow, Iterator) else allow
 
@@ -54,18 +57,18 @@ class RegistryView:
         Raises:
             NotTrusted: `x` is not a name but code from elsewhere.
         """
-        if not isinstance(x, str) or parse_reference(x, kind).form != "name":
-            raise NotTrusted(f"{kind} {x!r}: only names of installed components are allowed here; {self._offer(kind)}")
-        return self._registry.resolve(self.find(x, kind), kind)
+        return self._registry.resolve(self._allowed(x, kind), kind)
 
     def build(self, x: str, kind: str, /, *args: Any, **init_args: Any) -> Any:
         """Resolve and instantiate an allowed component; see `Registry.build`."""
-        self.resolve(x, kind)
-        return self._registry.build(self.find(x, kind), kind, *args, **init_args)
+        return self._registry.build(self._allowed(x, kind), kind, *args, **init_args)
 
-    def _offer(self, kind: str) -> str:
+    def _allowed(self, x: str, kind: str) -> ComponentSpec:
+        if isinstance(x, str) and parse_reference(x, kind).form == "name":
+            return self.find(x, kind)
         names = self.names(kind)
-        return f"there are {', '.join(names)}" if names else f"there is no {kind}"
+        offer = f"there are {quoted(names)}" if names else f"there is no {kind}"
+        raise NotTrusted(f"{kind} {x!r}: only names of installed components are allowed here; {offer}")
 
 
 def _names_of(spec: ComponentSpec) -> set[str]:
