@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from twinkle.errors import ArgumentError
 from twinkle.run import Run
 from twinkle_trackers.jsonl import JsonlTracker, plain_number

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes every number of a step as a scalar below `run.folder/tensorboard`; see it with `tensorboard --logdir runs`.
+    """Writes every number of a step as a scalar below `run.folder/tensorboard`; see `tensorboard --logdir runs`.
 
     A run that continues in a folder hides what an earlier process wrote from its first new step on.
 

@@ -1,0 +1,105 @@
+"""From the configuration to batches: which rows are trained on, which are held out, and the loaders of both."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from twinkle._registry import registry
+from twinkle.errors import DataError
+from twinkle_recipes.config import DataConfig, SFTConfig, parse_slice
+
+
+def loaders(config: SFTConfig) -> tuple[Any, Any]:
+    """Return the loader of the training rows and that of the evaluation rows (None without evaluation).
+
+    A held-out row is never trained on: rows with the same content always fall on the same side.
+    """
+    data = config.data
+    rows = _selected_rows(data)
+    if data.separate_eval:
+        held_out = _dataset(data, data.eval_id or data.id, data.eval_split or data.split, None)
+    else:
+        chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed)) if data.eval_fraction else set()
+        held_out = _dataset(data, data.id, data.split, sorted(chosen)) if chosen else None
+        rows = [row for row in rows if row not in chosen]
+    training = _dataset(data, data.id, data.split, rows)
+    return _loader(training, config, data.shuffle), held_out and _loader(held_out, config, shuffle=False)
+
+
+def held_out_rows(indices: Sequence[int], rows: Sequence[Any], fraction: float, seed: int) -> list[int]:
+    """Return the indices of about `fraction` of the rows, at least one, chosen by content and seed.
+
+    Rows of the same content are chosen together. The choice depends neither on the order of the rows nor on any global
+    generator.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, row in zip(indices, rows, strict=True):
+        text = json.dumps(row, sort_keys=True, default=repr, ensure_ascii=False)
+        groups.setdefault(hashlib.sha256(f"{seed}:{text}".encode()).hexdigest(), []).append(index)
+    wanted = max(1, round(fraction * len(rows)))
+    chosen: list[int] = []
+    for digest in sorted(groups):
+        if len(chosen) >= wanted:
+            break
+        chosen += groups[digest]
+    if len(chosen) >= len(rows):
+        raise DataError(
+            f"{len(rows)} rows with {len(groups)} different contents cannot be divided into training and evaluation "
+            f"rows with eval_fraction {fraction}; give more rows, or eval_fraction: 0"
+        )
+    return chosen
+
+
+def groups_of_batches(loader: Any, epochs: int, size: int) -> Iterator[list[Any]]:
+    """Yield `size` batches at a time over all epochs; the very last group may be smaller."""
+    batches = (batch for _ in range(epochs) for batch in loader)
+    while group := list(islice(batches, size)):
+        yield group
+
+
+def count_tokens(batch: Sequence[Any]) -> int:
+    """Return the number of tokens of all rows of a batch."""
+    return sum(len(row["input_ids"]) for row in batch)
+
+
+def _selected_rows(data: DataConfig) -> list[int]:
+    size = len(_source(data, data.id, data.split, None))
+    rows = list(range(size))[parse_slice(data.slice)]
+    if not rows:
+        raise DataError(f"data set {data.id}: slice {data.slice!r} of {size} rows is empty")
+    return rows
+
+
+def _raw(data: DataConfig, rows: list[int]) -> tuple[list[int], list[Any]]:
+    source = _source(data, data.id, data.split, rows)
+    return rows, [source[index] for index in range(len(rows))]
+
+
+def _source(data: DataConfig, name: str, split: str, rows: list[int] | None) -> Any:
+    from twinkle.dataset import DatasetMeta
+
+    meta = DatasetMeta(name, subset_name=data.subset, split=split, data_slice=rows)
+    return registry().build(data.type, "dataset", meta)
+
+
+def _dataset(data: DataConfig, name: str, split: str, rows: list[int] | None) -> Any:
+    dataset = _source(data, name, split, rows)
+    if data.preprocessor is not None:
+        dataset.map(data.preprocessor, init_args=data.preprocessor_args)
+    return dataset
+
+
+def _loader(dataset: Any, config: SFTConfig, shuffle: bool) -> Any:
+    data = config.data
+    arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
+    dataset.set_template(data.template, model_id=config.model.id, **arguments)
+    dataset.encode()
+    if len(dataset) == 0:
+        raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
+    options = {"batch_size": config.batch_size, "shuffle": shuffle, "num_workers": 0}
+    return registry().build(data.loader, "dataloader", dataset, **options, **({"seed": config.seed} if shuffle else {}))

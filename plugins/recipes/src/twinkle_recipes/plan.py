@@ -1,0 +1,79 @@
+"""The plan of a run: which plugin, in which version, answers to each name in the configuration."""
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from twinkle._registry import registry
+from twinkle.paths import write_text
+from twinkle_recipes.config import SFTConfig
+from twinkle_registry import ComponentSpec
+from twinkle_registry.references import parse_reference
+
+PACKAGES = ("twinkle-core", "twinkle-registry", "torch", "transformers", "peft", "datasets", "safetensors")
+
+
+def components(config: SFTConfig) -> Iterator[tuple[str, str]]:
+    """Yield the (kind, reference) of every component that the recipe will use, in the order of use."""
+    yield "recipe", "sft"
+    yield "dataset", config.data.type
+    if config.data.preprocessor is not None:
+        yield "preprocessor", config.data.preprocessor
+    yield "template", config.data.template
+    yield "dataloader", config.data.loader
+    yield "model", config.model.type
+    yield "processor", config.processor
+    yield "loss", config.loss.name
+    yield "optimizer", config.optimizer.name
+    yield "scheduler", config.scheduler.name
+    yield from (("metric", name) for name in config.metrics)
+    if config.questions:
+        yield "sampler", config.sampler.name
+    yield from (("tracker", name) for name in config.trackers)
+
+
+def make_plan(config: SFTConfig) -> dict[str, Any]:
+    """Resolve every name and return the plan; nothing is built.
+
+    Returns:
+        `parts`: kind, what was asked, plugin, its version and the place of the code, for each component;
+        `packages`: versions of Python and of the libraries that decide the numbers.
+
+    Raises:
+        TwinkleError: a name cannot be resolved; so a misspelt one is found before anything expensive starts.
+    """
+    return {"parts": [_part(kind, asked) for kind, asked in components(config)], "packages": _versions()}
+
+
+def write_plan(config: SFTConfig, folder: Path) -> dict[str, Any]:
+    """Write the plan to `folder/plugins.json` and return it."""
+    plan = make_plan(config)
+    write_text(folder / "plugins.json", json.dumps(plan, indent=2, ensure_ascii=False) + "\n")
+    return plan
+
+
+def _part(kind: str, asked: str) -> dict[str, str]:
+    found = registry().resolve(asked, kind)
+    spec = _spec(kind, asked)
+    place = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', type(found).__name__)}"
+    if spec is None:
+        return {"kind": kind, "asked": asked, "plugin": "", "version": "", "ref": place}
+    return {"kind": kind, "asked": asked, "plugin": spec.dist, "version": spec.version, "ref": spec.ref}
+
+
+def _spec(kind: str, asked: str) -> ComponentSpec | None:
+    """Return the manifest entry behind a name; a reference into a module, file or Hub has none."""
+    return registry().find(asked, kind) if parse_reference(asked, kind).form == "name" else None
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,163 @@
+"""The recipe `sft`: supervised fine-tuning on conversations. Read `sft` from top to bottom: it is the whole run."""
+
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from twinkle._registry import registry
+from twinkle.errors import NonFiniteError
+from twinkle.paths import write_text
+from twinkle.run import Run
+from twinkle_recipes.checkpoints import Checkpoints
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.data import count_tokens, groups_of_batches, loaders
+from twinkle_recipes.interrupt import StopRequest
+from twinkle_recipes.numbers import is_due, losses_of, plain, readable
+from twinkle_recipes.plan import write_plan
+from twinkle_recipes.plots import write_loss_curve
+from twinkle_recipes.precision import mixed_precision
+from twinkle_recipes.progress import display
+from twinkle_recipes.questions import answers_before, ask, write_answers
+from twinkle_recipes.resuming import resume, say_how_to_resume, score_of, write_config
+
+
+def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
+    """Fine-tune a model and leave in `run.folder` everything that says how.
+
+    `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `answers.json`, `checkpoints/`, and the
+    result: `adapter/` (PEFT) or `model/` (all parameters).
+
+    Returns:
+        `path` of the result, `steps`, the final `loss` and `eval/loss`, and the `best` checkpoint where there is one.
+
+    Raises:
+        NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`; the rows are kept in
+            `nonfinite_batch.json`.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+    """
+    import torch
+
+    show = display(config.log_every)
+    plan = write_plan(config, run.folder)
+    write_config(config, run.folder)
+    show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+
+    torch.manual_seed(config.seed)
+    training, held_out = loaders(config)
+    batches = config.epochs * len(training)
+    steps = -(-batches // config.gradient_accumulation_steps)
+    steps = min(steps, config.max_steps or steps)
+    model = build_model(config, steps)
+    done, history = resume(config, model, training, run)
+    checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit)
+    checkpoints.best_score = score_of(history, checkpoints.path("best"))
+
+    before = answers_before(run.folder / "answers.json", config.questions) or ask(model, config)
+    write_answers(run.folder / "answers.json", config.questions, before)
+
+    metrics: dict[str, float] = {}
+    remaining = groups_of_batches(training, config.epochs, config.gradient_accumulation_steps)
+    try:
+        with StopRequest(lambda: show.say("stopping after this step; Ctrl-C again stops at once")) as stop, show:
+            show.begin(done + 1, steps)
+            for step, group in zip(range(done + 1, steps + 1), remaining, strict=False):
+                metrics = train(model, group, config, run.folder)
+                last = step == steps
+                if held_out is not None and (last or is_due(step, config.eval_every)):
+                    metrics |= evaluate(model, held_out, config)
+                history.add(step, metrics)
+                run.log(metrics, step)
+                show.step(step, metrics)
+
+                score = metrics.get("eval/loss")
+                if last or stop.requested or is_due(step, config.save_every) or checkpoints.is_best(score):
+                    consumed = training.get_state()["consumed_train_samples"]
+                    write = functools.partial(model.save, save_optimizer=True, consumed_train_samples=consumed)
+                    run.checkpoint_saved(checkpoints.save(step, score, write), step)
+                if stop.requested and not last:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        say_how_to_resume(show, run.folder, checkpoints.path("last"))
+        raise
+    finally:
+        write_loss_curve(history, run.folder / "loss.png", run.folder.name)
+
+    path = Path(model.save("adapter" if config.lora else "model", output_dir=str(run.folder)))
+    after = ask(model, config)
+    write_answers(run.folder / "answers.json", config.questions, before, after)
+    show.answers(list(zip(config.questions, before, after, strict=True)))
+    best = checkpoints.path("best")
+    show.say(f"{path.name}: {path}")
+    return {"path": str(path), "steps": steps, "best": str(best) if best else None, **losses_of(metrics)}
+
+
+def build_model(config: SFTConfig, steps: int) -> Any:
+    """Return the model with adapter, optimizer, scheduler, loss, processor, template and metrics as configured."""
+    settings = config.model
+    optional = {"dtype": settings.dtype, "gradient_checkpointing": settings.gradient_checkpointing or None}
+    model = registry().build(
+        settings.type,
+        "model",
+        model_id=settings.id,
+        mixed_precision=mixed_precision(settings.mixed_precision),
+        on_nonfinite=config.on_nonfinite,
+        **{name: value for name, value in optional.items() if value is not None},
+        **settings.args,
+    )
+    if config.lora is not None:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(
+            r=config.lora.rank,
+            lora_alpha=config.lora.alpha,
+            lora_dropout=config.lora.dropout,
+            target_modules=config.lora.target_modules,
+            task_type="CAUSAL_LM",
+        )
+        accumulation = config.gradient_accumulation_steps
+        model.add_adapter_to_model("default", adapter, gradient_accumulation_steps=accumulation)
+    optimizer, scheduler, data = config.optimizer, config.scheduler, config.data
+    model.set_template(data.template, max_length=data.max_length, **data.template_args)
+    model.set_processor(config.processor)
+    model.set_loss(config.loss.name, **config.loss.args)
+    model.set_optimizer(optimizer.name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.args)
+    model.set_lr_scheduler(
+        scheduler.name, num_warmup_steps=scheduler.warmup(steps), num_training_steps=steps, **scheduler.args
+    )
+    for metric in config.metrics:
+        model.add_metric(metric)
+    return model
+
+
+def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict[str, float]:
+    """Make one optimizer step from the batches of `group` and return its numbers."""
+    started = time.monotonic()
+    flush = {"flush": True} if len(group) < config.gradient_accumulation_steps else {}
+    try:
+        for batch in group:
+            model.forward_backward(inputs=batch, **in_memory(config))
+        model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **flush)
+    except NonFiniteError as error:
+        kept = folder / "nonfinite_batch.json"
+        write_text(kept, json.dumps(error.inputs or group, default=plain, ensure_ascii=False))
+        error.add_note(f"the rows are kept in {kept}; to leave such steps out, set on_nonfinite: skip")
+        raise
+    tokens = sum(count_tokens(batch) for batch in group)
+    speed = tokens / max(time.monotonic() - started, 1e-9)
+    return {**readable(model.calculate_metric(is_training=True)), "tokens": tokens, "tokens_per_second": speed}
+
+
+def evaluate(model: Any, held_out: Any, config: SFTConfig) -> dict[str, float]:
+    """Return the numbers over all held-out rows, each name under `eval/`."""
+    for batch in held_out:
+        model.forward_only(inputs=batch, **in_memory(config))
+        model.calculate_loss()
+    numbers = readable(model.calculate_metric(is_training=False))
+    return {f"eval/{name}": value for name, value in numbers.items() if name not in ("learning_rate", "grad_norm")}
+
+
+def in_memory(config: SFTConfig) -> dict[str, int]:
+    """Return how many rows a pass may hold in memory, as keyword arguments."""
+    return {"micro_batch_size": config.micro_batch_size} if config.micro_batch_size is not None else {}

@@ -1,0 +1,51 @@
+"""Piped output is plain lines; a terminal gets a live display with the same numbers."""
+
+import io
+
+from rich.console import Console
+
+from twinkle_recipes.progress import LiveDisplay, PlainDisplay, display
+
+ANSWERS = [("Who are\nyou?", "a [bold]model", "Glow")]
+
+
+def run_through(terminal: bool, log_every: int = 1) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=80)
+    show = display(log_every, console)
+    assert isinstance(show, LiveDisplay if terminal else PlainDisplay)
+    show.say("hello [red]there")
+    with show:
+        show.begin(1, 10)
+        for step in range(1, 11):
+            evaluated = {"eval/loss": 1.25} if step == 5 else {}
+            show.step(step, {"loss": 3.0 / step, "learning_rate": 2e-4, "tokens_per_second": 512.3, **evaluated})
+    show.answers(ANSWERS)
+    return stream.getvalue()
+
+
+def test_piped_output_is_plain_lines() -> None:
+    text = run_through(terminal=False)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    lines = text.splitlines()
+    assert lines[0] == "hello [red]there"
+    assert lines[1].startswith("step 1/10 loss=3.0000 learning_rate=2.00e-04 tokens_per_second=512 eta=")
+    assert len([line for line in lines if line.startswith("step ")]) == 10
+    assert lines[-3:] == ["question: Who are you?", "  before: a [bold]model", "  after:  Glow"]
+
+
+def test_log_every_thins_the_lines_but_keeps_first_last_and_evaluations() -> None:
+    lines = [line for line in run_through(terminal=False, log_every=4).splitlines() if line.startswith("step ")]
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == [1, 4, 5, 8, 10]
+    assert "eval/loss=1.2500" in lines[2]
+
+
+def test_a_terminal_shows_bar_chart_and_table() -> None:
+    text = run_through(terminal=True)
+    assert "\x1b" in text
+    assert "10/10" in text
+    assert "loss: 3.000 → 0.300" in text
+    assert "█" in text
+    assert "a [bold]model" in text
+    assert "hello [red]there" in text
