@@ -1,0 +1,216 @@
+"""Loads a causal language model from a model id, whole or not at all, and without a word to the terminal."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from twinkle.errors import ArgumentError, ModelLoadError, RequirementMissing
+from twinkle.hub import local_model
+from twinkle.hub.quiet import quiet_transformers
+from twinkle_transformers.weights import check_weights
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
+    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
+    "float64": torch.float64, "fp64": torch.float64, "double": torch.float64,
+}  # fmt: skip
+_HUB_OPTIONS = ("revision", "token")
+_OPTIONS = ("attn_implementation", "experts_implementation", "key_mapping", "quantization_config", "use_kernels")
+_SHOWN = 5
+
+
+def load_model(
+    model_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    model_cls: type | str | None = None,
+    config: Any = None,
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    **from_pretrained_kwargs: Any,
+) -> tuple[nn.Module, Path]:
+    """Load a model in evaluation mode, and return it with the local folder it came from.
+
+    Args:
+        model_id: whatever `twinkle.hub.local_model` takes.
+        dtype: of the weights: a torch dtype, its name (`bfloat16`, `bf16`, `fp32`, ...), or `auto` for the one saved.
+        model_cls: a class with `from_pretrained`, or its name in transformers; by default the causal language model
+            of the configuration.
+        config: a transformers configuration to use instead of the folder's.
+        device: where the model goes; None leaves it on the CPU.
+        trust_remote_code: run Python code that lies in the model's folder.
+        **from_pretrained_kwargs: `attn_implementation` and the like, and fields of the configuration to change;
+            `revision` and `token` go to the hub.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete or corrupt; its architecture is unknown; weights that the
+            model needs are absent, of another shape, or left over.
+        ArgumentError: an option is unknown, or `dtype` or `model_cls` is not one.
+        RequirementMissing: an option needs a package that is not installed.
+    """
+    wanted = dtype_of(dtype)
+    hub = {name: from_pretrained_kwargs.pop(name) for name in _HUB_OPTIONS if name in from_pretrained_kwargs}
+    folder = local_model(model_id, **hub)
+    check_weights(folder)
+    with quiet_transformers():
+        config = _config(folder, config, trust_remote_code)
+        _check_options(from_pretrained_kwargs, config)
+        cls = _model_class(model_cls, config, trust_remote_code)
+        options = {**from_pretrained_kwargs, "config": config, "dtype": wanted}
+        model = _load(cls, folder, options, trust_remote_code)
+        if device is not None:
+            model = model.to(device)
+    return model, folder
+
+
+def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Return the torch dtype of a name; `auto` stays as it is.
+
+    Raises:
+        ArgumentError: it is not the name of a floating-point type.
+    """
+    if isinstance(dtype, torch.dtype):
+        if not dtype.is_floating_point:
+            raise ArgumentError(f"dtype is {dtype}; weights need a floating-point type such as torch.bfloat16")
+        return dtype
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+    if name == "auto":
+        return name
+    if name not in _DTYPES:
+        from twinkle_registry import nearest
+
+        near = nearest(name, _DTYPES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ArgumentError(f"dtype is {dtype!r}; {hint}It is 'auto', a torch dtype or one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _config(folder: Path, config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if config is not None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ArgumentError(f"config is a {type(config).__name__}; it must be a transformers configuration")
+        return config
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ModelLoadError(_config_problem(folder, error)) from error
+
+
+def _config_problem(folder: Path, error: Exception) -> str:
+    import json
+
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from twinkle_registry import nearest
+
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError) as broken:
+        return f"{folder / 'config.json'} cannot be read: {broken}; fetch the model again"
+    if not isinstance(fields, dict):
+        return f"{folder / 'config.json'} is not a JSON object; fetch the model again"
+    if "auto_map" in fields:
+        return f"{folder} brings Python code of its own; read it, then pass trust_remote_code=True to run it"
+    asked = fields.get("model_type")
+    if asked is None:
+        return f"{folder / 'config.json'} has no model_type, so its architecture is unknown"
+    known = list(CONFIG_MAPPING.keys())
+    if asked in known:
+        return f"{folder / 'config.json'} is not a valid {asked} configuration: {error}"
+    near = nearest(str(asked), known)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    return (
+        f"{folder}: transformers {transformers.__version__} knows no architecture {asked!r}{hint}; a newer one may: "
+        "pip install -U transformers"
+    )
+
+
+def _check_options(options: Mapping[str, Any], config: Any) -> None:
+    known = [*_OPTIONS, *(name for name in config.to_dict() if not name.startswith("_"))]
+    for name in options:
+        if name not in known:
+            from twinkle_registry import nearest
+
+            near = nearest(name, known)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise ArgumentError(
+                f"load_model: {name!r} is neither an option ({', '.join(_OPTIONS)}) nor a field of "
+                f"{type(config).__name__}{hint}"
+            )
+
+
+def _model_class(model_cls: Any, config: Any, trust_remote_code: bool) -> Any:
+    import transformers
+
+    if model_cls is None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            listed = getattr(config, "architectures", None) or ["of another task"]
+            raise ModelLoadError(
+                f"{type(config).__name__} ({', '.join(listed)}) is no causal language model in transformers; give "
+                "model_cls=, a class or its name in transformers"
+            )
+        return transformers.AutoModelForCausalLM
+    if isinstance(model_cls, str):
+        found = getattr(transformers, model_cls, None)
+        if found is None:
+            from twinkle_registry import nearest
+
+            near = nearest(model_cls, [name for name in dir(transformers) if "For" in name or name.endswith("Model")])
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise ArgumentError(f"model_cls: transformers {transformers.__version__} has no {model_cls!r}{hint}")
+        model_cls = found
+    if not hasattr(model_cls, "from_pretrained"):
+        raise ArgumentError(
+            f"model_cls is {model_cls!r}, which has no from_pretrained; give a transformers model class"
+        )
+    return model_cls
+
+
+def _load(cls: Any, folder: Path, options: dict[str, Any], trust_remote_code: bool) -> nn.Module:
+    if cls.__name__.startswith("Auto"):
+        options["trust_remote_code"] = trust_remote_code
+    try:
+        loaded: tuple[nn.Module, dict[str, Any]] = cls.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except ImportError as error:
+        raise RequirementMissing(f"loading {folder} needs a package that is not installed: {error}") from error
+    except (ValueError, OSError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise ModelLoadError(f"cannot load {folder}: {type(error).__name__}: {error}") from error
+    model, report = loaded
+    _check_report(report, folder, type(model).__name__)
+    return model
+
+
+def _check_report(report: Mapping[str, Any], folder: Path, name: str) -> None:
+    """Refuse a model that transformers filled up with random weights, or whose weights it left aside."""
+    problems = []
+    if missing := sorted(report["missing_keys"]):
+        problems.append(f"{len(missing)} weights of {name} are missing: {_some(missing)}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        shapes = [f"{key} is {list(saved)}, {name} has {list(own)}" for key, saved, own in mismatched]
+        problems.append(f"{len(mismatched)} weights have another shape: {_some(shapes)}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        problems.append(f"{len(unexpected)} weights have no place in {name}: {_some(unexpected)}")
+    if errors := report.get("error_msgs"):
+        problems.append(str(errors))
+    if problems:
+        raise ModelLoadError(
+            f"{folder} does not fit {name}: {'; '.join(problems)}; the files are incomplete or of another architecture "
+            "(model_cls= chooses one)"
+        )
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
