@@ -1,0 +1,161 @@
+"""The runtime of this process: `initialize` chooses it, decorators ask for it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from twinkle.errors import ArgumentError, ComponentNotFound, RequirementMissing
+from twinkle.mesh import DeviceGroup, DeviceMesh
+from twinkle.runtime.base import Runtime, RuntimeOptions
+
+_PACKAGES = {"ray": "twinkle-ray", "http": "twinkle-server"}
+_current: Runtime | None = None
+
+
+def current_runtime() -> Runtime:
+    """Return the runtime that `initialize` chose; before that, a local one without a mesh."""
+    global _current
+    if _current is None:
+        from twinkle.runtime.local import LocalRuntime
+
+        _current = LocalRuntime()
+    return _current
+
+
+def initialize(
+    mode: Any = "local",
+    nproc_per_node: int = 8,
+    ncpu_proc_per_node: int = 8,
+    seed: int = 42,
+    full_determinism: bool = False,
+    groups: Sequence[DeviceGroup] | None = None,
+    global_device_mesh: DeviceMesh | None = None,
+    lazy_collect: bool = True,
+    name: str | None = None,
+    notifier: Any = None,
+) -> None:
+    """Say where components live, and seed every random generator. Call it once, before building components.
+
+    Args:
+        mode: `local` (this process, or torchrun's ranks), `ray`, `http`, or any other component of kind `runtime`.
+        nproc_per_node: worker processes on each machine; only runtimes that start processes use it.
+        ncpu_proc_per_node: CPU worker processes on each machine; likewise.
+        seed: of Python, numpy and torch, on every rank the same.
+        full_determinism: let torch use deterministic algorithms only.
+        groups: device groups that `remote_group=` may name.
+        global_device_mesh: the mesh of components that are given none; by default all ranks in `dp`.
+        lazy_collect: whether results stay where they are until they are used; only runtimes with workers use it.
+        name: what the run is called in notifications.
+        notifier: a component of kind `notifier`, in any form of component argument.
+
+    Raises:
+        ArgumentError: an argument is of the wrong type.
+        MeshError: the mesh does not fit the number of processes.
+        RequirementMissing: the package of this mode is not installed.
+    """
+    global _current
+    options = RuntimeOptions(
+        nproc_per_node=_count("nproc_per_node", nproc_per_node),
+        ncpu_proc_per_node=_count("ncpu_proc_per_node", ncpu_proc_per_node),
+        seed=seed,
+        full_determinism=full_determinism,
+        groups=_groups(groups),
+        global_device_mesh=_mesh(global_device_mesh),
+        lazy_collect=lazy_collect,
+        name=name,
+        notifier=_notifier(notifier),
+    )
+    runtime = _runtime(mode)
+    before = _current
+    if before is not None and type(before) is type(runtime):
+        runtime = before  # it knows what it has acquired
+    old = None if before is None or before.mesh is None else before.options
+    runtime.initialize(options)
+    _current = runtime
+    if old is not None:
+        _report_change(type(before), old, type(runtime), options)
+    if before is not None and before is not runtime:
+        before.shutdown()
+
+
+def get_device_placement(device_group: Any = None) -> str:
+    """Return a table of which rank and device does what.
+
+    Args:
+        device_group: a `DeviceGroup`, a list of them, or the name of one that `initialize` was given; None means all.
+    """
+    runtime = current_runtime()
+    if isinstance(device_group, str):
+        known = [group.name for group in runtime.options.groups]
+        if device_group not in known:
+            raise ArgumentError(f"there is no device group {device_group!r}; initialize was given {known}")
+        return runtime.placement([group for group in runtime.options.groups if group.name == device_group])
+    chosen = [device_group] if isinstance(device_group, DeviceGroup) else device_group
+    return runtime.placement(_groups(chosen))
+
+
+def is_master() -> bool:
+    """Return whether this process is rank 0, the one that logs and writes shared files."""
+    from twinkle.platform import Platform
+
+    return Platform.is_master()
+
+
+def _runtime(mode: Any) -> Runtime:
+    from twinkle._registry import registry
+
+    try:
+        runtime: Runtime = registry().build(mode, "runtime")
+    except ComponentNotFound as error:
+        if mode not in _PACKAGES:
+            raise
+        raise RequirementMissing(
+            f"twinkle.initialize(mode={mode!r}) needs the package {_PACKAGES[mode]}, which is not installed; "
+            f"run: pip install {_PACKAGES[mode]}"
+        ) from error
+    return runtime
+
+
+def _notifier(notifier: Any) -> Any:
+    if notifier is None:
+        return None
+    from twinkle._registry import registry
+
+    return registry().build(notifier, "notifier")
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} is {value!r}; give a whole number from 1 on")
+    return value
+
+
+def _mesh(mesh: Any) -> DeviceMesh | None:
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    raise ArgumentError(
+        f"global_device_mesh is {mesh!r}; give a DeviceMesh, for example DeviceMesh.from_sizes(dp_size=2)"
+    )
+
+
+def _groups(groups: Any) -> tuple[DeviceGroup, ...]:
+    found = tuple(groups or ())
+    for group in found:
+        if not isinstance(group, DeviceGroup):
+            raise ArgumentError(f"groups holds {group!r}; each must be a DeviceGroup(name, ranks, device_type)")
+    names = [group.name for group in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError(f"several device groups are called {', '.join(twice)}; give each a name of its own")
+    return found
+
+
+def _report_change(old_type: type, old: RuntimeOptions, new_type: type, new: RuntimeOptions) -> None:
+    changes = [] if old_type is new_type else [f"runtime {old_type.__name__} -> {new_type.__name__}"]
+    for field in dataclasses.fields(RuntimeOptions):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if before != after:
+            changes.append(f"{field.name} {before} -> {after}")
+    if changes:
+        from twinkle.logging import get_logger
+
+        get_logger("twinkle.runtime").info("initialize called again: %s", ", ".join(changes))
