@@ -1,0 +1,74 @@
+"""Turns the values of one key, a value from each row, into one tensor."""
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Literal
+
+from twinkle.errors import DataError
+from twinkle.processor.rows import size_of
+
+if TYPE_CHECKING:
+    import torch
+
+PAD = {"input_ids": 0, "attention_mask": 0, "labels": -100, "completion_mask": 0, "loss_scale": 0.0, "position_ids": 0}
+"""What fills the shorter rows. Positions are 0 there, not -1: a model with a table of positions would look up -1."""
+
+_FLOATS = ("loss_scale",)
+_FROM_ZERO = ("input_ids", "position_ids")
+
+
+def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left", "right"]) -> "torch.Tensor":
+    """Return one value a token as `[B, width]`: int64, or float32 for weights and for values with a fraction.
+
+    Raises:
+        DataError: values are no numbers, or negative where they index something.
+    """
+    import torch
+
+    rows = [_tensor(key, number, value) for number, value in enumerate(values)]
+    if key in PAD and key not in _FLOATS:
+        dtype = torch.int64
+    else:
+        dtype = torch.float32 if key in _FLOATS or any(row.is_floating_point() for row in rows) else torch.int64
+    padded = torch.full((len(rows), width), PAD.get(key, 0), dtype=dtype)
+    for number, row in enumerate(rows):
+        if dtype is torch.int64 and row.is_floating_point():
+            raise DataError(f"row {number}: {key!r} holds fractions; it must hold whole numbers")
+        if key in _FROM_ZERO and bool((row < 0).any()):
+            raise DataError(f"row {number}: {key!r} holds {int(row.min())}; it must not be negative")
+        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        padded[number, place] = row.to(dtype)
+    return padded
+
+
+def join(values: Sequence[Any]) -> Any:
+    """Return a tensor `[B, ...]` where every row has a number or an array of the same shape; else the list as it is."""
+    import torch
+
+    if all(isinstance(value, Number) and not isinstance(value, complex) for value in values):
+        return _narrow(torch.tensor(values))
+    arrays = [value for value in values if hasattr(value, "ndim") and hasattr(value, "shape")]
+    if len(arrays) == len(values) and len({tuple(value.shape) for value in arrays}) == 1:
+        return _narrow(torch.stack([torch.as_tensor(value) for value in arrays]))
+    return list(values)
+
+
+def per_token(values: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Say whether each row has just one number for each of its tokens."""
+    return all(size_of(value) == length for value, length in zip(values, lengths, strict=True)) and all(
+        hasattr(value, "ndim") or all(isinstance(item, Number) for item in value) for value in values
+    )
+
+
+def _narrow(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Numbers come as float64 from Python and NumPy; models compute in float32."""
+    return tensor.float() if tensor.dtype.is_floating_point and tensor.element_size() == 8 else tensor
+
+
+def _tensor(key: str, number: int, value: Any) -> "torch.Tensor":
+    import torch
+
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"row {number}: {key!r} does not hold numbers: {error}") from error

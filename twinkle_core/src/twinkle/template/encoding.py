@@ -1,0 +1,71 @@
+"""One conversation to marked tokens: the middle of `Template.encode`, between formatting and truncation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinkle.errors import EncodeError, Unsupported
+from twinkle.template.labels import assistant_spans, mark_tokens, shift
+from twinkle.template.rendering import ChatRenderer
+from twinkle.template.truncation import Marked
+
+
+def conversation_tokens(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any) -> Marked:
+    """Return the tokens of a conversation and which of them are trained; the text is tokenized once.
+
+    Raises:
+        EncodeError: the chat template refuses the conversation, or a turn cannot be found in its text.
+        Unsupported: the tokenizer gives no offsets.
+    """
+    text, spans = assistant_spans(chat, messages, rounds)
+    if not chat.tokenizer.is_fast:
+        raise Unsupported(
+            f"the tokenizer {type(chat.tokenizer).__name__} cannot say which text its tokens stand for; "
+            "labels need a fast tokenizer (tokenizer.json)"
+        )
+    encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return encoded["input_ids"], mark_tokens(encoded["offset_mapping"], spans)
+
+
+def prompt_tokens(chat: ChatRenderer, messages: Sequence[dict[str, Any]]) -> Marked:
+    """Return the tokens of a conversation with the header of the next assistant turn; nothing is trained.
+
+    Raises:
+        EncodeError: the last turn is already the assistant's.
+    """
+    if messages[-1]["role"] == "assistant":
+        raise EncodeError(
+            f"message {len(messages) - 1}, the last, is the assistant's, so there is nothing to generate; "
+            "drop it, or encode with add_generation_prompt=False"
+        )
+    text = chat.render(messages, add_generation_prompt=True)
+    tokens = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens, [False] * len(tokens)
+
+
+def text_tokens(tokenizer: Any, trajectory: Mapping[str, Any], trained: bool) -> Marked:
+    """Return the tokens of a single message's text, with the special tokens that the tokenizer puts around any text.
+
+    Raises:
+        EncodeError: there are several messages, or tools.
+    """
+    messages = trajectory["messages"]
+    if len(messages) != 1 or trajectory.get("tools") or messages[0].get("tool_calls"):
+        raise EncodeError(
+            f"use_chat_template=False encodes the text of one message, and this row has {len(messages)} messages "
+            "or tools; join them to one text, or use the chat template"
+        )
+    tokens = tokenizer(messages[0]["content"])["input_ids"]
+    return tokens, [trained] * len(tokens)
+
+
+def feature_of(row: Mapping[str, Any], part: Marked) -> dict[str, Any]:
+    """Return one encoded row: the model's inputs as lists, beside the keys of `row`, which ride along."""
+    tokens, trained = part
+    return {
+        **row,
+        "input_ids": list(tokens),
+        "labels": shift(tokens, trained),
+        "attention_mask": [1] * len(tokens),
+        "position_ids": list(range(len(tokens))),
+        "length": len(tokens),
+    }

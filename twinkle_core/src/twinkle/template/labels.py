@@ -1,0 +1,181 @@
+"""Finds what the assistant writes in a rendered conversation, and marks the tokens that are trained.
+
+A turn is what the model must produce after the generation prompt: its text and the token that ends the turn, neither
+the header before nor the line break after. The work is done on text, so each conversation is tokenized once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from twinkle.errors import EncodeError
+from twinkle.template.rendering import ChatRenderer, Span
+
+IGNORE = -100
+_OPENINGS = ("", "<think>\n", "<think>\n\n</think>\n\n")
+
+
+def assistant_spans(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any) -> tuple[str, list[Span]]:
+    """Render a conversation and find its trained turns.
+
+    Args:
+        chat: the chat template.
+        messages: the whole conversation, adapted to it.
+        rounds: a list of the indices of the messages to train; None is every assistant turn.
+
+    Returns:
+        The text, and the `(start, end)` characters of each trained turn, in order.
+
+    Raises:
+        EncodeError: a turn cannot be found in the text, or `rounds` names no assistant turn.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = _wanted(turns, rounds, messages)
+    if not chat.marks_generation:
+        text = chat.render(messages)
+        return text, [_turn_span(chat, messages, index, text) for index in wanted]
+    text, spans = chat.render_marked(messages)
+    if rounds is None:
+        return text, spans
+    if len(spans) != len(turns):
+        raise EncodeError(
+            f"key_rounds: the chat template marks {len(spans)} generated parts for {len(turns)} assistant turns, so "
+            "they cannot be told apart; drop key_rounds, or use one {% generation %} block a turn"
+        )
+    return text, [span for index, span in zip(turns, spans, strict=True) if index in wanted]
+
+
+def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    if rounds is None:
+        return turns
+    asked: list[Any] = list(rounds) if isinstance(rounds, list | tuple) else [rounds]
+    for index in asked:
+        if isinstance(index, bool) or not isinstance(index, int) or index not in turns:
+            found = "no message" if index not in range(len(messages)) else f"a {messages[index]['role']} message"
+            raise EncodeError(
+                f"user_data key_rounds names {index!r}, which is {found}; the assistant turns of this row are {turns}"
+            )
+    return sorted(set(asked))
+
+
+def _turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
+    """Find one turn: its start by the generation prompt, its end by a stand-in for what the turn says."""
+    before, after = _surroundings(chat, messages, index, text)
+    prompt = _try_render(chat, messages[:index], add_generation_prompt=True)
+    if prompt and text.startswith(prompt):
+        start = len(prompt)
+    else:
+        history = _try_render(chat, messages[:index], add_generation_prompt=False)
+        start = len(before) - _opening(prompt, history, before)
+    end = len(text) - len(after) + _end_token(chat.tokenizer, after, anywhere=bool(messages[index].get("tool_calls")))
+    if not 0 <= start <= end:
+        raise EncodeError(_not_found(index))
+    return start, end
+
+
+def _opening(prompt: str | None, history: str | None, before: str) -> int:
+    """Return how much of `before` the model writes itself: a thinking tag after the header, or nothing.
+
+    Args:
+        prompt: the earlier turns with a generation prompt.
+        history: the earlier turns alone; what `prompt` adds is the header of a turn.
+        before: the text before what the turn says.
+    """
+    if prompt and history and prompt.startswith(history) and prompt != history:
+        header = prompt[len(history) :]
+        for opening in _OPENINGS:
+            if before.endswith(header + opening):
+                return len(opening)
+    return 0
+
+
+def _surroundings(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> tuple[str, str]:
+    """Return the text before and after what turn `index` says, found by rendering a stand-in in its place.
+
+    Comparing prefixes of the conversation is not enough: some templates drop the reasoning of earlier turns, so that
+    the text of a turn depends on what follows it.
+    """
+    mark = "TWINKLETURN"
+    while mark in text:
+        mark += "X"
+    rendered = chat.render([*messages[:index], _stand_in(messages[index], mark), *messages[index + 1 :]])
+    first, last = rendered.find(mark), rendered.rfind(mark)
+    before, after = rendered[:first], rendered[last + len(mark) :]
+    whole = len(before) + len(after) <= len(text)
+    if first < 0 or not whole or not text.startswith(before) or not text.endswith(after):
+        raise EncodeError(_not_found(index))
+    return before, after
+
+
+def _stand_in(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    changed = {**message, "content": mark}
+    if "reasoning_content" in message:
+        changed["reasoning_content"] = mark
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_marked_call(call, mark) for call in message["tool_calls"]]
+    return changed
+
+
+def _marked_call(call: Any, mark: str) -> Any:
+    function = call.get("function", call)
+    arguments = {mark: mark} if isinstance(function.get("arguments"), dict) else f'{{"{mark}": "{mark}"}}'
+    marked = {**function, "name": mark, "arguments": arguments}
+    return {**call, "function": marked} if "function" in call else marked
+
+
+def _end_token(tokenizer: Any, after: str, anywhere: bool) -> int:
+    """Return how much of `after` still belongs to the turn: up to and with the first special token, if one ends it.
+
+    Args:
+        tokenizer: knows which tokens are special.
+        after: the text that follows what the turn says.
+        anywhere: the special token may follow other text (the closing of a tool call), not only white space.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= {tokenizer.eos_token} if tokenizer.eos_token else set()
+    gap = len(after) - len(after.lstrip())
+    places = [(after.find(token), -len(token), token) for token in special if token]
+    places = sorted(place for place in places if place[0] >= 0 and (anywhere or place[0] <= gap))
+    return places[0][0] + len(places[0][2]) if places else 0
+
+
+def _try_render(chat: ChatRenderer, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str | None:
+    """Render part of a conversation; None where the chat template wants more of it."""
+    try:
+        return chat.render(messages, add_generation_prompt=add_generation_prompt) if messages else None
+    except EncodeError:
+        return None
+
+
+def _not_found(index: int) -> str:
+    return (
+        f"message {index} (assistant) cannot be found in what the chat template makes of the conversation, so its "
+        "tokens cannot be told from the prompt's; mark them in the chat template with {% generation %}"
+    )
+
+
+def mark_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Say for each token whether it is trained.
+
+    Args:
+        offsets: the characters of each token, in order. Tokens of one character share it; an empty range (a tokenizer
+            that trims white space off its offsets) stands for what lies between its neighbours.
+        spans: the trained characters, in order and disjoint.
+
+    Returns:
+        True for each token that holds a trained character, also one that reaches over the edge of a span.
+    """
+    marks, place, previous = [], 0, 0
+    for start, end in offsets:
+        if start >= end:
+            start, end = min(previous, end - 1), end
+        while place < len(spans) and spans[place][1] <= start:
+            place += 1
+        marks.append(place < len(spans) and spans[place][0] < end)
+        previous = max(previous, end)
+    return marks
+
+
+def shift(tokens: Sequence[int], trained: Sequence[bool]) -> list[int]:
+    """Return labels: at each position the next token where that is trained, else -100; the last is always -100."""
+    targets = [token if train else IGNORE for token, train in zip(tokens, trained, strict=True)]
+    return [*targets[1:], IGNORE][: len(targets)]

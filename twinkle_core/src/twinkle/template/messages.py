@@ -1,0 +1,138 @@
+"""Checks a conversation and brings its messages into the plain form that chat templates expect."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinkle.errors import EncodeError
+
+ROLES = ("system", "user", "assistant", "tool")
+_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
+_MEDIA = ("images", "videos", "audios")
+
+
+def plain_messages(trajectory: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a trajectory, checked: no None-valued keys, and `content` always text.
+
+    Raises:
+        EncodeError: there is no usable conversation; the message says which turn is wrong and what to do.
+    """
+    messages = trajectory.get("messages")
+    if messages is None:
+        raise EncodeError(
+            f"no 'messages' in the row (it has: {', '.join(map(str, trajectory)) or 'nothing'}); map a preprocessor "
+            "first that makes conversations of raw columns, e.g. dataset.map('SelfCognitionProcessor', ...)"
+        )
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise EncodeError(
+            f"'messages' is a {type(messages).__name__}; it must be a list of {{'role': ..., 'content': ...}}"
+        )
+    if not messages:
+        raise EncodeError("'messages' is empty; drop the row, or give it at least one message")
+    for key in _MEDIA:
+        if any(item is not None for item in trajectory.get(key) or ()):
+            raise EncodeError(f"the row has {key}, and this template reads text only; use a multimodal template")
+    return [_plain_message(message, f"message {index}") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise EncodeError(f"{where} is a {type(message).__name__}; it must be {{'role': ..., 'content': ...}}")
+    plain = {key: without_none(value) for key, value in message.items() if value is not None}
+    role = plain.get("role")
+    if role not in ROLES:
+        raise EncodeError(f"{where} {_role_problem(role, plain)}; a role is one of {', '.join(ROLES)}")
+    plain["content"] = _text(plain, where)
+    if not plain.get("tool_calls"):
+        plain.pop("tool_calls", None)
+    for key in ("content", "reasoning_content"):
+        _require_text(plain.get(key, ""), f"{where} ({role}): {key}")
+    return plain
+
+
+def _role_problem(role: Any, message: Mapping[str, Any]) -> str:
+    if role is None:
+        return f"has no role (its keys: {', '.join(map(str, message)) or 'none'})"
+    from twinkle_registry import nearest
+
+    near = nearest(role, ROLES) if isinstance(role, str) else []
+    return f"has the role {role!r}" + (f", nearest: {near[0]!r}" if near else "")
+
+
+def _text(message: Mapping[str, Any], where: str) -> Any:
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            return ""
+        raise EncodeError(
+            f"{where} ({message['role']}) has no content; give it text (it may be absent only beside tool_calls)"
+        )
+    if isinstance(content, list | tuple):
+        return "".join(_part(part, where) for part in content)
+    return content
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise EncodeError(f"{where} has a content part of type {kind!r}, and this template reads text only")
+    text = part.get("text")
+    _require_text(text, f"{where}: the text of a content part")
+    return str(text)
+
+
+def _require_text(text: Any, what: str) -> None:
+    if not isinstance(text, str):
+        raise EncodeError(f"{what} is a {type(text).__name__}; it must be text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EncodeError(f"{what} is not valid Unicode: a lone surrogate at character {error.start}") from error
+
+
+def without_none(value: Any) -> Any:
+    """Return `value` without the None-valued keys of its mappings, at any depth: Arrow adds them to align rows."""
+    if isinstance(value, Mapping):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_none(item) for item in value]
+    return value
+
+
+def split_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Move a `<think>...</think>` block that opens an assistant's content to `reasoning_content`."""
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return message
+    found = _THINKING.fullmatch(message["content"])
+    if found is None:
+        return message
+    return {**message, "reasoning_content": found[1].strip("\n"), "content": found[2]}
+
+
+def inline_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Put `reasoning_content` back into the content, for chat templates that would drop it."""
+    if not message.get("reasoning_content"):
+        return message
+    inlined = f"<think>\n{message['reasoning_content']}\n</think>\n\n{message['content']}"
+    return {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": inlined}
+
+
+def parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Turn tool-call arguments given as JSON text into dicts; other text stays as it is."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_parsed_call(call) for call in message["tool_calls"]]}
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except json.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

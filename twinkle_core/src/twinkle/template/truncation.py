@@ -1,0 +1,44 @@
+"""What becomes of rows that are longer than the model should see."""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+from twinkle.errors import EncodeError
+
+Strategy: TypeAlias = Literal["raise", "left", "right", "split", "delete"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+Marked: TypeAlias = tuple[Sequence[int], Sequence[bool]]
+
+
+def fit(tokens: Sequence[int], trained: Sequence[bool], max_length: int | None, strategy: Strategy) -> list[Marked]:
+    """Cut a row so that each part has at most `max_length` tokens.
+
+    Args:
+        tokens: token ids `[T]`.
+        trained: whether each token is trained, `[T]`.
+        max_length: in tokens; None is no limit.
+        strategy: `left` and `right` say which end is cut off; `split` makes several parts, `delete` one empty part.
+
+    Returns:
+        The parts, in order; more than one with `split` only. Labels are shifted after the cut, so that no part is
+        trained on a token that it does not hold.
+
+    Raises:
+        EncodeError: the row is too long and the strategy is `raise`.
+    """
+    length = len(tokens)
+    if max_length is None or length <= max_length:
+        return [(tokens, trained)]
+    if strategy == "raise":
+        raise EncodeError(
+            f"the row has {length} tokens and max_length is {max_length}; raise max_length, or choose "
+            "truncation_strategy='delete', 'right', 'left' or 'split'"
+        )
+    if strategy == "delete":
+        return [((), ())]
+    if strategy == "left":
+        return [(tokens[-max_length:], trained[-max_length:])]
+    if strategy == "right":
+        return [(tokens[:max_length], trained[:max_length])]
+    starts = range(0, length, max_length)
+    return [(tokens[start : start + max_length], trained[start : start + max_length]) for start in starts]
