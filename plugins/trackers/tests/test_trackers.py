@@ -72,7 +72,7 @@ def test_a_tracker_cannot_be_pointed_out_of_the_run_folder(name: str) -> None:
 def test_tensorboard_reads_back_every_scalar(tmp_path: Path) -> None:
     tracker = TensorBoardTracker()
     for step, loss in enumerate([3.0, 2.0, 1.5], start=1):
-        tracker.twinkle_step_end(at(tmp_path), step, {"loss": loss, "note": "text"})  # type: ignore[dict-item]
+        tracker.twinkle_step_end(at(tmp_path), step, {"loss": loss, "note": "text"})
     tracker.twinkle_run_end(at(tmp_path))
     assert scalars(tmp_path / "tensorboard", "loss") == [(1, 3.0), (2, 2.0), (3, 1.5)]
 

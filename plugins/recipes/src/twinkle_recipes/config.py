@@ -15,42 +15,55 @@ class ModelConfig(Strict):
     """Which model, and in which precision."""
 
     id: str = Field(
-        "builtin://smollm2-135m-instruct", description="Folder, `hf://org/name`, `ms://org/name` or builtin"
+        default="builtin://smollm2-135m-instruct", description="Folder, `hf://org/name`, `ms://org/name` or builtin"
     )
-    type: str = Field("TransformersModel", description="Component of kind `model`")
+    type: str = Field(default="TransformersModel", description="Component of kind `model`")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
-        "auto", description="Precision of the forward pass; auto: bf16 where the hardware has it, else no"
+        default="auto", description="Precision of the forward pass; auto: bf16 where the hardware has it, else no"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="Precision of the frozen and trained weights; by default the model class decides"
+        default=None, description="Precision of the frozen and trained weights; by default the model class decides"
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, more time")
-    args: Arguments = Field({}, description="Further keyword arguments of the model class")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time")
+    args: Arguments = Field(default={}, description="Further keyword arguments of the model class")
 
 
 class DataConfig(Strict):
     """Which rows, how they become conversations, and how those become tokens."""
 
-    id: str = Field("builtin://self-cognition", description="File, folder, `hf://org/name`, `ms://org/name` or builtin")
-    type: str = Field("Dataset", description="Component of kind `dataset`")
-    loader: str = Field("DataLoader", description="Component of kind `dataloader`")
-    subset: str = Field("default", description="Subset (configuration) of the data set")
-    split: str = Field("train", description="Split of the data set")
-    slice: str | Positive | None = Field(None, description="Rows to use: a count, or `start:stop` or `start:stop:step`")
-    preprocessor: str | None = Field(None, description="Component of kind `preprocessor`; none: rows hold `messages`")
-    preprocessor_args: Arguments = Field({}, description="Keyword arguments of the preprocessor")
-    template: str = Field("Template", description="Component of kind `template`")
-    template_args: Arguments = Field({}, description="Further keyword arguments of the template")
-    max_length: Positive = Field(2048, description="Longest row, in tokens")
+    id: str = Field(
+        default="builtin://self-cognition", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
+    )
+    type: str = Field(default="Dataset", description="Component of kind `dataset`")
+    loader: str = Field(default="DataLoader", description="Component of kind `dataloader`")
+    subset: str = Field(default="default", description="Subset (configuration) of the data set")
+    split: str = Field(default="train", description="Split of the data set")
+    slice: str | Positive | None = Field(
+        default=None, description="Rows to use: a count, or `start:stop` or `start:stop:step`"
+    )
+    preprocessor: str | None = Field(
+        default=None, description="Component of kind `preprocessor`; none: rows hold `messages`"
+    )
+    preprocessor_args: Arguments = Field(default={}, description="Keyword arguments of the preprocessor")
+    template: str = Field(default="Template", description="Component of kind `template`")
+    template_args: Arguments = Field(default={}, description="Further keyword arguments of the template")
+    max_length: Positive = Field(default=2048, description="Longest row, in tokens")
     truncation: Literal["raise", "left", "right", "split", "delete"] = Field(
-        "right", description="What happens to longer rows"
+        default="right", description="What happens to longer rows"
     )
-    shuffle: bool = Field(True, description="Another order of the rows in each epoch, the same for the same seed")
+    shuffle: bool = Field(
+        default=True, description="Another order of the rows in each epoch, the same for the same seed"
+    )
     eval_fraction: float = Field(
-        0.05, ge=0, lt=1, description="Part of the rows that is never trained on but evaluated; 0: no evaluation"
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Part of the rows that is never trained on but evaluated; 0: no evaluation",
     )
-    eval_id: str | None = Field(None, description="Another data set to evaluate on, instead of a part of this one")
-    eval_split: str | None = Field(None, description="Its split; alone: that split of the data set `id`")
+    eval_id: str | None = Field(
+        default=None, description="Another data set to evaluate on, instead of a part of this one"
+    )
+    eval_split: str | None = Field(default=None, description="Its split; alone: that split of the data set `id`")
 
     @field_validator("slice")
     @classmethod
@@ -68,28 +81,30 @@ class DataConfig(Strict):
 class LoraConfig(Strict):
     """Low-rank adapters (arXiv:2106.09685)."""
 
-    rank: Positive = Field(16, description="Rank of the update")
-    alpha: float = Field(32.0, gt=0, description="The update is scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the update")
-    target_modules: str | list[str] = Field("all-linear", description="Which modules: `all-linear`, names, or a regex")
+    rank: Positive = Field(default=16, description="Rank of the update")
+    alpha: float = Field(default=32.0, gt=0, description="The update is scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the update")
+    target_modules: str | list[str] = Field(
+        default="all-linear", description="Which modules: `all-linear`, names, or a regex"
+    )
 
 
 class OptimizerConfig(Strict):
     """How parameters are updated."""
 
-    name: str = Field("AdamW", description="Component of kind `optimizer`")
-    lr: float = Field(2e-4, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
-    args: Arguments = Field({}, description="Further keyword arguments of the optimizer")
+    name: str = Field(default="AdamW", description="Component of kind `optimizer`")
+    lr: float = Field(default=2e-4, gt=0, description="Peak learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay")
+    args: Arguments = Field(default={}, description="Further keyword arguments of the optimizer")
 
 
 class SchedulerConfig(Strict):
     """How the learning rate changes."""
 
-    name: str = Field("CosineWarmupScheduler", description="Component of kind `scheduler`")
-    warmup_steps: Count | None = Field(None, description="Steps until the peak; instead of `warmup_ratio`")
-    warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Part of all steps until the peak")
-    args: Arguments = Field({}, description="Further keyword arguments of the scheduler")
+    name: str = Field(default="CosineWarmupScheduler", description="Component of kind `scheduler`")
+    warmup_steps: Count | None = Field(default=None, description="Steps until the peak; instead of `warmup_ratio`")
+    warmup_ratio: float = Field(default=0.05, ge=0, lt=1, description="Part of all steps until the peak")
+    args: Arguments = Field(default={}, description="Further keyword arguments of the scheduler")
 
     def warmup(self, total_steps: int) -> int:
         """Return the number of warm-up steps in a run of `total_steps`."""
@@ -99,47 +114,55 @@ class SchedulerConfig(Strict):
 class LossConfig(Strict):
     """What is minimised."""
 
-    name: str = Field("CrossEntropyLoss", description="Component of kind `loss`")
-    args: Arguments = Field({}, description="Keyword arguments of the loss")
+    name: str = Field(default="CrossEntropyLoss", description="Component of kind `loss`")
+    args: Arguments = Field(default={}, description="Keyword arguments of the loss")
 
 
 class SamplerConfig(Strict):
     """How the questions are answered."""
 
-    name: str = Field("TorchSampler", description="Component of kind `sampler`")
-    max_tokens: Positive = Field(48, description="Longest answer, in tokens")
-    temperature: float = Field(0.0, ge=0, description="0: the most probable token each time")
+    name: str = Field(default="TorchSampler", description="Component of kind `sampler`")
+    max_tokens: Positive = Field(default=48, description="Longest answer, in tokens")
+    temperature: float = Field(default=0.0, ge=0, description="0: the most probable token each time")
 
 
 class SFTConfig(Strict):
     """Supervised fine-tuning on conversations."""
 
-    model: ModelConfig = Field(ModelConfig(), description="Which model, and in which precision")
-    data: DataConfig = Field(DataConfig(), description="Which rows, and how they become tokens")
-    lora: LoraConfig | None = Field(LoraConfig(), description="Adapter; null: train all parameters")
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="How parameters are updated")
-    scheduler: SchedulerConfig = Field(SchedulerConfig(), description="How the learning rate changes")
-    loss: LossConfig = Field(LossConfig(), description="What is minimised")
-    sampler: SamplerConfig = Field(SamplerConfig(), description="How the questions are answered")
-    processor: str = Field("InputProcessor", description="Component of kind `processor`")
-    metrics: list[str] = Field([], description="Components of kind `metric`, beside the model's own")
-    trackers: list[str] = Field(["JsonlTracker", "TensorBoardTracker"], description="Components of kind `tracker`")
-    batch_size: Positive = Field(8, description="Rows of one forward and backward pass")
-    micro_batch_size: Positive | None = Field(None, description="Rows in memory at once; the result is the same")
-    gradient_accumulation_steps: Positive = Field(1, description="Batches of one optimizer step")
-    epochs: Positive = Field(1, description="How often each row is seen")
-    max_steps: Positive | None = Field(None, description="Optimizer steps at most, even if epochs are left")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm")
-    eval_every: Count = Field(50, description="Steps between evaluations; 0: only after the last step")
-    save_every: Count = Field(0, description="Steps between checkpoints; 0: only at the best evaluation and at the end")
-    save_total_limit: Positive | None = Field(3, description="Checkpoints kept, the newest; best and last always stay")
-    log_every: Positive = Field(1, description="Steps between lines where the output is not a terminal")
-    seed: int = Field(42, ge=0, description="Of the order of rows, the held-out rows and new adapter weights")
-    on_nonfinite: Literal["raise", "skip"] = Field(
-        "raise", description="NaN or infinite loss: stop and keep the batch, or leave the step out"
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model, and in which precision")
+    data: DataConfig = Field(default_factory=DataConfig, description="Which rows, and how they become tokens")
+    lora: LoraConfig | None = Field(default_factory=LoraConfig, description="Adapter; null: train all parameters")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="How parameters are updated")
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="How the learning rate changes")
+    loss: LossConfig = Field(default_factory=LossConfig, description="What is minimised")
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="How the questions are answered")
+    processor: str = Field(default="InputProcessor", description="Component of kind `processor`")
+    metrics: list[str] = Field(default=[], description="Components of kind `metric`, beside the model's own")
+    trackers: list[str] = Field(
+        default=["JsonlTracker", "TensorBoardTracker"], description="Components of kind `tracker`"
     )
-    questions: list[str] = Field([], description="Asked before and after training, shown side by side")
-    resume_from: str | None = Field(None, description="Run folder or checkpoint to continue from")
+    batch_size: Positive = Field(default=8, description="Rows of one forward and backward pass")
+    micro_batch_size: Positive | None = Field(
+        default=None, description="Rows in memory at once; the result is the same"
+    )
+    gradient_accumulation_steps: Positive = Field(default=1, description="Batches of one optimizer step")
+    epochs: Positive = Field(default=1, description="How often each row is seen")
+    max_steps: Positive | None = Field(default=None, description="Optimizer steps at most, even if epochs are left")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm")
+    eval_every: Count = Field(default=50, description="Steps between evaluations; 0: only after the last step")
+    save_every: Count = Field(
+        default=0, description="Steps between checkpoints; 0: only at the best evaluation and at the end"
+    )
+    save_total_limit: Positive | None = Field(
+        default=3, description="Checkpoints kept, the newest; best and last always stay"
+    )
+    log_every: Positive = Field(default=1, description="Steps between lines where the output is not a terminal")
+    seed: int = Field(default=42, ge=0, description="Of the order of rows, the held-out rows and new adapter weights")
+    on_nonfinite: Literal["raise", "skip"] = Field(
+        default="raise", description="NaN or infinite loss: stop and keep the batch, or leave the step out"
+    )
+    questions: list[str] = Field(default=[], description="Asked before and after training, shown side by side")
+    resume_from: str | None = Field(default=None, description="Run folder or checkpoint to continue from")
 
     @model_validator(mode="after")
     def _divisible(self) -> "SFTConfig":

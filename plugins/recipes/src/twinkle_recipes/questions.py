@@ -26,7 +26,7 @@ def ask(model: Any, config: SFTConfig) -> list[str]:
 
 def write_answers(path: Path, questions: Sequence[str], before: Sequence[str], after: Sequence[str] = ()) -> None:
     """Write `[{"question", "before", "after"}, ...]`; `after` is null until the run is over."""
-    later = list(after) or [None] * len(questions)
+    later: list[str | None] = [*after] if after else [None] * len(questions)
     rows = [
         {"question": question, "before": old, "after": new}
         for question, old, new in zip(questions, before, later, strict=True)

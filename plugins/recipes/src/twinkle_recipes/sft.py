@@ -2,13 +2,15 @@
 
 import functools
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from twinkle._registry import registry
-from twinkle.errors import NonFiniteError
+from twinkle.errors import NonFiniteError, Unsupported
 from twinkle.paths import write_text
+from twinkle.platform import Platform
 from twinkle.run import Run
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
@@ -33,12 +35,15 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         `path` of the result, `steps`, the final `loss` and `eval/loss`, and the `best` checkpoint where there is one.
 
     Raises:
+        Unsupported: there are several processes.
         NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`; the rows are kept in
             `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
     """
     import torch
 
+    if Platform.get_world_size() > 1:
+        raise Unsupported("recipe sft runs in one process; start it without torchrun")
     show = display(config.log_every)
     plan = write_plan(config, run.folder)
     write_config(config, run.folder)
@@ -134,11 +139,14 @@ def build_model(config: SFTConfig, steps: int) -> Any:
 def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict[str, float]:
     """Make one optimizer step from the batches of `group` and return its numbers."""
     started = time.monotonic()
-    flush = {"flush": True} if len(group) < config.gradient_accumulation_steps else {}
+    accumulation: dict[str, Any] = {}
+    if config.gradient_accumulation_steps > 1:
+        size = config.gradient_accumulation_steps
+        accumulation = {"gradient_accumulation_steps": size, "flush": len(group) < size}
     try:
         for batch in group:
             model.forward_backward(inputs=batch, **in_memory(config))
-        model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **flush)
+        model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **accumulation)
     except NonFiniteError as error:
         kept = folder / "nonfinite_batch.json"
         write_text(kept, json.dumps(error.inputs or group, default=plain, ensure_ascii=False))
@@ -146,7 +154,8 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict
         raise
     tokens = sum(count_tokens(batch) for batch in group)
     speed = tokens / max(time.monotonic() - started, 1e-9)
-    return {**readable(model.calculate_metric(is_training=True)), "tokens": tokens, "tokens_per_second": speed}
+    numbers = {"loss": math.nan, **readable(model.calculate_metric(is_training=True))}  # no loss: the step was skipped
+    return {**numbers, "tokens": tokens, "tokens_per_second": speed}
 
 
 def evaluate(model: Any, held_out: Any, config: SFTConfig) -> dict[str, float]:

@@ -38,7 +38,7 @@ class TensorBoardTracker(Tracker):
         self._flushed = 0.0
 
     @hookimpl
-    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
+    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, Any]) -> None:
         """Write one scalar for each number; text is left out, since TensorBoard's scalars cannot hold it."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -1,0 +1,278 @@
+"""The recipe on a tiny model: what a run leaves, how it goes on after Ctrl-C, and what bad input does."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from twinkle.errors import CheckpointError, ComponentNotFound, DataError, NonFiniteError, OutputError, Unsupported
+from twinkle.run import Run
+from twinkle.testing import tiny_model
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.sft import sft
+
+LOSSES = '''
+import math, os, signal
+
+from twinkle.loss import CrossEntropyLoss
+
+
+class Eventful(CrossEntropyLoss):
+    """Cross-entropy to which something happens at its call number `at`."""
+
+    def __init__(self, at, event):
+        super().__init__()
+        self.at, self.event, self.calls = at, event, 0
+
+    def __call__(self, inputs, outputs, **kwargs):
+        self.calls += 1
+        result = super().__call__(inputs, outputs, **kwargs)
+        if self.calls == self.at and self.event == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.calls == self.at and self.event == "nan":
+            return type(result)(loss_sum=result.loss_sum * math.nan, denominator=result.denominator)
+        return result
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    with path.open("w") as file:
+        for number in range(30):
+            turns = [("user", f"say {number}"), ("assistant", "ab" * (number % 5 + 1))]
+            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n")
+    return path
+
+
+@pytest.fixture
+def values(model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "losses.py").write_text(LOSSES)
+    return {
+        "model": {"id": str(model), "mixed_precision": "no"},
+        "data": {"id": str(rows), "eval_fraction": 0.2},
+        "lora": {"rank": 4, "dropout": 0.1},
+        "optimizer": {"lr": 0.01},
+        "batch_size": 4,
+        "epochs": 2,
+        "eval_every": 3,
+        "trackers": ["JsonlTracker"],
+    }
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for key, change in changes.items():
+        inner = isinstance(change, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], change) if inner else change
+    return result
+
+
+def train(values: Mapping[str, Any], folder: Path | None = None, **changes: Any) -> tuple[Path, dict[str, Any]]:
+    config = SFTConfig.model_validate(merged(values, changes))
+    with Run("tiny", config=config.model_dump(), trackers=config.trackers, folder=folder) as run:
+        return run.folder, sft(config, run)
+
+
+def newest() -> Path:
+    return max(Path("runs").iterdir(), key=lambda folder: folder.stat().st_ctime_ns).absolute()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines(folder)]
+
+
+def test_a_run_leaves_everything_that_says_how(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, summary = train(values, questions=["say 1"])
+    steps = lines(folder)
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [line["step"] for line in steps if "eval/loss" in line] == [3, 6, 9, 12]
+    assert {"learning_rate", "grad_norm", "accuracy", "tokens", "tokens_per_second", "eval/accuracy"} <= set(steps[2])
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "answers.json").read_text())[0]["after"] is not None
+    assert SFTConfig.model_validate(yaml.safe_load((folder / "config.yaml").read_text())).optimizer.lr == 0.01
+    assert summary["steps"] == 12
+    assert summary["loss"] == steps[-1]["loss"]
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert len([line for line in out.splitlines() if line.startswith("step ")]) == 12
+
+
+def test_the_result_is_a_standard_peft_adapter(values: dict[str, Any]) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, summary = train(values, max_steps=2)
+    assert Path(summary["path"]) == folder / "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        path.name for path in (folder / "adapter").iterdir()
+    }
+    base = AutoModelForCausalLM.from_pretrained(values["model"]["id"])
+    adapted = PeftModel.from_pretrained(base, str(folder / "adapter"))
+    assert any(parameter.abs().sum() > 0 for name, parameter in adapted.named_parameters() if "lora_B" in name)
+
+
+def test_full_parameter_training_leaves_a_model_that_transformers_loads(values: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, summary = train(values, lora=None, max_steps=2, gradient_accumulation_steps=2)
+    assert Path(summary["path"]) == folder / "model"
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_the_plan_names_the_plugin_behind_every_part(values: dict[str, Any]) -> None:
+    folder, _ = train(
+        values, max_steps=1, questions=["hello"], loss={"name": "./losses.py:Eventful", "args": {"at": 0, "event": ""}}
+    )
+    plan = json.loads((folder / "plugins.json").read_text())
+    parts = {part["kind"]: part for part in plan["parts"]}
+    assert {
+        "recipe",
+        "dataset",
+        "template",
+        "dataloader",
+        "model",
+        "processor",
+        "optimizer",
+        "scheduler",
+        "sampler",
+        "tracker",
+    } <= set(parts)
+    assert parts["model"]["plugin"] == "twinkle-transformers"
+    assert parts["model"]["version"]
+    assert parts["model"]["ref"] == "twinkle_transformers.model:TransformersModel"
+    assert parts["loss"]["asked"] == "./losses.py:Eventful"
+    assert parts["loss"]["plugin"] == ""
+    assert {"python", "torch", "transformers", "peft"} <= set(plan["packages"])
+
+
+def test_best_and_last_name_whole_checkpoints(values: dict[str, Any]) -> None:
+    folder, summary = train(values, save_every=1, save_total_limit=1)
+    checkpoints = folder / "checkpoints"
+    scores = {line["step"]: line["eval/loss"] for line in lines(folder) if "eval/loss" in line}
+    best = f"step-{min(scores, key=scores.__getitem__)}"
+    assert (checkpoints / "best").read_text() == best + "\n"
+    assert (checkpoints / "last").read_text() == "step-12\n"
+    assert Path(summary["best"]) == checkpoints / best
+    assert {path.name for path in checkpoints.iterdir()} == {"best", "last", best, "step-12"}
+    assert (checkpoints / best / "adapter_model.safetensors").is_file()
+
+
+def test_an_unfinished_accumulation_at_the_end_is_a_step(values: dict[str, Any]) -> None:
+    folder, _ = train(values, gradient_accumulation_steps=5)  # 12 batches: 5 + 5 + 2
+    assert [line["step"] for line in lines(folder)] == [1, 2, 3]
+
+
+def test_the_batch_size_in_memory_changes_no_number(values: dict[str, Any]) -> None:
+    whole, _ = train(values, lora={"dropout": 0.0}, max_steps=4)
+    parts, _ = train(values, lora={"dropout": 0.0}, max_steps=4, micro_batch_size=1)
+    for one, other in zip(lines(whole), lines(parts), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+
+
+def test_an_interrupted_run_goes_on_in_the_same_numbers(
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = train(values, questions=["say 2"])
+    capsys.readouterr()
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            values, questions=["say 2"], loss={"name": "./losses.py:Eventful", "args": {"at": 5, "event": "interrupt"}}
+        )
+    stopped = newest().relative_to(Path.cwd())
+    out = capsys.readouterr().out
+    kept = lines(stopped)[-1]["step"]
+    assert kept < 12
+    assert (stopped / "checkpoints" / "last").read_text() == f"step-{kept}\n"
+    assert (stopped / "loss.png").is_file()
+    command = f"twinkle run sft --config {stopped}/config.yaml --resume-from {stopped}"
+    assert command in out
+    train(values, folder=stopped, questions=["say 2"], resume_from=str(stopped))
+    assert timeless(stopped) == timeless(whole)
+    for name in ("adapter/adapter_model.safetensors", "answers.json"):
+        assert (stopped / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_run_may_continue_in_a_fresh_folder(values: dict[str, Any]) -> None:
+    whole, _ = train(values)
+    other, _ = train(values, save_every=4)
+    fresh, _ = train(values, resume_from=str(other / "checkpoints" / "step-8"))
+    assert fresh != other
+    assert timeless(fresh) == timeless(whole)[8:]
+
+
+def test_resuming_from_nothing_says_what_to_give(values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="trainer_state.json"):
+        train(values, resume_from=str(tmp_path / "absent"))
+
+
+def test_resuming_with_another_accumulation_is_refused(values: dict[str, Any]) -> None:
+    folder, _ = train(values, max_steps=2)
+    with pytest.raises(CheckpointError, match="gradient_accumulation_steps"):
+        train(values, resume_from=str(folder), gradient_accumulation_steps=2)
+
+
+def test_a_nan_loss_stops_and_keeps_the_batch(values: dict[str, Any]) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        train(values, loss={"name": "./losses.py:Eventful", "args": {"at": 3, "event": "nan"}})
+    folder = newest()
+    batch = json.loads((folder / "nonfinite_batch.json").read_text())
+    assert len(batch) == 4
+    assert all(isinstance(token, int) for token in batch[0]["input_ids"])
+    assert str(folder.relative_to(Path.cwd()) / "nonfinite_batch.json") in caught.value.__notes__[0]
+    assert [line["step"] for line in lines(folder)] == [1, 2]
+    assert (folder / "loss.png").is_file()
+
+
+def test_a_nan_loss_can_be_left_out(values: dict[str, Any]) -> None:
+    folder, _ = train(
+        values, on_nonfinite="skip", loss={"name": "./losses.py:Eventful", "args": {"at": 3, "event": "nan"}}
+    )
+    steps = lines(folder)
+    assert [line["step"] for line in steps if line.get("nonfinite_skipped")] == [3]
+    assert steps[2]["loss"] is None
+    assert len(steps) == 12
+    assert all(math.isfinite(line["loss"]) for line in steps if line["step"] != 3)
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot make the run folder"):
+        Run("tiny", root=tmp_path / "file" / "runs")
+
+
+def test_a_misspelt_component_is_found_before_anything_is_loaded(values: dict[str, Any]) -> None:
+    with pytest.raises(ComponentNotFound, match="CrossEntropyLoss"):
+        train(values, loss={"name": "CrossEntropyLos"}, model={"id": "/nowhere"})
+
+
+def test_too_few_rows_to_hold_some_out_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="eval_fraction"):
+        train(values, data={"slice": 1})
+
+
+def test_evaluation_may_be_left_out(values: dict[str, Any]) -> None:
+    folder, summary = train(values, data={"eval_fraction": 0.0}, max_steps=2)
+    assert summary["best"] is None
+    assert not any("eval/loss" in line for line in lines(folder))
+    assert not (folder / "checkpoints" / "best").exists()
+
+
+def test_more_than_one_process_is_refused(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Unsupported, match="one process"):
+        train(values)
