@@ -1,1 +1,1 @@
-"""Trains and samples Hugging Face models: TransformersModel, TorchSampler, optimizers and schedulers."""
+"""Trains and samples Hugging Face models."""

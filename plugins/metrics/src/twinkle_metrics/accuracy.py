@@ -1,0 +1,44 @@
+"""Token accuracy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle.data_format import InputFeature, ModelOutput
+from twinkle.metric import Metric
+
+
+class Accuracy(Metric):
+    """Share of trained positions at which the most probable token is the target (teacher forcing).
+
+    Keys: `accuracy` in [0, 1], `correct_tokens`, `total_tokens`. The predictions come from the loss head, which sees
+    each chunk's logits anyway; whole logits are never kept for it.
+    """
+
+    require_predictions = True
+
+    def __init__(self, device_mesh: Any = None, process_group: Any = None, ignore_index: int = -100) -> None:
+        super().__init__(device_mesh, process_group)
+        self.ignore_index = ignore_index
+        self.reset()
+
+    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+        """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`."""
+        predictions = outputs["predictions"]
+        labels = inputs["labels"].to(predictions.device)
+        mask = labels != self.ignore_index
+        self._correct += int(((predictions == labels) & mask).sum())
+        self._total += int(mask.sum())
+
+    def calculate(self) -> Mapping[str, float]:
+        """Return the counts over all ranks and their ratio; nothing if no token was trained."""
+        parts = self.gather_results([{"correct": self._correct, "total": self._total}])
+        correct, total = (sum(part[key] for part in parts) for key in ("correct", "total"))
+        self.reset()
+        if not total:
+            return {}
+        return {"accuracy": correct / total, "correct_tokens": correct, "total_tokens": total}
+
+    def reset(self) -> None:
+        """Forget everything accumulated."""
+        self._correct = 0
+        self._total = 0

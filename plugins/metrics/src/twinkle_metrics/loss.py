@@ -1,0 +1,41 @@
+"""The loss and the gradient norm of the steps since the last look."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle.data_format import InputFeature, ModelOutput
+from twinkle.metric import Metric
+
+
+class LossMetric(Metric):
+    """`loss`: sum of losses over sum of denominators; `grad_norm`: of the last step, if gradients were clipped.
+
+    The loss is exact over micro-batches, accumulation steps and ranks: sums are added, then divided once.
+    """
+
+    def __init__(self, device_mesh: Any = None, process_group: Any = None) -> None:
+        super().__init__(device_mesh, process_group)
+        self.reset()
+
+    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+        """Add `outputs["loss_sum"]` and `outputs["num_tokens"]`; keep the step's `grad_norm`."""
+        self._loss_sum += float(outputs["loss_sum"])
+        self._denominator += float(outputs["num_tokens"])
+        if (norm := kwargs.get("grad_norm")) is not None:
+            self._grad_norm = float(norm)
+
+    def calculate(self) -> Mapping[str, float]:
+        """Return `loss` and, after a clipped step, `grad_norm`; nothing if nothing was accumulated."""
+        parts = self.gather_results([{"sum": self._loss_sum, "count": self._denominator}])
+        count = sum(part["count"] for part in parts)
+        values = {"loss": sum(part["sum"] for part in parts) / count} if count else {}
+        if self._grad_norm is not None:
+            values["grad_norm"] = self._grad_norm
+        self.reset()
+        return values
+
+    def reset(self) -> None:
+        """Forget everything accumulated."""
+        self._loss_sum = 0.0
+        self._denominator = 0.0
+        self._grad_norm: float | None = None

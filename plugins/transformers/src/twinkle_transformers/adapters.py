@@ -1,0 +1,142 @@
+"""LoRA adapters through PEFT: adding, selecting, reading and writing their weights under PEFT's names."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from twinkle.errors import ArgumentError, CheckpointError, Unsupported
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftModel, Any]:
+    """Add an adapter to a plain or already wrapped module.
+
+    Args:
+        model: the Hugging Face module, or the `PeftModel` around it.
+        name: the adapter's name.
+        config_or_dir: a `peft.LoraConfig`, a mapping of its fields, or the folder of a saved adapter.
+
+    Returns:
+        the `PeftModel` and the adapter's configuration. Adapter weights are float32 whatever the base's dtype.
+
+    Raises:
+        CheckpointError: the folder holds no adapter, or one for another model; the model is then as it was.
+        Unsupported: the configuration is not LoRA.
+    """
+    folder = None
+    if isinstance(config_or_dir, str | Path):
+        folder = Path(config_or_dir)
+        config = read_config(folder)
+    elif isinstance(config_or_dir, Mapping):
+        config = LoraConfig(**config_or_dir)
+    else:
+        config = config_or_dir
+    if not isinstance(config, LoraConfig):
+        raise Unsupported(
+            f"adapter {name!r}: {type(config).__name__} is not supported; give a peft.LoraConfig, a dict of its fields, "
+            "or the folder of a saved LoRA adapter"
+        )
+    if config.r < 1:
+        raise ArgumentError(f"adapter {name!r}: rank r={config.r}; it must be at least 1")
+    config.task_type = config.task_type or "CAUSAL_LM"
+    try:
+        with warnings.catch_warnings():
+            # peft 0.21 reads an attribute that transformers 5.23 renamed; users can do nothing about it
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            if isinstance(model, PeftModel):
+                model.add_adapter(name, config)
+                wrapped = model
+            else:
+                wrapped = get_peft_model(model, config, adapter_name=name)
+    except ValueError as error:
+        raise (CheckpointError if folder else ArgumentError)(f"adapter {name!r} does not fit the model: {error}") from error
+    wrapped.set_adapter(name)
+    if folder is not None:
+        try:
+            load_weights(wrapped, name, folder)
+        except CheckpointError:
+            wrapped.delete_adapter(name)
+            raise
+    return wrapped, config
+
+
+def read_config(folder: Path) -> Any:
+    """Return the PEFT configuration of a saved adapter.
+
+    Raises:
+        CheckpointError: the folder is missing or holds no adapter.
+    """
+    if not (folder / CONFIG).is_file():
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise CheckpointError(f"no adapter at {folder}: {CONFIG} is missing; found: {found}")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from error
+    config.inference_mode = False
+    return config
+
+
+def load_weights(model: PeftModel, name: str, folder: Path) -> None:
+    """Copy a saved adapter's weights into adapter `name`; every name and shape is compared before anything is copied.
+
+    Raises:
+        CheckpointError: the file is missing or corrupt, or belongs to another model or rank.
+    """
+    path = folder / WEIGHTS
+    own = get_peft_model_state_dict(model, adapter_name=name)
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
+    except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
+        raise CheckpointError(f"{path} cannot be read ({error}); the file is missing, truncated or corrupt") from error
+    for key in sorted(own.keys() | shapes.keys()):
+        mine = list(own[key].shape) if key in own else None
+        if mine != shapes.get(key):
+            raise CheckpointError(
+                f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
+                f"{_shape(mine)} in this model; load the base model that it was trained on"
+            )
+    set_peft_model_state_dict(model, load_file(path), adapter_name=name)
+
+
+def named_parameters(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the trainable parameters of adapter `name` (or of a full model, name "") under their saved names."""
+    ours = re.compile(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}(?=\.|$)")
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad and (not name or ours.search(key)):
+            yield (ours.sub(r"\1", key) if name else key), parameter
+
+
+def weights(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Return an adapter's weights (or the full model's trainable ones, name "") under their saved names."""
+    if name:
+        return dict(get_peft_model_state_dict(model, adapter_name=name))
+    return {key: parameter.detach() for key, parameter in named_parameters(model, "")}
+
+
+def select(model: nn.Module, name: str) -> None:
+    """Make adapter `name` the active and trainable one; costs nothing when it already is."""
+    if isinstance(model, PeftModel) and name and model.active_adapters != [name]:
+        model.set_adapter(name)
+
+
+def without_adapters(model: nn.Module, off: bool) -> AbstractContextManager[None]:
+    """Return a context in which the base model answers alone (if `off`); adapters are back also after an error."""
+    return model.disable_adapter() if off and isinstance(model, PeftModel) else nullcontext()
+
+
+def _shape(shape: list[int] | None) -> str:
+    return "absent" if shape is None else f"of shape {shape}"

@@ -1,0 +1,42 @@
+"""A readable summary of what is trained and how."""
+
+from typing import Any
+
+from torch import nn
+
+from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.scoring import loss_name
+
+
+def describe(model: nn.Module, group: OptimizerGroup, *, precision: str, source: str) -> str:
+    """Return a few lines: model, adapter, parameters, loss, optimizer, scheduler, accumulation."""
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    first = next(model.parameters())
+    lines = {
+        "model": f"{source} ({total:,} parameters, {first.dtype}, on {first.device})".replace("torch.", ""),
+        "mixed precision": precision,
+        "adapter": _adapter(group),
+        "trained": f"{trained:,} parameters ({100 * trained / total:.2f} %)",
+        "loss": loss_name(group.loss_instance) if group.loss_instance is not None else "not set",
+        "optimizer": _optimizer(group),
+        "scheduler": type(group.lr_scheduler).__name__ if group.lr_scheduler is not None else "none",
+        "accumulation": f"{group.gradient_accumulation_steps} backward calls a step",
+    }
+    return "\n".join(f"{name:<16} {text}" for name, text in lines.items())
+
+
+def _adapter(group: OptimizerGroup) -> str:
+    config: Any = group.adapter_config
+    if config is None:
+        return "none: the whole model is trained"
+    targets = config.target_modules
+    shown = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+    return f"{group.adapter_name}: LoRA r={config.r}, alpha={config.lora_alpha}, dropout={config.lora_dropout}, {shown}"
+
+
+def _optimizer(group: OptimizerGroup) -> str:
+    if group.optimizer is None:
+        return "not set (AdamW at the first step)"
+    rates = sorted(set(group.learning_rates()))
+    return f"{type(group.optimizer).__name__}, lr {', '.join(f'{rate:g}' for rate in rates)}"

@@ -1,0 +1,99 @@
+"""What belongs to one adapter (or to the full model): optimizer, loss, template, counters, and gradients in the making."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from twinkle.data_format import InputFeature, LossOutput, ModelOutput
+from twinkle.errors import TrainingStateError
+
+
+@dataclass
+class Pass:
+    """One micro-batch that went forward: its rows, tensors, outputs and, once calculated, its loss."""
+
+    inputs: InputFeature
+    outputs: ModelOutput
+    rows: list[Any]
+    loss: LossOutput | None = None
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+
+@dataclass
+class Status:
+    """The last passes and the metrics of one mode, training or evaluation."""
+
+    passes: list[Pass] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
+    unseen: list[Pass] = field(default_factory=list)
+    """Passes whose metrics wait for the step that they belong to."""
+    skipped: int = 0
+    """Micro-batches left out because their loss was not finite."""
+
+
+@dataclass
+class OptimizerGroup:
+    """State of one adapter; the full model's has the name `""`.
+
+    Attributes:
+        cur_step: number of backward calls made (a call with micro-batches counts once).
+        updates: number of optimizer steps made.
+        gradient_accumulation_steps: backward calls for each update.
+        pending: backward calls whose gradients wait for the next update.
+        denominator: sum of the denominators of the pending gradients.
+    """
+
+    adapter_name: str
+    adapter_config: Any = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    loss_instance: Any = None
+    template: Any = None
+    processor: Any = None
+    gradient_accumulation_steps: int = 1
+    cur_step: int = 0
+    updates: int = 0
+    pending: int = 0
+    denominator: float = 0.0
+    divided: bool = False
+    stepped: bool = False
+    dropped: bool = False
+    scheduled: int = 0
+    """Updates that the scheduler has followed."""
+    last_grad_norm: float | None = None
+    train_status: Status = field(default_factory=Status)
+    eval_status: Status = field(default_factory=Status)
+
+    def due(self, flush: bool = False) -> bool:
+        """Return whether an update is due: after k, 2k, 3k, ... backward calls, or at once with `flush`."""
+        return self.pending >= (1 if flush else self.gradient_accumulation_steps)
+
+    def begin_backward(self) -> None:
+        """Check that gradients may be added.
+
+        Raises:
+            TrainingStateError: the last update's gradients, already divided, are still there.
+        """
+        if self.divided:
+            done = "step() and zero_grad()" if not self.stepped else "zero_grad()"
+            raise TrainingStateError(
+                f"adapter {self.adapter_name!r}: backward after clip_grad_norm() or step(), but the old gradients are "
+                f"still there; call {done} first (clip_grad_and_step() does all of it)"
+            )
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        """Forget the pending gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.pending, self.denominator = 0, 0.0
+        self.divided = self.stepped = self.dropped = False

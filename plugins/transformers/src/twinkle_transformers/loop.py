@@ -1,0 +1,133 @@
+"""The loop's arithmetic for one adapter: forward passes, losses, backward, and the numbers that metrics see."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from twinkle.data_format import ModelOutput
+from twinkle.errors import NonFiniteError, TrainingStateError
+from twinkle.logging import get_logger
+from twinkle_transformers.backbone import IGNORE, Needs
+from twinkle_transformers.group import OptimizerGroup, Pass, Status
+from twinkle_transformers.scoring import call_loss, loss_name
+
+_PADDING = {"predictions": IGNORE}
+
+
+def needs_of(group: OptimizerGroup, status: Status, return_logits: bool) -> Needs:
+    """Return what a forward must prepare for the group's loss and metrics."""
+    loss = group.loss_instance
+    return Needs(
+        logits=return_logits or bool(getattr(loss, "require_logits", False)),
+        entropies=bool(getattr(loss, "require_entropy", False)),
+        predictions=any(getattr(metric, "require_predictions", False) for metric in status.metrics),
+    )
+
+
+def score(group: OptimizerGroup, item: Pass, *, split: bool, loss_kwargs: dict[str, Any]) -> float:
+    """Calculate the loss of one pass and keep it there; returns `loss_sum` as a number."""
+    if item.inputs.get("labels") is None:
+        raise TrainingStateError(
+            "calculate_loss: the rows have no `labels`; encode them with a template, or give features with labels"
+        )
+    item.loss_kwargs = loss_kwargs
+    item.loss = call_loss(group.loss_instance, item.inputs, item.outputs, split=split, **loss_kwargs)
+    value = float(item.loss.loss_sum.detach())
+    item.outputs["loss_sum"] = value  # type: ignore[typeddict-unknown-key]
+    item.outputs["num_tokens"] = float(item.loss.denominator)
+    item.outputs["loss"] = value / float(item.loss.denominator) if float(item.loss.denominator) else 0.0
+    return value
+
+
+def check_finite(group: OptimizerGroup, item: Pass, value: float, policy: str) -> bool:
+    """Return whether the pass may be used; a loss that is not finite is skipped or raised, as `policy` says.
+
+    Raises:
+        NonFiniteError: with the rows of the pass.
+    """
+    if value - value == 0.0:
+        return True
+    what = f"{loss_name(group.loss_instance)} of adapter {group.adapter_name!r} is {value} at step {group.updates + 1}"
+    if policy == "raise":
+        raise NonFiniteError(
+            f"{what}; the weights are untouched and the batch is in this error's `inputs` "
+            "(on_nonfinite='skip' leaves such micro-batches out)",
+            item.rows,
+        )
+    group.train_status.skipped += 1
+    get_logger().warning("%s; this micro-batch of %d rows is left out", what, len(item.rows))
+    return False
+
+
+def backward(group: OptimizerGroup, item: Pass) -> None:
+    """Add the gradient of one scored pass; its graph is freed."""
+    loss = item.loss
+    if loss is None:
+        raise TrainingStateError("backward: no loss was calculated; call calculate_loss() (or forward_backward()) first")
+    if not loss.loss_sum.requires_grad:
+        raise TrainingStateError(
+            f"backward: the result of {loss_name(group.loss_instance)} has no gradient; was it detached, or is nothing "
+            "trainable?"
+        )
+    loss.loss_sum.backward()
+    group.denominator += float(loss.denominator)
+    item.loss = None
+
+
+def settle(item: Pass) -> Pass:
+    """Return what metrics may keep of a pass: outputs without graph and without whole logits, no rows."""
+    outputs: Any = {k: _detached(v) for k, v in item.outputs.items() if k != "logits"}
+    return Pass(item.inputs, outputs, [], None, item.loss_kwargs, item.step)
+
+
+def feed_metrics(group: OptimizerGroup, status: Status) -> None:
+    """Give every metric the passes that it has not seen, with the numbers of the step that they belong to."""
+    if not status.unseen:
+        return
+    training = status is group.train_status
+    known: dict[str, Any] = {"gradient_accumulation_steps": group.gradient_accumulation_steps}
+    if training and group.optimizer is not None:
+        known |= {"lr": group.learning_rates(), "iterations": group.updates, "grad_norm": group.last_grad_norm}
+    for item in status.unseen:
+        for metric in status.metrics:
+            metric.accumulate(item.inputs, item.outputs, **known, step=item.step, **item.loss_kwargs)
+    status.unseen.clear()
+
+
+def join(outputs: Sequence[ModelOutput]) -> ModelOutput:
+    """Join micro-batches along the rows: tensors are padded on the right and concatenated, sums are added."""
+    joined: dict[str, Any] = {}
+    for key in outputs[0]:
+        values: list[Any] = [output[key] for output in outputs]  # type: ignore[literal-required]
+        if isinstance(values[0], torch.Tensor) and values[0].ndim:
+            joined[key] = _concatenate([value.detach() for value in values], _PADDING.get(key, 0))
+    if "loss_sum" in outputs[0]:
+        total = sum(output["loss_sum"] for output in outputs)  # type: ignore[typeddict-item]
+        count = sum(output["num_tokens"] for output in outputs)
+        joined |= {"loss": total / count if count else 0.0, "num_tokens": count}
+    return joined  # type: ignore[return-value]
+
+
+def _concatenate(tensors: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].ndim > 1:
+        width = max(t.shape[1] for t in tensors)
+        tensors = [_widen(t, width, fill) for t in tensors]
+    return torch.cat(list(tensors))
+
+
+def _widen(tensor: torch.Tensor, width: int, fill: int) -> torch.Tensor:
+    missing = width - tensor.shape[1]
+    return tensor if not missing else nn.functional.pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, missing], value=fill)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def settled(items: Iterable[Pass]) -> list[Pass]:
+    """Return the settled form of each pass."""
+    return [settle(item) for item in items]

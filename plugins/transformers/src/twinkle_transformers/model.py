@@ -1,0 +1,645 @@
+"""`TransformersModel`: a Hugging Face model with its adapters, trained by a loop that the user writes."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from twinkle import get_logger, registry, remote_class, remote_function
+from twinkle.data_format import ModelOutput
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, Unsupported
+from twinkle.model import TwinkleModel
+from twinkle.model.base import Inputs
+from twinkle.platform import Platform
+from twinkle_registry import nearest
+from twinkle_transformers import adapters, gradients, loop, saving
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.describe import describe
+from twinkle_transformers.group import OptimizerGroup, Pass, Status
+from twinkle_transformers.loading import load_model
+from twinkle_transformers.optimizers import build_optimizer, build_scheduler, override
+from twinkle_transformers.rows import PER_ROW, as_rows, micro_batches
+from twinkle_transformers.scoring import check_loss_arguments
+
+_PRECISION = {"no": None, "bf16": torch.bfloat16}
+_DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
+_LATER = {"strategy": "accelerate", "ddp_config": None, "fsdp_config": None, "grad_scaler_config": None,
+          "memory_efficient_init": False}  # fmt: skip
+
+
+@remote_class()
+class TransformersModel(TwinkleModel):
+    """A causal language model from a Hugging Face folder (or GGUF file), on one device.
+
+    Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods
+    have the meaning that `TwinkleModel` documents. Defaults until set: `CrossEntropyLoss`, AdamW at 1e-5, the model's
+    own chat template, right padding, `LossMetric`, `Accuracy` and `TrainMetric`.
+
+    Args:
+        model_cls: class (or its name in transformers) to load with; by default by the model's configuration.
+        model_id: local folder, GGUF file, or `scheme://` reference.
+        config: transformers configuration to use instead of the folder's.
+        device_mesh: None, or a mesh of one device.
+        mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "no" computes in
+            `dtype`.
+        gradient_checkpointing: recompute activations in the backward: less memory, a third more time.
+        on_nonfinite: "raise" stops at a loss or gradient norm that is not finite and keeps the batch in the error;
+            "skip" leaves the micro-batch (or the step) out and counts it in `nonfinite_skipped`.
+        dtype: of the loaded weights; by default the checkpoint's own with mixed precision, else float32. Whatever is
+            trained is kept in float32 under mixed precision.
+        strategy, ddp_config, fsdp_config, grad_scaler_config, memory_efficient_init: for several devices; refused here.
+        **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).
+
+    Attributes:
+        model: the Hugging Face module, wrapped by `peft.PeftModel` once it has an adapter.
+        optimizer_group: state of each adapter by name; the full model's name is `""`.
+        model_path: the local folder it was loaded from.
+
+    Raises:
+        ModelLoadError: the folder is missing, incomplete or corrupt.
+    """
+
+    def __init__(
+        self,
+        model_cls: Any = None,
+        model_id: str | None = None,
+        config: Any = None,
+        device_mesh: Any = None,
+        mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = "bf16",
+        strategy: Literal["accelerate", "native_fsdp"] = "accelerate",
+        ddp_config: dict[str, Any] | None = None,
+        fsdp_config: dict[str, Any] | None = None,
+        grad_scaler_config: dict[str, Any] | None = None,
+        memory_efficient_init: bool = False,
+        *,
+        gradient_checkpointing: bool = False,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {"strategy": strategy, "ddp_config": ddp_config, "fsdp_config": fsdp_config,
+                 "grad_scaler_config": grad_scaler_config, "memory_efficient_init": memory_efficient_init}  # fmt: skip
+        _check_options(given, mixed_precision, on_nonfinite, device_mesh)
+        if model_id is None:
+            raise ArgumentError("TransformersModel: model_id is missing; give a folder, a GGUF file or a reference")
+        self.model_id = str(model_id)
+        self.device_mesh = device_mesh
+        self.mixed_precision = mixed_precision
+        self.on_nonfinite = on_nonfinite
+        self.device = torch.device(Platform.get_local_device())
+        dtype = dtype or ("float32" if mixed_precision == "no" else "auto")
+        self.model, self.model_path = load_model(
+            model_id, dtype=dtype, model_cls=model_cls, config=config, device=self.device, **kwargs
+        )
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._backbone = Backbone.of(self.model)
+        self._default_template: Any = None
+        self._mode = "train"
+        self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
+        self.active_group = ""
+
+    # -- components -----------------------------------------------------------------------------------------------
+
+    def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the loss; keyword arguments go to its constructor."""
+        self._group(adapter_name).loss_instance = registry().build(loss_cls, "loss", **kwargs)
+
+    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the optimizer over the adapter's parameters, or over the whole model's.
+
+        Args:
+            optimizer_cls: any form of component argument; every optimizer of `torch.optim` has its name there.
+            adapter_name: whose; by default the active one.
+            **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
+        """
+        group = self._group(adapter_name)
+        if self.mixed_precision != "no":
+            self._keep_trained_in_float32(group)
+        names = list(adapters.named_parameters(self.model, group.adapter_name))
+        group.optimizer = build_optimizer(optimizer_cls, names, **kwargs)
+
+    def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the scheduler of the adapter's optimizer, which must have been set; kwargs go to the constructor."""
+        group = self._group(adapter_name)
+        group.lr_scheduler = build_scheduler(scheduler_cls, group.optimizer, **kwargs)
+
+    def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the template that encodes trajectories; `model_id` is this model's unless given."""
+        kwargs.setdefault("model_id", str(self.model_path))
+        self._group(adapter_name).template = registry().build(template_cls, "template", **kwargs)
+
+    def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the processor that collates rows; keyword arguments go to its constructor."""
+        self._group(adapter_name).processor = registry().build(processor_cls, "processor", **kwargs)
+
+    def add_metric(
+        self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """Add a metric for training, for evaluation, or (None) one for each."""
+        group = self._group(adapter_name)
+        for status, wanted in ((group.train_status, True), (group.eval_status, False)):
+            if is_training is None or is_training is wanted:
+                status.metrics.append(registry().build(metric_cls, "metric", **kwargs))
+
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """Apply a patch to the Hugging Face module."""
+        from twinkle.patch import apply_patch
+
+        apply_patch(self.model, patch_cls, **kwargs)
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """Add a LoRA adapter, freeze the base model, and make the adapter the active one.
+
+        Args:
+            adapter_name: letters, digits, `_` and `-`.
+            config_or_dir: `peft.LoraConfig`, a dict of its fields, or the folder of a saved adapter.
+            is_trainable: False adds it for `forward_only` and sampling alone.
+            gradient_accumulation_steps: backward calls for each update.
+        """
+        if not adapter_name.replace("-", "_").isidentifier():
+            raise ArgumentError(f"adapter name {adapter_name!r}: use letters, digits, '_' and '-', not beginning with a digit")
+        if adapter_name in self.optimizer_group:
+            raise ArgumentError(f"adapter {adapter_name!r} exists already; choose another name")
+        if gradient_accumulation_steps < 1:
+            raise ArgumentError(f"gradient_accumulation_steps={gradient_accumulation_steps}; it must be at least 1")
+        self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
+        group = self._new_group(adapter_name)
+        group.adapter_config = config
+        group.gradient_accumulation_steps = gradient_accumulation_steps
+        self.optimizer_group[adapter_name] = group
+        self.active_group = adapter_name
+        if not is_trainable:
+            for _, parameter in list(adapters.named_parameters(self.model, adapter_name)):
+                parameter.requires_grad_(False)
+
+    # -- forward and backward ---------------------------------------------------------------------------------------
+
+    @remote_function(dispatch="slice_dp", collect="flatten")
+    def forward(
+        self,
+        *,
+        inputs: Inputs,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+    ) -> ModelOutput:
+        """Run the whole batch in training mode and keep its graph.
+
+        Args:
+            inputs: rows, trajectories, or a collated batch.
+            adapter_name: the adapter to train; by default the active one.
+            temperature: divides the logits.
+            return_logits: also return `[B, T, V]` logits.
+            task: "causal_lm" (or "fused_lm_ce", which is how it is computed anyway).
+
+        Returns:
+            `logps` `[B, T]`, and `logits` if asked for; with graph.
+        """
+        _check_task(task)
+        group = self._select(adapter_name)
+        rows = as_rows(inputs, self._encoder(group))
+        self._mode = "train"
+        group.train_status.passes = [self._pass(group, group.train_status, rows, temperature, return_logits)]
+        return group.train_status.passes[0].outputs
+
+    @remote_function(dispatch="slice_dp", collect="flatten")
+    def forward_only(
+        self,
+        *,
+        inputs: Inputs,
+        adapter_name: str | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        micro_batch_size: int | None = None,
+        disable_lora: bool = False,
+    ) -> ModelOutput:
+        """Run in evaluation mode without a graph, in micro-batches of `micro_batch_size` rows.
+
+        `disable_lora=True` answers with the base model alone. The other arguments are those of `forward`.
+        """
+        _check_task(task)
+        group = self._select(adapter_name)
+        rows = as_rows(inputs, self._encoder(group))
+        status = group.eval_status
+        self._mode = "eval"
+        with torch.no_grad(), adapters.without_adapters(self.model, disable_lora):
+            status.passes = [
+                self._pass(group, status, part, temperature, return_logits)
+                for part, _ in micro_batches(rows, {}, PER_ROW, micro_batch_size)
+            ]
+        return loop.join([item.outputs for item in status.passes])
+
+    @remote_function(collect="mean")
+    def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
+        """Return the loss of the last `forward` or `forward_only`, divided by its own denominator.
+
+        Keyword arguments go to the loss; those with one entry a row are cut with the rows.
+        """
+        group = self._select(adapter_name)
+        status = group.train_status if self._mode == "train" else group.eval_status
+        if not status.passes:
+            raise TrainingStateError("calculate_loss: there is no forward to score; call forward or forward_only first")
+        loss = self._loss(group)
+        check_loss_arguments(loss, loss_kwargs)
+        rows = [row for item in status.passes for row in item.rows]
+        shares = micro_batches(rows, loss_kwargs, _row_inputs(loss), len(status.passes[0].rows))
+        with torch.set_grad_enabled(self._mode == "train"):
+            for item, (_, share) in zip(status.passes, shares, strict=True):
+                value = loop.score(group, item, split=len(status.passes) > 1, loss_kwargs=share)
+                if self._mode == "train":
+                    loop.check_finite(group, item, value, "raise")
+        if self._mode == "eval":
+            status.unseen += loop.settled(status.passes)
+            loop.feed_metrics(group, status)
+        return float(loop.join([item.outputs for item in status.passes])["loss"])
+
+    @remote_function()
+    def backward(self, *, adapter_name: str | None = None) -> None:
+        """Add the gradients of the last calculated loss."""
+        group = self._select(adapter_name)
+        status = group.train_status
+        if not status.passes:
+            raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
+        group.begin_backward()
+        for item in status.passes:
+            loop.backward(group, item)
+        self._count_backward(group, status.passes)
+
+    @remote_function(dispatch="slice_dp", collect="flatten")
+    def forward_backward(
+        self,
+        *,
+        inputs: Inputs,
+        adapter_name: str | None = None,
+        micro_batch_size: int | None = None,
+        temperature: float = 1.0,
+        return_logits: bool = False,
+        task: str = "causal_lm",
+        **loss_kwargs: Any,
+    ) -> ModelOutput:
+        """Forward, loss and backward of a batch; memory is bounded by `micro_batch_size` rows.
+
+        Args:
+            inputs: rows, trajectories, or a collated batch.
+            adapter_name: the adapter to train; by default the active one.
+            micro_batch_size: rows in the model at one time; the update does not depend on it.
+            temperature: divides the logits.
+            return_logits: also return `[B, T, V]` logits.
+            task: "causal_lm".
+            **loss_kwargs: arguments of the loss; `advantages`, `old_logps` and the like are cut with the rows.
+
+        Returns:
+            `loss` (a number, divided by this call's denominator), `num_tokens`, `logps` `[B, T]`; without graph.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite and `on_nonfinite="raise"`; weights and optimizer are as before,
+                the gradients of the unfinished step are gone.
+        """
+        _check_task(task)
+        group = self._select(adapter_name)
+        group.begin_backward()
+        loss = self._loss(group)
+        check_loss_arguments(loss, loss_kwargs)
+        rows = as_rows(inputs, self._encoder(group))
+        split = micro_batch_size is not None and micro_batch_size < len(rows)
+        self._mode, group.train_status.passes = "train", []
+        done: list[Pass] = []
+        for part, share in micro_batches(rows, loss_kwargs, _row_inputs(loss), micro_batch_size):
+            item = self._pass(group, group.train_status, part, temperature, return_logits)
+            value = loop.score(group, item, split=split, loss_kwargs=share)
+            try:
+                usable = loop.check_finite(group, item, value, self.on_nonfinite)
+            except NonFiniteError:
+                group.clear_gradients()
+                raise
+            if usable:
+                loop.backward(group, item)
+                done.append(item)
+            item.outputs = {key: _without_graph(entry) for key, entry in item.outputs.items()}  # type: ignore[assignment]
+        self._count_backward(group, done)
+        return loop.join([item.outputs for item in done]) if done else {"loss": float("nan"), "num_tokens": 0.0}
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    @remote_function(collect="first")
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> float:
+        """Divide the gradients by their denominator and clip their norm; returns the norm before clipping.
+
+        Returns 0 while an accumulation is unfinished (unless `flush`). `max_grad_norm` <= 0 measures only.
+
+        Raises:
+            NonFiniteError: the norm is not finite and `on_nonfinite="raise"`; nothing was updated.
+        """
+        group = self._group(adapter_name)
+        self._set_accumulation(group, gradient_accumulation_steps)
+        if not group.due(flush):
+            return 0.0
+        gradients.divide(group)
+        norm = gradients.clip(gradients.gradients(group), max_grad_norm, norm_type)
+        group.last_grad_norm = norm
+        if norm - norm != 0.0:
+            if self.on_nonfinite == "raise":
+                group.clear_gradients()
+                raise NonFiniteError(
+                    f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}; the "
+                    "weights are untouched (on_nonfinite='skip' leaves such steps out)"
+                )
+            get_logger().warning("step %d of adapter %r is left out: gradient norm %s", group.updates + 1,
+                                 group.adapter_name, norm)  # fmt: skip
+            group.dropped = True
+            group.train_status.skipped += 1
+        return norm
+
+    @remote_function()
+    def step(
+        self,
+        *,
+        optim_params: Mapping[str, Any] | None = None,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        """Update the parameters, if an accumulation is complete (or `flush`).
+
+        Args:
+            optim_params: `lr`, `weight_decay`, `betas`, `eps` to overwrite from now on.
+            adapter_name: whose parameters; by default the active one.
+            gradient_accumulation_steps: change the number of backward calls a step.
+            flush: update from an unfinished accumulation.
+
+        Raises:
+            TrainingStateError: nothing was accumulated, or the last update's gradients are still there.
+        """
+        group = self._group(adapter_name)
+        self._set_accumulation(group, gradient_accumulation_steps)
+        if not group.pending:
+            if flush:
+                return
+            raise TrainingStateError(f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first")
+        if group.stepped:
+            raise TrainingStateError("step: this step was made already; call zero_grad() before the next backward")
+        if not group.due(flush):
+            return
+        gradients.divide(group)
+        if optim_params:
+            override(group.optimizer, optim_params)
+        if not group.dropped:
+            group.optimizer.step()
+            group.updates += 1
+        loop.feed_metrics(group, group.train_status)
+        group.stepped = True
+
+    @remote_function()
+    def zero_grad(
+        self,
+        *,
+        set_to_none: bool = True,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        """Forget the gradients of a finished accumulation (of an unfinished one too with `flush`)."""
+        group = self._group(adapter_name)
+        self._set_accumulation(group, gradient_accumulation_steps)
+        if group.stepped or group.due(flush):
+            group.clear_gradients(set_to_none)
+
+    @remote_function()
+    def lr_step(
+        self,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        """Advance the scheduler once for each update made since the last call."""
+        group = self._group(adapter_name)
+        self._set_accumulation(group, gradient_accumulation_steps)
+        if group.lr_scheduler is not None and group.updates > group.scheduled:
+            group.lr_scheduler.step()
+        group.scheduled = group.updates
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    @remote_function(collect="first")
+    def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, float]:
+        """Return the numbers of all metrics since the last call; each is a plain number of the steps it covers."""
+        group = self._group(adapter_name)
+        status = group.train_status if is_training else group.eval_status
+        loop.feed_metrics(group, status)
+        values: dict[str, float] = {}
+        for metric in status.metrics:
+            values |= metric.calculate()
+        if status.skipped:
+            values["nonfinite_skipped"] = status.skipped
+            status.skipped = 0
+        status.passes = []
+        return values
+
+    def get_train_configs(self, *, adapter_name: str | None = None) -> str:
+        """Return a readable summary of what is trained and how."""
+        group = self._select(adapter_name)
+        return describe(self.model, group, precision=self.mixed_precision, source=self.model_id)
+
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
+        """Return the trained weights by saved name (PEFT's names for an adapter)."""
+        group = self._select(adapter_name)
+        return adapters.weights(self.model, group.adapter_name)
+
+    def get_peft_config_dict(self, adapter_name: str | None = None) -> dict[str, Any] | None:
+        """Return the adapter's PEFT configuration as a dict, or None for the full model."""
+        config = self._group(adapter_name).adapter_config
+        return None if config is None else config.to_dict()
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context in which this model's forwards run: mixed precision, if it is on."""
+        dtype = _PRECISION[self.mixed_precision]
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @remote_function(collect="first")
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+    ) -> str | None:
+        """Save a PEFT adapter, or the full model as Hugging Face safetensors, with the tokenizer's files.
+
+        Args:
+            name: folder name, by default `checkpoint-step-<cur_step>`.
+            output_dir: its parent, by default `output`.
+            interval: save only when `cur_step` is a multiple; else return None.
+            adapter_name: which; by default the active one.
+            save_optimizer: also save what `resume_from_checkpoint` needs to go on bit for bit.
+            consumed_train_samples: kept in `trainer_state.json`, from `DataLoader.get_state()`.
+
+        Returns:
+            the directory, which is either absent or whole at every moment.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        group = self._select(adapter_name)
+        if group.cur_step % interval:
+            return None
+        target = Path(output_dir or "output", name or f"checkpoint-step-{group.cur_step}")
+        saving.save(
+            self, group, target, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
+        )
+        return str(target)
+
+    @remote_function()
+    def load(
+        self, name: str, output_dir: str | None = None, *, adapter_name: str | None = None, load_optimizer: bool = False
+    ) -> None:
+        """Load weights (and, with `load_optimizer`, the whole training state) that `save` wrote.
+
+        Args:
+            name: a checkpoint's folder, or its name below `output_dir`.
+            output_dir: parent of `name`.
+            adapter_name: which adapter to load into; by default the active one.
+            load_optimizer: as `resume_from_checkpoint`.
+
+        Raises:
+            CheckpointError: it is missing, incomplete, or belongs to another model; nothing is changed then.
+        """
+        folder = Path(output_dir, name) if output_dir else Path(name)
+        if load_optimizer:
+            self.resume_from_checkpoint(str(folder), adapter_name=adapter_name)
+        else:
+            saving.load_weights(self, self._select(adapter_name), folder)
+
+    @remote_function(collect="first")
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        """Load weights, optimizer, scheduler, counters and random state, adapters and full models alike.
+
+        Args:
+            checkpoint_dir: a folder that `save(save_optimizer=True)` wrote.
+            resume_only_model: weights and counters only.
+            adapter_name: which adapter; by default the active one.
+
+        Returns:
+            `cur_step`, `consumed_train_samples`, `gradient_accumulation_steps`.
+        """
+        return saving.resume(self, self._select(adapter_name), Path(checkpoint_dir), only_model=resume_only_model)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _new_group(self, name: str) -> OptimizerGroup:
+        group = OptimizerGroup(name, processor=registry().build("InputProcessor", "processor"))
+        for status in (group.train_status, group.eval_status):
+            status.metrics = [registry().build(metric, "metric") for metric in _DEFAULT_METRICS]
+        return group
+
+    def _group(self, adapter_name: str | None) -> OptimizerGroup:
+        name = self.active_group if adapter_name is None else adapter_name
+        if name not in self.optimizer_group:
+            hint = nearest(name, self.optimizer_group)
+            raise ArgumentError(
+                f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; "
+                f"there are {sorted(self.optimizer_group)} ('' is the full model)"
+            )
+        return self.optimizer_group[name]
+
+    def _select(self, adapter_name: str | None) -> OptimizerGroup:
+        group = self._group(adapter_name)
+        adapters.select(self.model, group.adapter_name)
+        return group
+
+    def _loss(self, group: OptimizerGroup) -> Any:
+        if group.loss_instance is None:
+            group.loss_instance = registry().build("CrossEntropyLoss", "loss")
+        return group.loss_instance
+
+    def _encoder(self, group: OptimizerGroup) -> Any:
+        def encode(trajectory: Any) -> Any:
+            template = group.template or self._default_template
+            if template is None:
+                template = self._default_template = registry().build("Template", "template", model_id=str(self.model_path))
+            return template.encode(trajectory)
+
+        return encode
+
+    def _pass(
+        self, group: OptimizerGroup, status: Status, rows: Any, temperature: float, return_logits: bool
+    ) -> Pass:
+        training = status is group.train_status
+        if training and group.optimizer is None:
+            get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
+            self.set_optimizer("AdamW", adapter_name=group.adapter_name)
+        self._loss(group)
+        batch = group.processor(rows)
+        self.model.train(training)
+        with self.autocast():
+            outputs = self._backbone(batch, self.device, loop.needs_of(group, status, return_logits), temperature)
+        return Pass(batch, outputs, list(rows))
+
+    def _count_backward(self, group: OptimizerGroup, items: list[Pass]) -> None:
+        group.cur_step += 1
+        group.pending += 1
+        for item in items:
+            item.step = group.cur_step
+        group.train_status.unseen += loop.settled(items)
+        group.train_status.passes = []
+
+    def _set_accumulation(self, group: OptimizerGroup, steps: int | None) -> None:
+        if steps is None:
+            return
+        if steps < 1:
+            raise ArgumentError(f"gradient_accumulation_steps={steps}; it must be at least 1")
+        group.gradient_accumulation_steps = steps
+
+    def _keep_trained_in_float32(self, group: OptimizerGroup) -> None:
+        for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
+
+
+def _check_options(given: Mapping[str, Any], precision: str, policy: str, mesh: Any) -> None:
+    for name, default in _LATER.items():
+        if given[name] != default:
+            raise Unsupported(f"TransformersModel: {name}={given[name]!r} is for several devices; leave it at {default!r}")
+    if precision not in _PRECISION:
+        raise Unsupported(f"TransformersModel: mixed_precision={precision!r}; choose from {sorted(_PRECISION)}")
+    if policy not in ("raise", "skip"):
+        raise ArgumentError(f"TransformersModel: on_nonfinite={policy!r}; choose 'raise' or 'skip'")
+    if mesh is not None and mesh.world_size > 1:
+        raise Unsupported(f"TransformersModel: a device mesh of {mesh.world_size} devices; this backend trains on one")
+
+
+def _check_task(task: str) -> None:
+    if task not in ("causal_lm", "fused_lm_ce"):
+        raise Unsupported(f"task={task!r}; choose 'causal_lm' or 'fused_lm_ce'")
+
+
+def _row_inputs(loss: Any) -> frozenset[str]:
+    return PER_ROW | frozenset(getattr(loss, "row_inputs", ()))
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,134 @@
+"""Saving and loading a model's weights with their training state, in one atomic folder."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from twinkle.errors import CheckpointError
+from twinkle.paths import new_directory
+from twinkle.platform import Platform
+from twinkle_transformers import adapters, checkpoint
+from twinkle_transformers.group import OptimizerGroup
+
+if TYPE_CHECKING:
+    from twinkle_transformers.model import TransformersModel
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "generation_config.json",
+)
+
+
+def save(
+    model: "TransformersModel", group: OptimizerGroup, target: Path, *, save_optimizer: bool, consumed_train_samples: int
+) -> None:
+    """Write weights, tokenizer files and training state to `target`, which never exists half-written."""
+    names = dict(adapters.named_parameters(model.model, group.adapter_name))
+    with new_directory(target) as work:
+        if group.adapter_name:
+            tensors = {k: v.detach().cpu().contiguous() for k, v in model.get_state_dict(adapter_name=group.adapter_name).items()}
+            save_file(tensors, work / adapters.WEIGHTS, metadata={"format": "pt"})
+            _write_adapter_config(model, group, work)
+        else:
+            model.model.save_pretrained(work)
+        for name in _TOKENIZER_FILES:
+            source = model.model_path / name
+            if source.is_file() and not (work / name).exists():
+                (work / name).write_bytes(source.read_bytes())
+        checkpoint.write_state(
+            work,
+            group,
+            names,
+            rank=Platform.get_rank(),
+            consumed_train_samples=consumed_train_samples,
+            optimizer=save_optimizer,
+        )
+
+
+def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path) -> None:
+    """Load an adapter's or a full model's weights; names and shapes are compared before anything is copied.
+
+    Raises:
+        CheckpointError: missing, incomplete, or of another model.
+    """
+    if group.adapter_name:
+        adapters.read_config(folder)
+        adapters.load_weights(model.model, group.adapter_name, folder)
+        return
+    files = _weight_files(folder)
+    own = model.model.state_dict()
+    shapes: dict[str, list[int]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
+        except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
+            raise CheckpointError(f"{path} cannot be read ({error}); the file is truncated or corrupt") from error
+    tied = set(own) - set(shapes) if _ties(model.model) else set()
+    for key in sorted((own.keys() | shapes.keys()) - tied):
+        mine = list(own[key].shape) if key in own else "absent"
+        if mine != shapes.get(key, "absent"):
+            raise CheckpointError(
+                f"the checkpoint in {folder} belongs to another model: {key} is {shapes.get(key, 'absent')} in the "
+                f"files and {mine} in this model"
+            )
+    for path in files:
+        model.model.load_state_dict(load_file(path), strict=False)
+
+
+def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, only_model: bool) -> dict[str, int]:
+    """Load weights, counters and (unless `only_model`) optimizer, scheduler and random state.
+
+    Raises:
+        CheckpointError: something needed is missing or belongs to another model or optimizer.
+    """
+    state = checkpoint.read_state(folder)
+    load_weights(model, group, folder)
+    if not only_model:
+        names = dict(adapters.named_parameters(model.model, group.adapter_name))
+        group.clear_gradients()
+        checkpoint.read_optimizer(folder, state, group, names, Platform.get_rank())
+    group.cur_step, group.updates = state["cur_step"], state["updates"]
+    group.scheduled = group.updates
+    group.gradient_accumulation_steps = state["gradient_accumulation_steps"]
+    return {key: state[key] for key in ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")}
+
+
+def _write_adapter_config(model: "TransformersModel", group: OptimizerGroup, folder: Path) -> None:
+    config = group.adapter_config
+    kept = config.base_model_name_or_path, config.inference_mode
+    config.base_model_name_or_path, config.inference_mode = model.model_id, True
+    try:
+        config.save_pretrained(str(folder))
+    finally:
+        config.base_model_name_or_path, config.inference_mode = kept
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if missing := [name for name in wanted if not (folder / name).is_file()]:
+            raise CheckpointError(f"{folder} is incomplete: {missing[0]} is missing ({len(missing)} such files)")
+        return [folder / name for name in wanted]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        hint = "; it holds an adapter: add one first and load into it" if (folder / adapters.CONFIG).is_file() else ""
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise CheckpointError(f"no model weights at {folder}: model.safetensors is missing; found: {found}{hint}")
+    return [single]
+
+
+def _ties(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

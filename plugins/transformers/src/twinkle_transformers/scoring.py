@@ -1,0 +1,67 @@
+"""Calling a loss and reading what it returns, older forms included."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from twinkle.data_format import InputFeature, LossOutput, ModelOutput
+from twinkle.errors import ComponentTypeError
+from twinkle_registry import check_keywords
+
+
+def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
+    """Refuse an argument that the loss does not take.
+
+    Raises:
+        ArgumentError: names the argument and the nearest one that exists.
+    """
+    check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
+
+
+def loss_name(loss: Any) -> str:
+    """Return the name of a loss, be it an object or a function."""
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def call_loss(loss: Any, inputs: InputFeature, outputs: ModelOutput, *, split: bool, **kwargs: Any) -> LossOutput:
+    """Compute a loss on one micro-batch.
+
+    Args:
+        loss: a `Loss` or a callable of its signature.
+        inputs: the collated micro-batch, on the device of the outputs.
+        outputs: the forward's outputs.
+        split: whether the call that this micro-batch belongs to has several; a mean cannot be added up then.
+        **kwargs: the loss's arguments, cut to these rows.
+
+    Raises:
+        ComponentTypeError: the loss returned something that cannot be summed and divided.
+    """
+    raw = loss(inputs, outputs, **kwargs)
+    result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), split)
+    total = result.loss_sum
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        found = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+        raise ComponentTypeError(f"loss {loss_name(loss)} returned loss_sum of {found}; it must be a scalar tensor")
+    if not float(result.denominator) >= 0:
+        raise ComponentTypeError(
+            f"loss {loss_name(loss)} returned denominator {result.denominator}; it must be a number of at least 0"
+        )
+    return result
+
+
+def _older(raw: Any, name: str, split: bool) -> LossOutput:
+    if not isinstance(raw, Mapping) or "loss" not in raw:
+        raise ComponentTypeError(
+            f"loss {name} returned a {type(raw).__name__}; return LossOutput(loss_sum, denominator), "
+            "or the older {'loss': sum, 'num_tokens': count}"
+        )
+    count = float(raw.get("num_tokens") or 0)
+    if count > 0:
+        return LossOutput(raw["loss"], count)
+    if split:
+        raise ComponentTypeError(
+            f"loss {name} returned a mean (num_tokens = 0), and a mean of micro-batches is not the mean of the batch; "
+            "return LossOutput(loss_sum, denominator), or call without micro_batch_size"
+        )
+    return LossOutput(raw["loss"], 1.0)
