@@ -30,9 +30,10 @@ class DiskCache:
     keys `path` (entries with mtimes), `scans`, `locations` and `manifests`.
     """
 
-    def __init__(self, path: list[str]) -> None:
-        self.file = _file_for(path)
-        self.old = _load(self.file) if self.file else {}
+    def __init__(self, path: list[str], shape: str, *, forget: bool = False) -> None:
+        """Read what the last process left; `shape` changes with the classes that are kept, `forget` reads nothing."""
+        self.file = _file_for(path, shape)
+        self.old = _load(self.file) if self.file and not forget else {}
         self.new: dict[str, Any] = {}
         self.path_is_settled = False
         self._same_path = False
@@ -63,13 +64,13 @@ class DiskCache:
             _store(self.file, self.new)
 
 
-def _file_for(path: list[str]) -> str:
+def _file_for(path: list[str], shape: str) -> str:
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return ""
     folder = os.environ.get(DIRECTORY_VARIABLE) or os.path.expanduser("~/.cache/twinkle")
     if folder.startswith("~"):
         return ""
-    key = repr((FORMAT, sys.version, sys.prefix, path))
+    key = repr((FORMAT, shape, sys.version, sys.prefix, path))
     return f"{folder}/plugins-{zlib.crc32(key.encode('utf-8', 'replace')):08x}.json"
 
 

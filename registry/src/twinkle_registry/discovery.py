@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 from .cache import DiskCache
 from .errors import ManifestError, PluginBroken, TwinkleError
-from .manifest import Manifest, PluginRecord, manifest_from_rows, manifest_to_rows, read_manifest
+from .manifest import (
+    CommandSpec,
+    ComponentSpec,
+    Manifest,
+    PluginRecord,
+    manifest_from_rows,
+    manifest_to_rows,
+    read_manifest,
+)
 from .requirements import check_core
 from .scan import FoundPlugin, PathScan, merge, scan_path
 
@@ -22,16 +30,25 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 MANIFEST_NAME = "twinkle-plugin.toml"
+_SHAPE = repr((ComponentSpec.__slots__, CommandSpec.__slots__, Manifest.__slots__))
 
 
 def installed_plugins(core_version: str = "") -> list[PluginRecord]:
     """Return a record of every installed plugin, by name; with `core_version`, those that do not fit say so."""
-    path = _path_entries()
-    cache = DiskCache(path)
-    found = _scan(path, cache)
-    records = [_record(plugin, cache) for plugin in found]
-    cache.save()
+    try:
+        records = _collect(forget=False)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        # The cache is whole but not of our making; every other error is in a record already.
+        records = _collect(forget=True)
     return [check_core(record, core_version) for record in records] if core_version else records
+
+
+def _collect(*, forget: bool) -> list[PluginRecord]:
+    path = _path_entries()
+    cache = DiskCache(path, _SHAPE, forget=forget)
+    records = [_record(plugin, cache) for plugin in _scan(path, cache)]
+    cache.save()
+    return records
 
 
 def _path_entries() -> list[str]:

@@ -1,0 +1,172 @@
+"""A site folder of its own for every test: distributions with real metadata, and a small house to plug them into."""
+
+import importlib
+import os
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import twinkle_registry
+from twinkle_registry import Registry, Settings, discovery
+
+HOOKSPECS = """
+from twinkle_registry import hookspec
+
+@hookspec
+def twinkle_loss(): "Losses."
+@hookspec
+def twinkle_metric(): "Metrics."
+@hookspec
+def twinkle_optimizer(): "Optimizers."
+@hookspec
+def twinkle_hub(): "Hubs."
+@hookspec
+def twinkle_step_end(metrics): "After a step."
+@hookspec
+def twinkle_run_end(run): "After a run."
+"""
+CONTRACTS = """
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+class Loss(ABC):
+    @abstractmethod
+    def __call__(self, inputs): ...
+
+class Metric(Protocol):
+    name: str
+    def accumulate(self, value): ...
+    def calculate(self): ...
+
+class Hub(Protocol):
+    def load_component(self, reference, kind, registry): ...
+"""
+KINDS = {
+    "loss": "house_contracts:Loss",
+    "metric": "house_contracts:Metric",
+    "optimizer": None,
+    "hub": "house_contracts:Hub",
+}
+LONG_AGO = 1_000_000_000
+
+
+class Site:
+    """One folder on sys.path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def write(self, path: str, text: str = "") -> Path:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text), "utf-8")
+        importlib.invalidate_caches()
+        return file
+
+    def metadata(self, dist: str, version: str = "1.0", entry: str = "") -> None:
+        stem = f"{dist.replace('-', '_')}-{version}.dist-info"
+        self.write(f"{stem}/METADATA", f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n\nSome text.\n")
+        if entry:
+            self.write(f"{stem}/entry_points.txt", f"[console_scripts]\nx = y:z\n\n[twinkle]\nplugin = {entry}\n")
+
+    def plugin(
+        self, dist: str, body: str = "", *, core: str = ">=0.1,<1", version: str = "1.0", **modules: str
+    ) -> Path:
+        """Install a distribution with one package, its modules and a manifest; return the manifest."""
+        package = dist.replace("-", "_")
+        self.metadata(dist, version, package)
+        self.write(f"{package}/__init__.py")
+        for name, text in modules.items():
+            self.write(f"{package}/{name}.py", text)
+        head = f'schema = 1\ncore = "{core}"\nname = "{dist}"\n'
+        return self.write(f"{package}/twinkle-plugin.toml", head + textwrap.dedent(body))
+
+    def settle(self) -> None:
+        """Let everything look old, as files of a real installation are."""
+        for path in [*self.folder.rglob("*"), self.folder]:
+            os.utime(path, (LONG_AGO, LONG_AGO))
+
+
+def component(name: str, ref: str, kind: str = "loss", **more: str) -> str:
+    """Return one [[component]] table; `more` holds TOML values."""
+    lines = [f'kind = "{kind}"', f'name = "{name}"', f'ref = "{ref}"', *(f"{k} = {v}" for k, v in more.items())]
+    return "\n".join(["", "[[component]]", *lines, ""])
+
+
+LOSS = """
+from house_contracts import Loss
+
+class PlainLoss(Loss):
+    def __init__(self, epsilon: float = 0.2, *, beta: float = 0.0):
+        self.epsilon, self.beta = epsilon, beta
+
+    def __call__(self, inputs):
+        return "{}"
+"""
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No settings, home, cache or module of this machine or of another test is seen."""
+    for name in [name for name in os.environ if name.startswith("TWINKLE_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Site:
+    """The only folder in which plugins are looked for."""
+    made = Site(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(made.folder))
+    monkeypatch.setattr(discovery, "_path_entries", lambda: [str(made.folder)])
+    importlib.invalidate_caches()
+    return made
+
+
+@pytest.fixture
+def hookspecs(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    for name, text in (("house_hookspecs", HOOKSPECS), ("house_contracts", CONTRACTS)):
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(text, name, "exec"), vars(module))
+    return sys.modules["house_hookspecs"]
+
+
+@pytest.fixture
+def house(site: Site, hookspecs: types.ModuleType) -> Callable[..., Registry]:
+    """Return a function that loads what the site holds into a new registry."""
+
+    def load(core_version: str = "0.1.0", settings: Settings | None = None, **more: Any) -> Registry:
+        registry = twinkle_registry.Registry(
+            hookspecs, kinds=KINDS, core_version=core_version, settings=settings, **more
+        )
+        registry.load_installed()
+        return registry
+
+    return load
+
+
+@pytest.fixture
+def table() -> Callable[..., str]:
+    """The function that writes one [[component]] table."""
+    return component
+
+
+@pytest.fixture
+def loss_source() -> str:
+    """The text of a module with `PlainLoss`."""
+    return LOSS
