@@ -1,0 +1,110 @@
+"""What `twinkle plugins doctor` looks for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
+from twinkle_registry import ComponentSpec, Registry, missing_requirements
+from twinkle_registry.naming import canonical
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what to do about it (empty where `what` says it)."""
+
+    kind: str
+    what: str
+    remedy: str = ""
+
+
+def examine() -> list[Problem]:
+    """Return every problem of this installation."""
+    import warnings
+
+    from twinkle._registry import registry
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same notices are among the problems
+            found = registry()
+    except SettingsError as error:
+        return [Problem("settings", str(error)), *_second_owners()]
+    problems = [*_unusable(found), *_settings(found), *_conflicts(found), *_missing(found), *_promises(found)]
+    return [*problems, *_second_owners()]
+
+
+def _unusable(registry: Registry) -> Iterator[Problem]:
+    for record in registry.records:
+        if record.status in ("ok", "disabled"):
+            continue
+        stale = "stale" in record.reason
+        remedy = f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
+        if record.status == "incompatible":
+            remedy = ""  # the reason ends with the commands
+        yield Problem(
+            "stale entry point" if stale else f"{record.status} plugin", f"{record.name}: {record.reason}", remedy
+        )
+
+
+def _settings(registry: Registry) -> Iterator[Problem]:
+    for notice in registry.notices():
+        yield Problem("settings", notice)
+
+
+def _conflicts(registry: Registry) -> Iterator[Problem]:
+    for kind in registry.kinds:
+        for name in registry.names(kind):
+            try:
+                registry.find(name, kind)
+            except ComponentConflict as error:
+                yield Problem("duplicate provider", str(error))
+
+
+def _missing(registry: Registry) -> Iterator[Problem]:
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for spec in _specs(registry):
+        for missing in missing_requirements(spec):
+            lacking.setdefault((spec.dist, str(missing)), []).append(spec.name)
+    for (plugin, requirement), names in lacking.items():
+        command = f"pip install '{requirement.partition(' (')[0]}'"
+        yield Problem(
+            "missing requirement",
+            f"{', '.join(names)} of {plugin} need{'s' if len(names) == 1 else ''} {requirement}",
+            command,
+        )
+
+
+def _promises(registry: Registry) -> Iterator[Problem]:
+    """Yield components whose module or attribute is not there; nothing is imported but parent packages."""
+    from importlib.util import find_spec
+
+    for spec in _specs(registry):
+        module = spec.ref.partition(":")[0]
+        try:
+            absent = find_spec(module) is None
+        except (ImportError, ValueError, AttributeError):
+            absent = True
+        if absent:
+            error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but there is no module {module!r}")
+            yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+
+
+def _specs(registry: Registry) -> Iterator[ComponentSpec]:
+    for kind in registry.kinds:
+        for specs in registry.specs(kind).values():
+            yield from specs
+
+
+def _second_owners() -> Iterator[Problem]:
+    """Yield other distributions that put files into the package `twinkle`: whichever came last has overwritten."""
+    from importlib.metadata import distributions
+
+    for dist in distributions():
+        name = dist.metadata["Name"] or ""
+        record = dist.read_text("RECORD") or ""
+        if canonical(name) != "twinkle-core" and any(line.startswith("twinkle/") for line in record.splitlines()):
+            yield Problem(
+                "second owner of twinkle/",
+                f"{name} {dist.version} installs files into the package 'twinkle', which is twinkle-core's",
+                f"pip uninstall {name}, then pip install --force-reinstall --no-deps twinkle-core",
+            )

@@ -1,0 +1,124 @@
+"""The top of the command line: finds own and plugins' commands, and turns errors into one clear message."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from twinkle import __version__
+
+OWN = {
+    "plugins": ("twinkle.cli.plugins:plugins", "List, explain and check plugins"),
+    "run": ("twinkle.cli.run:run", "Run a recipe, for example `twinkle run sft`"),
+    "version": ("twinkle.cli.version:version", "Show versions of Twinkle, its plugins and what they stand on"),
+}
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are `module:attribute` until one of them runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, own and plugins'."""
+        return sorted(self._summaries())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one command; a plugin's plain callable is wrapped into one."""
+        if cmd_name in OWN:
+            module, _, attribute = OWN[cmd_name][0].partition(":")
+            own: click.Command = getattr(importlib.import_module(module), attribute)
+            return own
+        spec = _registry().commands().get(cmd_name)
+        if spec is None:
+            return None
+        from twinkle_registry import ComponentSpec
+
+        found = _registry().load(ComponentSpec("command", cmd_name, spec.ref, dist=spec.dist))
+        return _as_command(cmd_name, found, spec.summary)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; an unknown one is an error that names the nearest."""
+        name = args[0]
+        if not name.startswith("-") and name not in OWN and name not in self._summaries():
+            from twinkle_registry import nearest
+
+            names = self.list_commands(ctx)
+            close = nearest(name, names, 1)
+            hint = f"nearest: {close[0]!r}" if close else f"there are {', '.join(names)}"
+            ctx.fail(f"no such command {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(self._summaries().items()))
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """Run a command line; an error of ours is one message and exit code 2, with `--debug` a traceback as well."""
+        from twinkle.errors import TwinkleError
+
+        given = sys.argv[1:] if args is None else list(args)
+        try:
+            return super().main(given, *rest, **extra)
+        except TwinkleError as error:
+            if "--debug" in given:
+                import traceback
+
+                click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+            click.echo(f"Error: {error}", err=True)
+            sys.exit(EXIT_ERROR)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; Ctrl-C ends with the exit code that shells expect of it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if "--debug" in sys.argv:
+                raise
+            click.echo("Interrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+    def _summaries(self) -> dict[str, str]:
+        summaries = {name: spec.summary or f"of {spec.dist}" for name, spec in _registry().commands().items()}
+        return summaries | {name: summary for name, (_, summary) in OWN.items()}
+
+
+def _registry() -> Any:
+    """Return the registry; what it has to say about settings goes to stderr as plain lines."""
+    import warnings
+
+    from twinkle._registry import registry
+
+    with warnings.catch_warnings(record=True) as notices:
+        warnings.simplefilter("always")
+        found = registry()
+    for notice in notices:
+        click.echo(f"Warning: {notice.message}", err=True)
+    return found
+
+
+def _as_command(name: str, found: Any, summary: str) -> click.Command:
+    if isinstance(found, click.Command):
+        return found
+    run: Callable[[list[str]], Any] = found
+
+    @click.command(name, help=summary, context_settings={"ignore_unknown_options": True}, add_help_option=False)
+    @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+    @click.pass_context
+    def command(ctx: click.Context, args: tuple[str, ...]) -> None:
+        code = run(list(args))
+        ctx.exit(code if isinstance(code, int) else 0)
+
+    return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="twinkle %(version)s")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def main() -> None:
+    """Train large language models with plain loops and plugins."""

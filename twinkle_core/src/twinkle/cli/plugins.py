@@ -1,0 +1,90 @@
+"""`twinkle plugins`: what is installed, what each part is, and what is wrong."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from twinkle.cli.text import echo_json, table
+
+if TYPE_CHECKING:
+    from twinkle_registry import PluginRecord
+
+_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+
+@click.group()
+def plugins() -> None:
+    """List, explain and check plugins."""
+
+
+@plugins.command("list")
+@_json
+def list_plugins(as_json: bool) -> None:
+    """List every plugin, usable or not."""
+    from twinkle._registry import registry
+
+    rows = [plugin_as_plain(record) for record in registry().records]
+    if as_json:
+        echo_json(rows)
+        return
+    click.echo(table(("plugin", "version", "status", "offers", ""), [_row(plain) for plain in rows]))
+
+
+@plugins.command()
+@click.argument("name")
+@_json
+def info(name: str, as_json: bool) -> None:
+    """Explain a plugin or a component: what it is, where it is, what it takes and needs.
+
+    NAME is a plugin, a component, `plugin/component` or `kind:component`.
+    """
+    from twinkle.cli.info import describe, find
+
+    found = find(name)
+    if as_json:
+        echo_json([plain for plain, _ in map(describe, found)])
+        return
+    click.echo("\n\n".join(text for _, text in map(describe, found)))
+
+
+@plugins.command()
+@_json
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Look for everything that may go wrong; exit code 1 if something is found."""
+    from twinkle.cli.doctor import examine
+
+    problems = examine()
+    if as_json:
+        echo_json([{"kind": p.kind, "what": p.what, "remedy": p.remedy} for p in problems])
+    else:
+        for problem in problems:
+            click.echo(f"{problem.kind}: {problem.what}" + (f"\n  -> {problem.remedy}" if problem.remedy else ""))
+        click.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found")
+    ctx.exit(1 if problems else 0)
+
+
+def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
+    """Return what `plugins list --json` says of one plugin; `kinds` maps a kind to the names offered."""
+    kinds: dict[str, list[str]] = {}
+    for spec in record.manifest.components if record.manifest else ():
+        kinds.setdefault(spec.kind, []).append(spec.name)
+    return {
+        "name": record.name,
+        "version": record.version,
+        "status": record.status,
+        "reason": record.reason,
+        "dist": record.dist,
+        "package": record.package,
+        "location": record.location,
+        "kinds": {kind: sorted(names) for kind, names in sorted(kinds.items())},
+        "commands": [command.name for command in record.manifest.commands] if record.manifest else [],
+        "hooks": list(record.manifest.hooks.implements) if record.manifest and record.manifest.hooks else [],
+    }
+
+
+def _row(plain: dict[str, Any]) -> tuple[str, ...]:
+    offers = [f"{kind} {len(names)}" for kind, names in plain["kinds"].items()]
+    offers += [f"command {len(plain['commands'])}"] if plain["commands"] else []
+    reason = " ".join(plain["reason"].split())
+    return plain["name"], plain["version"], plain["status"], ", ".join(offers) or "-", reason
