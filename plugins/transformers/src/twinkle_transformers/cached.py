@@ -1,0 +1,110 @@
+"""A batch of sequences half-way through a model: key-value cache, mask, positions, and the logits of the next token."""
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class Frontier:
+    """Sequences that a model has read, ready for one more token each.
+
+    Attributes:
+        cache: the model's key-value cache of B sequences.
+        mask_BT: int64 `[B, T]`: 1 where a token is real; rows are padded on the left.
+        positions_B: int64 `[B]`: position of the next token.
+        logits_BV: `[B, V]`: of the next token.
+        seen_BV: bool `[B, V]`: tokens that occurred, where somebody needs to know.
+    """
+
+    cache: Any
+    mask_BT: Tensor
+    positions_B: Tensor
+    logits_BV: Tensor
+    seen_BV: Tensor | None = None
+
+    def repeated(self, count: int, *, last: bool) -> "Frontier":
+        """Return a frontier with each row `count` times in succession; with `last` this one may be used up."""
+        cache = self.cache if last else copy.deepcopy(self.cache)
+        if count > 1:
+            cache.batch_repeat_interleave(count)
+        seen = None if self.seen_BV is None else self.seen_BV.repeat_interleave(count, 0)
+        mask, positions, logits = (
+            part.repeat_interleave(count, 0) for part in (self.mask_BT, self.positions_B, self.logits_BV)
+        )
+        return Frontier(cache, mask, positions, logits, seen)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, in place."""
+        index = torch.tensor(rows, device=self.mask_BT.device)
+        self.cache.batch_select_indices(index)
+        self.mask_BT, self.positions_B = self.mask_BT[index], self.positions_B[index]
+        self.logits_BV = self.logits_BV[index]
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[index]
+
+
+class CachedModel:
+    """Runs a causal language model of transformers with its key-value cache."""
+
+    def __init__(self, module: nn.Module, base: nn.Module) -> None:
+        """Wrap a module.
+
+        Args:
+            module: what is called: the model, or PEFT's wrapper around it.
+            base: the model itself.
+        """
+        self.module = module
+        embedding: Any = base.get_input_embeddings()  # type: ignore[operator]
+        self.device: torch.device = embedding.weight.device
+        self.vocabulary = int(embedding.weight.shape[0])
+        self._last_only = "logits_to_keep" in inspect.signature(base.forward).parameters
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, whole: bool = False, seen: bool = False
+    ) -> tuple[Frontier, Tensor]:
+        """Read prompts of any lengths, padded on the left.
+
+        Args:
+            prompts: token ids, at least one a row.
+            whole: compute the logits of every position.
+            seen: keep account of the tokens that occur.
+
+        Returns:
+            the frontier, and logits `[B, T, V]` of every position (of the last one only, T = 1, unless `whole`).
+        """
+        size = max(len(ids) for ids in prompts)
+        ids_BT = torch.tensor([[0] * (size - len(ids)) + list(ids) for ids in prompts], device=self.device)
+        mask_BT = torch.tensor([[0] * (size - len(ids)) + [1] * len(ids) for ids in prompts], device=self.device)
+        positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+        logits_BTV, cache = self._run(ids_BT, mask_BT, positions_BT, None, whole)
+        frontier = Frontier(cache, mask_BT, positions_BT[:, -1] + 1, logits_BTV[:, -1])
+        if seen:
+            counts = torch.zeros(frontier.logits_BV.shape, dtype=torch.int64, device=self.device)
+            frontier.seen_BV = counts.scatter_add(-1, ids_BT, mask_BT) > 0
+        return frontier, logits_BTV
+
+    def step(self, frontier: Frontier, tokens_B: Tensor) -> None:
+        """Read one more token a row, in place."""
+        frontier.mask_BT = torch.cat([frontier.mask_BT, torch.ones_like(frontier.mask_BT[:, :1])], dim=-1)
+        logits_BTV, frontier.cache = self._run(
+            tokens_B[:, None], frontier.mask_BT, frontier.positions_B[:, None], frontier.cache, False
+        )
+        frontier.positions_B = frontier.positions_B + 1
+        frontier.logits_BV = logits_BTV[:, -1]
+
+    def _run(
+        self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any, whole: bool
+    ) -> tuple[Tensor, Any]:
+        last = {"logits_to_keep": 1} if self._last_only and not whole else {}
+        output = self.module(
+            input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache,
+            use_cache=True, **last,
+        )  # fmt: skip
+        logits_BTV = output.logits if whole else output.logits[:, -1:]
+        return logits_BTV, output.past_key_values

@@ -1,0 +1,245 @@
+"""`TorchSampler`: samples with torch alone, from weights of its own or from the module that is being trained."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from twinkle import registry, remote_class, remote_function
+from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams, Trajectory
+from twinkle.errors import ArgumentError, DataError, TrainingStateError
+from twinkle.platform import Platform
+from twinkle.sampler import Sampler
+from twinkle_transformers.cached import CachedModel
+from twinkle_transformers.generation import Draft, Generated, Prompt, generate
+from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms, token_ids
+from twinkle_transformers.sources import OwnWeights, SharedModel, Source
+from twinkle_transformers.stopping import StopRule
+
+Row = InputFeature | Trajectory
+
+
+@remote_class()
+class TorchSampler(Sampler):
+    """Generates with a plain decode loop and a key-value cache; a reference as much as a tool.
+
+    Log-probabilities are those of the model's distribution at the given temperature (at temperature 0, of temperature
+    1), before top-k, top-p and repetition penalty: exactly what a training forward with `temperature=` computes.
+
+    With a `seed`, the noise of a token is a function of (seed, row of the call, sample, position): the same call gives
+    the same tokens, whatever the batch size and whatever else is in the call; torch's random generators are not used.
+    Nothing is cached between calls.
+    """
+
+    def __init__(
+        self,
+        model_id: str | Path | None = None,
+        *,
+        model: Any = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        device_mesh: Any = None,
+        max_batch_size: int = 32,
+        adapter_path: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Load weights, or share those of a live model.
+
+        Args:
+            model_id: a folder, a GGUF file, or a reference `scheme://...`: weights of the sampler's own.
+            model: instead, a live model to share: a `TransformersModel`, or a module of transformers or PEFT.
+            dtype: of the sampler's own weights; see `load_model`.
+            device: where they go; by default this process's device.
+            device_mesh: which workers share the rows of a call, under a runtime that places components.
+            max_batch_size: sequences decoded at once.
+            adapter_path: the folder of a PEFT adapter that calls use by default; own weights only.
+            **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
+
+        Raises:
+            ArgumentError: both or neither of `model_id` and `model`, or options that do not go with them.
+            ModelLoadError: the weights cannot be loaded.
+            CheckpointError: the adapter is missing or belongs to another model.
+        """
+        if (model_id is None) == (model is None):
+            raise ArgumentError("TorchSampler: give either model_id= (weights of its own) or model= (a live model)")
+        if max_batch_size < 1:
+            raise ArgumentError(f"TorchSampler: max_batch_size is {max_batch_size}; it must be at least 1")
+        self.device_mesh = device_mesh
+        self.max_batch_size = max_batch_size
+        self._template: Any = None
+        self._source: Source
+        if model_id is not None:
+            device = device if device is not None else Platform.get_local_device()
+            self._source = OwnWeights(model_id, adapter_path=adapter_path, dtype=dtype, device=device, **kwargs)
+            return
+        given = {"dtype": dtype != "auto", "device": device is not None, "adapter_path": adapter_path is not None}
+        if surplus := [*kwargs, *(name for name, is_given in given.items() if is_given)]:
+            raise ArgumentError(
+                f"TorchSampler: {', '.join(surplus)} belong to weights of its own (model_id=); a shared model has them"
+            )
+        self._source = SharedModel(model)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is sampled from: the Hugging Face model, or PEFT's wrapper around it."""
+        return self._source.module
+
+    # Sampling
+
+    @remote_function(dispatch="slice_dp", collect="flatten", lazy_collect=False)
+    def sample(  # type: ignore[override] # the contract's **kwargs are these; any other keyword is an error
+        self,
+        inputs: Row | Sequence[Row],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        adapter_name: str = "",
+        adapter_path: str | Path | None = None,
+        *,
+        use_base_model: bool = False,
+        num_samples: int | None = None,
+    ) -> list[SampleResponse]:
+        """Return one response for each input, in order, with `num_samples` sequences each.
+
+        Args:
+            inputs: trajectories, which the template encodes with a generation prompt, or encoded rows; not both.
+            sampling_params: `max_tokens=None` means 2048; every sequence also ends where the model's context ends.
+                `max_tokens=0` draws nothing and scores the prompts. `logprobs=k` gives k pairs a token, the drawn
+                token's first (0 is None). `prompt_logprobs=k` scores the prompt too, at the same temperature.
+            adapter_name: an adapter of the live model, or one added by `add_adapter_to_sampler`; empty is the live
+                model's active adapter, or the sampler's default one.
+            adapter_path: the folder of a PEFT adapter to sample with; own weights only.
+            use_base_model: sample without any adapter.
+            num_samples: wins over `sampling_params.num_samples`.
+
+        Raises:
+            DataError: an input is empty, too long for the model's context, or holds ids outside its vocabulary.
+            ArgumentError: an unknown adapter, or arguments that exclude each other.
+            CheckpointError: the adapter is missing or belongs to another model.
+            TrainingStateError: text is needed but no template is set.
+            NonFiniteError: the model's logits are NaN.
+        """
+        if use_base_model and (adapter_name or adapter_path is not None):
+            raise ArgumentError("sample: use_base_model=True excludes adapter_name and adapter_path")
+        params = _params(sampling_params, num_samples)
+        adapter = self._source.choose(adapter_name, adapter_path, use_base_model)
+        features = self._encode(as_list(inputs))
+        stop = self._stop_rule(params)
+        with self._source.ready(adapter) as module:
+            model = CachedModel(module, self._source.base)
+            ids = [token_ids(feature, row, model.vocabulary) for row, feature in enumerate(features)]
+            room = rooms(ids, params.max_tokens, context_of(self._source.base.config))
+            prompts = [Prompt(row, *pair) for row, pair in enumerate(zip(ids, room, strict=True))]
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            results = generate(model, prompts, params, stop=stop, seed=seed, max_batch_size=self.max_batch_size)
+        return [
+            self._response(feature, prompt, result, params, stop)
+            for feature, prompt, result in zip(features, prompts, results, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: no prefix outlives a call, so new weights are used at once."""
+
+    # Text
+
+    def set_template(self, template_cls: Any, **kwargs: Any) -> None:
+        """Set the template; `model_id` is that of the weights unless given.
+
+        Args:
+            template_cls: any form of component argument.
+            **kwargs: for its constructor.
+        """
+        template = registry().resolve(template_cls, "template")
+        if isinstance(template, type) and self._source.model_id is not None and "tokenizer" not in kwargs:
+            kwargs.setdefault("model_id", self._source.model_id)
+        self._template = registry().build(template, "template", **kwargs)
+
+    @property
+    def template(self) -> Any:
+        """The template; where none was set, `Template` of the weights' own folder.
+
+        Raises:
+            TrainingStateError: none was set and the shared module does not say where its tokenizer is.
+        """
+        if self._template is None:
+            if self._source.model_id is None:
+                raise TrainingStateError(
+                    "this sampler shares a bare module without a tokenizer; call set_template('Template', model_id=...)"
+                )
+            self.set_template("Template")
+        return self._template
+
+    def encode_trajectory(
+        self, trajectory: Trajectory, adapter_name: str = "", add_generation_prompt: bool = True
+    ) -> InputFeature:
+        """Return the encoded row of a conversation; the template is the same for every adapter."""
+        encoded: Any = self.template.encode(trajectory, add_generation_prompt=add_generation_prompt)
+        if isinstance(encoded, list):
+            raise DataError("the template splits a long conversation into several rows; sample with another truncation")
+        return encoded  # type: ignore[no-any-return]
+
+    def decode_response(self, token_ids: Sequence[int], adapter_name: str = "") -> str:
+        """Return the text of tokens without special ones; the template is the same for every adapter."""
+        return str(self.template.decode(list(token_ids), skip_special_tokens=True))
+
+    # Changing the model
+
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """Apply a patch, in any form of component argument, to the module that is sampled from."""
+        from twinkle.patch import apply_patch
+
+        apply_patch(self._source.module, patch_cls, **kwargs)
+
+    def add_adapter_to_sampler(self, adapter_name: str, path: str | Path) -> None:
+        """Load a PEFT adapter from a folder under a name; own weights only.
+
+        Raises:
+            CheckpointError: the folder is missing or holds an adapter of another model; nothing has changed then.
+            Unsupported: the sampler shares a live model.
+        """
+        self._source.add(adapter_name, path)
+
+    def _encode(self, rows: list[Any]) -> list[InputFeature]:
+        kinds = {"input_ids" in row for row in rows}
+        if len(kinds) > 1:
+            raise DataError("inputs mix encoded rows (with input_ids) and trajectories; give one kind a call")
+        if kinds == {True}:
+            return rows
+        return [self.encode_trajectory(row) for row in rows]
+
+    def _stop_rule(self, params: SamplingParams) -> StopRule:
+        strings = tuple(string for string in params.stop_strings() if string)
+        known = self._template is not None or self._source.model_id is not None
+        tokenizer = self.template.tokenizer if known or strings else None
+        ids = end_tokens(self._source.base, tokenizer) | frozenset(params.stop_token_ids())
+        return StopRule(ids, strings, tokenizer)
+
+    def _response(
+        self, feature: InputFeature, prompt: Prompt, result: Generated, params: SamplingParams, stop: StopRule
+    ) -> SampleResponse:
+        return SampleResponse(
+            sequences=[self._sequence(feature, draft, params, stop) for draft in result.drafts],
+            prompt_token_ids=list(prompt.ids),
+            prompt_logprobs=result.prompt_logprobs,
+            topk_prompt_logprobs=result.topk_prompt_logprobs,
+        )
+
+    def _sequence(self, feature: InputFeature, draft: Draft, params: SamplingParams, stop: StopRule) -> SampledSequence:
+        readable = stop.tokenizer is not None
+        return SampledSequence(
+            stop_reason=draft.reason or "error",
+            tokens=draft.tokens,
+            logprobs=draft.logprobs if params.logprobs else None,
+            decoded=stop.trim(draft.tokens) if readable else None,
+            new_input_feature=(
+                self.template.concat_input_feature(feature, draft.tokens) if readable and draft.tokens else None
+            ),
+        )
+
+
+def _params(given: SamplingParams | Mapping[str, Any] | None, num_samples: int | None) -> SamplingParams:
+    params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict(given or {})
+    if num_samples is None:
+        return params
+    return SamplingParams(**{**params.to_dict(), "num_samples": num_samples})
