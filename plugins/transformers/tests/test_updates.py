@@ -1,7 +1,6 @@
 """The update of a step is the gradient of the global mean, however its rows are cut: checked against float64."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,7 @@ def reference_update(folder: Path, rows: list[Any], lora: bool, by_row: bool) ->
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if lora:
         torch.manual_seed(7)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model = peft.get_peft_model(model, lora_config())
+        model = peft.get_peft_model(model, lora_config())
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data = torch.randn(parameter.shape, generator=seeded(name)) * 0.02

@@ -51,10 +51,13 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
     if config.r < 1:
         raise ArgumentError(f"adapter {name!r}: rank r={config.r}; it must be at least 1")
     config.task_type = config.task_type or "CAUSAL_LM"
+    trainable = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         with warnings.catch_warnings():
-            # peft 0.21 reads an attribute that transformers 5.23 renamed; users can do nothing about it
+            # peft 0.21 reads an attribute that transformers 5.23 renamed, and warns of short adapter names because its
+            # own loader confuses them; users can do nothing about the first, and the second is not the loader used here
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+            warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
             if isinstance(model, PeftModel):
                 model.add_adapter(name, config)
                 wrapped = model
@@ -62,14 +65,23 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
                 wrapped = get_peft_model(model, config, adapter_name=name)
     except ValueError as error:
         raise (CheckpointError if folder else ArgumentError)(f"adapter {name!r} does not fit the model: {error}") from error
-    wrapped.set_adapter(name)
     if folder is not None:
         try:
             load_weights(wrapped, name, folder)
         except CheckpointError:
-            wrapped.delete_adapter(name)
+            _take_back(model, wrapped, name, trainable)
             raise
+    wrapped.set_adapter(name)
     return wrapped, config
+
+
+def _take_back(model: nn.Module, wrapped: PeftModel, name: str, trainable: set[str]) -> None:
+    if isinstance(model, PeftModel):
+        wrapped.delete_adapter(name)
+        return
+    wrapped.unload()
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(key in trainable)
 
 
 def read_config(folder: Path) -> Any:

@@ -94,7 +94,8 @@ class TransformersModel(TwinkleModel):
             model_id, dtype=dtype, model_cls=model_cls, config=config, device=self.device, **kwargs
         )
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable = getattr(self.model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 on
+            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self._backbone = Backbone.of(self.model)
         self._default_template: Any = None
         self._mode = "train"
