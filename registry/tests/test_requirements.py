@@ -34,7 +34,8 @@ def test_what_is_absent_or_too_old_is_missing(site: Any) -> None:
     with pytest.raises(RequirementMissing) as error:
         check_requirements(wanted)
     assert str(error.value) == (
-        "loss 'L' of acme needs lib>=3 (installed: 2.5), absent>=1 (not installed); run: pip install 'lib>=3' 'absent>=1'"
+        "loss 'L' of acme needs lib>=3 (installed: 2.5), absent>=1 (not installed); "
+        "run: pip install 'lib>=3' 'absent>=1'"
     )
     assert isinstance(error.value, ImportError)
 

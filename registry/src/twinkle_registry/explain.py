@@ -67,22 +67,6 @@ def unknown_kind(kind: str, kinds: Iterable[str]) -> ComponentNotFound:
     return ComponentNotFound(f"there is no kind {kind!r}; {nearest_or_all(kind, kinds)}")
 
 
-def kind_problems(record: PluginRecord, kinds: Iterable[str], hooks: Iterable[str]) -> list[str]:
-    """Return what a manifest names that this core does not have: kinds and lifecycle hooks."""
-    if record.manifest is None:
-        return []
-    problems = [
-        f"component {c.name!r} is of the unknown kind {c.kind!r}, {nearest_or_all(c.kind, kinds)}"
-        for c in record.manifest.components
-        if c.kind not in kinds
-    ]
-    declared = record.manifest.hooks.implements if record.manifest.hooks else ()
-    problems += [
-        f"hooks: there is no hook {hook!r}, {nearest_or_all(hook, hooks)}" for hook in declared if hook not in hooks
-    ]
-    return problems
-
-
 def vain_settings(settings: Settings, records: Sequence[PluginRecord], by_kind: Mapping[str, SpecsByName]) -> list[str]:
     """Return what the settings say of plugins and components that do not exist."""
     plugins = sorted({name for record in records for name in (record.name, record.dist)})

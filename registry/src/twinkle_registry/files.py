@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from .errors import ComponentNotFound
+from .errors import ComponentNotFound, PluginBroken
 from .importing import import_failed
 from .naming import nearest_or_all
 
@@ -79,13 +79,18 @@ def _execute(name: str, file: Path, source: bytes, asked: str) -> ModuleType:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        failed = import_failed(asked, str(file), error)
-        if isinstance(error, ModuleNotFoundError) and (file.parent / f"{error.name}.py").is_file():
-            failed.add_note(
-                f"{error.name}.py lies beside it, but a single file cannot import its neighbours; make a package"
-            )
-        raise failed from error
+        raise _failed(file, asked, error) from error
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _failed(file: Path, asked: str, error: BaseException) -> PluginBroken:
+    neighbour = f"{error.name}.py" if isinstance(error, ModuleNotFoundError) else ""
+    if neighbour and (file.parent / neighbour).is_file():
+        return PluginBroken(
+            f"{asked}: importing {file} failed: {neighbour} lies beside it, but a single file cannot import its "
+            "neighbours; join them, or make a package and write 'package.module:Attr'"
+        )
+    return import_failed(asked, str(file), error)

@@ -95,8 +95,12 @@ class PluginSet:
     def _marked(self, holder: Any) -> dict[str, Callable[..., Any]]:
         marked = {}
         for name in dir(holder):
-            if (options := self._manager.parse_hookimpl_opts(holder, name)) is not None:
-                marked[options.get("specname") or name] = getattr(holder, name)
+            if (options := self._manager.parse_hookimpl_opts(holder, name)) is None:
+                continue
+            hook = options.get("specname") or name
+            if hook in marked:
+                raise PluginBroken(f"{holder!r} implements {hook} twice; the second is {name!r}")
+            marked[hook] = getattr(holder, name)
         return marked
 
     def _register(

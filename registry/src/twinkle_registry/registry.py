@@ -6,16 +6,16 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import explain
 from .contracts import check_contract, missing_methods
 from .errors import ArgumentError, ComponentConflict, ComponentNotFound, ComponentTypeError, PluginBroken
 from .importing import import_failed, import_object
+from .judging import House, broken, lifecycle_hooks
 from .manifest import CommandSpec, ComponentSpec, PluginRecord
-from .naming import PROJECT, canonical, nearest_or_all, quoted
-from .requirements import check_core, check_requirements
+from .naming import canonical, nearest_or_all, quoted
+from .requirements import check_requirements
 from .resolving import component_from_text
 from .settings import Settings
 
@@ -52,10 +52,15 @@ class Registry:
         """
         self._hookspecs = hookspecs_module
         self._kinds = dict(kinds)
-        self._core_version = core_version
         self._settings = Settings.load() if settings is None else settings
-        self._essential = {canonical(name) for name in essential}
-        self._lifecycle = _lifecycle_hooks(hookspecs_module, kinds)
+        self._lifecycle = lifecycle_hooks(hookspecs_module, kinds)
+        self._house = House(
+            kinds=list(kinds),
+            lifecycle=self._lifecycle,
+            core_version=core_version,
+            settings=self._settings,
+            essential=frozenset(canonical(name) for name in essential),
+        )
         self._lock = threading.RLock()
         self._records: list[PluginRecord] = []
         self._plugin_set: PluginSet | None = None
@@ -82,7 +87,7 @@ class Registry:
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
                 return known
-            judged = self._judge(record)
+            judged = self._house.judge(record, self._records)
             self._records.append(judged)
             self._index.clear()
             return judged
@@ -178,7 +183,7 @@ class Registry:
         )
         if not isinstance(found, type):
             if args or init_args:
-                given = quoted([*(repr(a) for a in args), *init_args])
+                given = ", ".join([*(repr(a) for a in args), *(f"{k}=…" for k in init_args)])
                 what = "a function" if callable(found) and hasattr(found, "__name__") else "already an instance"
                 raise ArgumentError(
                     f"{asked} is {what}, so it takes no arguments here, but {given} was given; give the class"
@@ -245,6 +250,8 @@ class Registry:
                 raise ComponentConflict(
                     f"something is attached as {name!r} already; detach it first or take another name"
                 )
+            if any(name == record.name for record in self._records):
+                raise ComponentConflict(f"{name!r} is the name of a plugin; take another name for what you attach")
             try:
                 plugins.attach(name, plugin_object, self._lifecycle)
             except PluginBroken as error:
@@ -258,26 +265,6 @@ class Registry:
             self._plugins().detach(name)
 
     # Inside
-
-    def _judge(self, record: PluginRecord) -> PluginRecord:
-        if record.status != "ok":
-            return record
-        names = (record.name, record.dist)
-        settings = self._settings
-        if settings.enabled_only is not None and self._essential & {canonical(n) for n in names}:
-            settings = replace(settings, enabled_only=None)
-        if why := settings.why_disabled(names):
-            return replace(record, status="disabled", reason=why)
-        problems = explain.kind_problems(record, self._kinds, self._lifecycle)
-        twin = next(
-            (r for r in self._records if r.status == "ok" and canonical(r.name) == canonical(record.name)), None
-        )
-        if twin is not None:
-            problems = [f"the name {record.name!r} is taken by {twin.dist} {twin.version} at {twin.location}"]
-        judged = check_core(record, self._core_version)
-        if judged.status == "ok" and problems:
-            return _broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
-        return judged
 
     def _plugins(self) -> PluginSet:
         """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""
@@ -334,22 +321,12 @@ class Registry:
 
     def _mark_broken(self, record: PluginRecord, error: PluginBroken) -> None:
         with self._lock:
-            self._records = [_broken(r, error) if r is record else r for r in self._records]
+            self._records = [broken(r, error) if r is record else r for r in self._records]
             if record.name in self._registered:
                 self._plugins().drop_manifest(record.name)
+                self._registered.discard(record.name)
             self._index.clear()
-
-
-def _lifecycle_hooks(hookspecs: Any, kinds: Iterable[str]) -> list[str]:
-    """Return the hook specs that are not those of a kind, known by the mark that `hookspec` leaves on them."""
-    marked = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), f"{PROJECT}_spec")]
-    of_kinds = {f"twinkle_{kind}" for kind in kinds}
-    return [name for name in marked if name not in of_kinds]
 
 
 def _key(record: PluginRecord) -> tuple[str, str, str]:
     return (canonical(record.dist), record.package, record.location)
-
-
-def _broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
-    return replace(record, status="broken", reason=str(error), cause=error)

@@ -1,0 +1,88 @@
+"""Decides whether a plugin that was found may be used here: settings, name, core version, kinds and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import PluginBroken
+from .manifest import PluginRecord
+from .naming import PROJECT, canonical, nearest_or_all
+from .requirements import check_core
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """What plugins are judged by.
+
+    Attributes:
+        kinds: The kinds of component that core has.
+        lifecycle: The lifecycle hooks that core has.
+        core_version: What manifests compare their `core` with.
+        settings: What a person switched off.
+        essential: Plugins that `only` does not switch off.
+    """
+
+    kinds: Collection[str]
+    lifecycle: Collection[str]
+    core_version: str
+    settings: Settings
+    essential: frozenset[str]
+
+    def judge(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
+        """Return the record with the status it has beside those that were added before."""
+        if record.status != "ok":
+            return record
+        if why := self._why_disabled(record):
+            return replace(record, status="disabled", reason=why)
+        judged = check_core(record, self.core_version)
+        # A manifest for another core may well name kinds that this one does not have.
+        problems = [*_twins(record, others), *self._unknown(record)] if judged.status == "ok" else []
+        if problems:
+            return broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
+        return judged
+
+    def _why_disabled(self, record: PluginRecord) -> str:
+        names = (record.name, record.dist)
+        settings = self.settings
+        if settings.enabled_only is not None and self.essential & {canonical(name) for name in names}:
+            settings = replace(settings, enabled_only=None)
+        return settings.why_disabled(names)
+
+    def _unknown(self, record: PluginRecord) -> list[str]:
+        if record.manifest is None:
+            return []
+        problems = [
+            f"component {c.name!r} is of the unknown kind {c.kind!r}, {nearest_or_all(c.kind, self.kinds)}"
+            for c in record.manifest.components
+            if c.kind not in self.kinds
+        ]
+        declared = record.manifest.hooks.implements if record.manifest.hooks else ()
+        return problems + [
+            f"hooks: there is no hook {hook!r}, {nearest_or_all(hook, self.lifecycle)}"
+            for hook in declared
+            if hook not in self.lifecycle
+        ]
+
+
+def broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
+    """Return the record as one that cannot be used, for the reason that the error gives."""
+    return replace(record, status="broken", reason=str(error), cause=error)
+
+
+def lifecycle_hooks(hookspecs: Any, kinds: Iterable[str]) -> list[str]:
+    """Return the hook specs that are not those of a kind, known by the mark that `hookspec` leaves on them."""
+    of_kinds = {f"twinkle_{kind}" for kind in kinds}
+    # Not `getattr` over `dir`: a module may have lazy attributes, and looking must not load them.
+    marked = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")]
+    return sorted(set(marked) - of_kinds)
+
+
+def _twins(record: PluginRecord, others: Sequence[PluginRecord]) -> list[str]:
+    return [
+        f"the name {record.name!r} is taken by {twin.dist} {twin.version} at {twin.location}"
+        for twin in others
+        if twin.status == "ok" and canonical(twin.name) == canonical(record.name)
+    ]
