@@ -75,7 +75,7 @@ class InputProcessor:
             int64 `[B, T]`: `input_ids`, `attention_mask`, `position_ids` (the last two are made where rows lack them),
             and `labels` and `completion_mask` where rows have them; float32 `[B, T]`: `loss_scale`. Padding is 0, and
             -100 in `labels`. Other keys with one number a token are padded with 0 likewise; numbers become `[B]`,
-            arrays of one shape `[B, ...]`; everything else (`messages`, `user_data`, ragged values) stays a list of B entries.
+            arrays of one shape `[B, ...]`; everything else (`messages`, `user_data`, ragged values) stays a list.
 
         Raises:
             DataError: rows are empty, not encoded, of different keys, or of unequal lengths; names row and key.

@@ -11,7 +11,7 @@ from twinkle.runtime import remote_class
 from twinkle.template.completion import append_tokens, plain_list
 from twinkle.template.encoding import conversation_tokens, feature_of, prompt_tokens, text_tokens
 from twinkle.template.media import TextOnly
-from twinkle.template.messages import plain_messages, without_none
+from twinkle.template.messages import plain_messages, plain_tools
 from twinkle.template.rendering import ChatRenderer
 from twinkle.template.tool_calls import find_parser
 from twinkle.template.truncation import STRATEGIES, Marked, Strategy, fit
@@ -67,7 +67,7 @@ class Template(TextOnly):
         refuse_unknown(Template.__init__, kwargs, what=type(self).__name__)
         if truncation_strategy not in STRATEGIES:
             raise ArgumentError(f"truncation_strategy is {truncation_strategy!r}; it is one of {', '.join(STRATEGIES)}")
-        if max_length is not None and (isinstance(max_length, bool) or max_length < 1):
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ArgumentError(f"max_length is {max_length!r}; it is a number of tokens from 1, or None for no limit")
         if default_system is not None and not use_chat_template:
             raise ArgumentError("default_system has no place with use_chat_template=False; drop one of the two")
@@ -189,7 +189,7 @@ class Template(TextOnly):
         return formatted  # type: ignore[no-any-return]
 
     def _renderer(self, trajectory: Mapping[str, Any]) -> ChatRenderer:
-        return ChatRenderer(self.tokenizer, without_none(trajectory.get("tools")) or None, self.enable_thinking)
+        return ChatRenderer(self.tokenizer, plain_tools(trajectory), self.enable_thinking)
 
     def _encode_pair(self, pair: Mapping[str, Any], add_generation_prompt: bool) -> InputFeature:
         if self.truncation_strategy == "split":

@@ -46,9 +46,37 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
     plain["content"] = _text(plain, where)
     if not plain.get("tool_calls"):
         plain.pop("tool_calls", None)
+    elif not isinstance(plain["tool_calls"], list) or not all(_is_call(call) for call in plain["tool_calls"]):
+        raise EncodeError(
+            f"{where} ({role}): tool_calls is {plain['tool_calls']!r}; it must be a list of "
+            "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
+        )
     for key in ("content", "reasoning_content"):
         _require_text(plain.get(key, ""), f"{where} ({role}): {key}")
     return plain
+
+
+def plain_tools(trajectory: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools of a trajectory without None-valued keys; None where there are none.
+
+    Raises:
+        EncodeError: they are no list of JSON schemas.
+    """
+    tools = trajectory.get("tools")
+    if not tools:
+        return None
+    if isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise EncodeError(
+            f"tools is a {type(tools).__name__} that is no list of dicts; it must be a list of "
+            "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+        )
+    return [without_none(tool) for tool in tools]
+
+
+def _is_call(call: Any) -> bool:
+    """Say whether this is a tool call, in OpenAI's form or flat."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _role_problem(role: Any, message: Mapping[str, Any]) -> str:
