@@ -1,5 +1,6 @@
 """LoRA adapters through PEFT: adding, selecting, reading and writing their weights under PEFT's names."""
 
+import copy
 import json
 import re
 import warnings
@@ -50,6 +51,8 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         )
     if config.r < 1:
         raise ArgumentError(f"adapter {name!r}: rank r={config.r}; it must be at least 1")
+    config = copy.deepcopy(config)  # PEFT writes into it, and the caller may use it again
+    config.base_model_name_or_path = None
     config.task_type = config.task_type or "CAUSAL_LM"
     trainable = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     try:
