@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+
 from twinkle_recipes.interrupt import StopRequest
 
 
@@ -22,9 +23,10 @@ def test_the_first_signal_asks_and_tells() -> None:
 
 
 def test_the_second_signal_stops_at_once() -> None:
-    with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
+    with StopRequest() as stop:
         press()
-        press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
     assert stop.requested
 
 

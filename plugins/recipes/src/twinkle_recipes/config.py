@@ -1,5 +1,6 @@
 """The configuration of the recipe `sft`: each key with its type, default and meaning."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -157,12 +158,23 @@ class SFTConfig(Strict):
         default=3, description="Checkpoints kept, the newest; best and last always stay"
     )
     log_every: Positive = Field(default=1, description="Steps between lines where the output is not a terminal")
-    seed: int = Field(default=42, ge=0, description="Of the order of rows, the held-out rows and new adapter weights")
+    seed: int = Field(
+        default=42, ge=0, lt=2**32, description="Of the order of rows, the held-out rows and new adapter weights"
+    )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise", description="NaN or infinite loss: stop and keep the batch, or leave the step out"
     )
     questions: list[str] = Field(default=[], description="Asked before and after training, shown side by side")
-    resume_from: str | None = Field(default=None, description="Run folder or checkpoint to continue from")
+    resume_from: str | None = Field(
+        default=None,
+        description="Run folder to go on in, from its last checkpoint; or a checkpoint to start afresh from",
+    )
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The run folder to go on in, where `resume_from` is one; else None, and the run gets a fresh folder."""
+        folder = Path(self.resume_from) if self.resume_from is not None else None
+        return folder if folder is not None and (folder / "checkpoints").is_dir() else None
 
     @model_validator(mode="after")
     def _divisible(self) -> "SFTConfig":

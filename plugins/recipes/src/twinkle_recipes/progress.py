@@ -17,7 +17,14 @@ from twinkle_recipes.chart import chart
 Answer = tuple[str, str, str]
 """A question, the answer before training and the one after."""
 
-_SHOWN = ("loss", "eval/loss", "accuracy", "learning_rate", "grad_norm", "tokens_per_second")
+_SHOWN = {
+    "loss": "loss",
+    "eval/loss": "eval loss",
+    "accuracy": "accuracy",
+    "learning_rate": "lr",
+    "grad_norm": "grad norm",
+    "tokens_per_second": "tokens/s",
+}
 
 
 class Display(Protocol):
@@ -166,7 +173,7 @@ class LiveDisplay:
 def _numbers_line(numbers: Mapping[str, float]) -> Text:
     line = Text()
     for name, value in numbers.items():
-        line.append(f"{name.replace('_', ' ')} ", style="dim").append(f"{_number(name, value)}   ", style="bold")
+        line.append(f"{_SHOWN[name]} ", style="dim").append(f"{_number(name, value)}   ", style="bold")
     return line
 
 

@@ -12,6 +12,7 @@ from twinkle.errors import NonFiniteError, Unsupported
 from twinkle.paths import write_text
 from twinkle.platform import Platform
 from twinkle.run import Run
+from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.data import count_tokens, groups_of_batches, loaders
@@ -40,8 +41,6 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
             `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
     """
-    import torch
-
     if Platform.get_world_size() > 1:
         raise Unsupported("recipe sft runs in one process; start it without torchrun")
     show = display(config.log_every)
@@ -49,7 +48,7 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
     write_config(config, run.folder)
     show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
 
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed)
     training, held_out = loaders(config)
     batches = config.epochs * len(training)
     steps = -(-batches // config.gradient_accumulation_steps)
@@ -149,9 +148,8 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict
         model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **accumulation)
     except NonFiniteError as error:
         kept = folder / "nonfinite_batch.json"
-        write_text(kept, json.dumps(error.inputs or group, default=plain, ensure_ascii=False))
-        error.add_note(f"the rows are kept in {kept}; to leave such steps out, set on_nonfinite: skip")
-        raise
+        write_text(kept, json.dumps(error.inputs or group, default=plain, ensure_ascii=False) + "\n")
+        raise NonFiniteError(f"{error}; its rows are kept in {kept}", error.inputs) from error
     tokens = sum(count_tokens(batch) for batch in group)
     speed = tokens / max(time.monotonic() - started, 1e-9)
     numbers = {"loss": math.nan, **readable(model.calculate_metric(is_training=True))}  # no loss: the step was skipped

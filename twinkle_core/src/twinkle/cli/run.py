@@ -122,7 +122,8 @@ def _run(recipe: Any, config: Any, name: str, runs: str) -> None:
     from twinkle.run import Run
 
     plain = config.model_dump(mode="json") if config is not None else {}
-    with Run(name, config=plain, trackers=getattr(config, "trackers", None) or (), root=runs) as current:
+    trackers, folder = getattr(config, "trackers", None) or (), getattr(config, "run_folder", None)
+    with Run(name, config=plain, trackers=trackers, root=runs, folder=folder) as current:
         summary = recipe(config, current)
     _show_summary(summary, str(current.folder))
 
