@@ -1,0 +1,63 @@
+"""Where a data set comes from, in one small record that can be compared, pickled and sent."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class DatasetMeta:
+    """Names a data set and the part of it that is wanted.
+
+    Attributes:
+        dataset_id: a local file (jsonl, json, csv, parquet, txt) or a folder of such files; or a reference
+            `scheme://...` that a hub answers for (`builtin://self-cognition`, `hf://org/name`). With `data` it is only
+            a name.
+        subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
+        split: `train`, `test`, ...; in a local folder, the word in the file names.
+        data_slice: indices of the rows wanted, in this order: a range, a slice, a list or any other iterable of ints.
+            An index i beyond the n rows of the set means row i mod n, so `range(500)` of 200 rows repeats rows.
+        data: rows in memory instead: a list of dicts, a dict of columns, a `datasets.Dataset`, or a function without
+            arguments that returns one of these.
+    """
+
+    dataset_id: str = ""
+    subset_name: str = "default"
+    split: str = "train"
+    data_slice: Iterable[int] | slice | None = None
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        """Keep the indices of an iterator, which could be read only once."""
+        if self.data_slice is not None and not isinstance(self.data_slice, range | slice | list | tuple | str):
+            self.data_slice = list(self.data_slice)
+
+    def get_id(self) -> str:
+        """Return a text that is equal for equal records, and differs where source, split, slice or data differ."""
+        parts = [str(self.dataset_id), self.subset_name, self.split]
+        if self.data_slice is not None:
+            parts.append(_short(self.data_slice))
+        if self.data is not None:
+            parts.append(_identity(self.data))
+        return ":".join(parts)
+
+
+def _short(indices: Any) -> str:
+    text = repr(indices)
+    return text if len(text) <= 40 else f"{text[:16]}...#{_digest(text)}"
+
+
+def _identity(data: Any) -> str:
+    if isinstance(data, list | Mapping):
+        return f"data#{_digest(repr(data))}"
+    fingerprint = getattr(data, "_fingerprint", None)
+    if fingerprint is not None:
+        return f"data#{fingerprint}"
+    if callable(data):
+        return f"{getattr(data, '__module__', '')}.{getattr(data, '__qualname__', repr(data))}"
+    return f"data#{_digest(repr(data))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()

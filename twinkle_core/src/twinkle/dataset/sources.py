@@ -1,0 +1,190 @@
+"""From a `DatasetMeta` to its rows: memory, a local file or folder, or a hub."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.readers import READERS, read_file
+from twinkle.dataset.table import Table, from_columns, from_rows, join
+from twinkle.errors import ArgumentError, DataError, Unsupported
+
+_SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+}
+
+
+def load(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+    """Return the rows that `meta` names, its slice applied.
+
+    Args:
+        meta: see `DatasetMeta`.
+        options: keywords for the hub or the reader of the file format.
+
+    Raises:
+        DataError: nothing is there, it is malformed, or no row is left.
+        ArgumentError: an option that the source does not take.
+    """
+    options = _without_streaming(options)
+    name = meta.dataset_id or "data"
+    if meta.data is not None:
+        if options:
+            raise ArgumentError(f"rows in memory (data=) take no options, but {_named(options)} was given")
+        table = _in_memory(meta.data, meta.split, name)
+    elif not meta.dataset_id:
+        raise DataError("DatasetMeta names no data: give dataset_id (a file, folder or scheme:// reference) or data=")
+    elif "://" in str(meta.dataset_id):
+        table = _from_hub(meta, options)
+    else:
+        table = _from_disk(meta, options)
+    not_empty(table, name, "loading")
+    if meta.data_slice is None:
+        return table
+    return not_empty(table.select(slice_indices(meta.data_slice, len(table))), name, "data_slice")
+
+
+def slice_indices(wanted: Any, size: int) -> list[int]:
+    """Return the row numbers of `data_slice` in a set of `size` > 0 rows; an index i means row i mod size.
+
+    Raises:
+        DataError: an entry is not an integer.
+    """
+    if isinstance(wanted, slice):
+        return list(range(size))[wanted]
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise DataError(f"data_slice is {wanted!r}; it must be a range, a slice or an iterable of row numbers")
+    indices = []
+    for index in wanted:
+        try:
+            indices.append(index.__index__() % size)
+        except AttributeError:
+            raise DataError(f"data_slice holds {index!r}; it must hold whole row numbers") from None
+    return indices
+
+
+def not_empty(table: Table, name: str, after: str) -> Table:
+    """Return the table if it has rows, else raise `DataError` that says after what there are none."""
+    if len(table) == 0:
+        raise DataError(f"data set {name!r} has no rows after {after}")
+    return table
+
+
+def _in_memory(data: Any, split: str, name: str) -> Table:
+    import datasets
+
+    if isinstance(data, datasets.IterableDataset | datasets.IterableDatasetDict):
+        raise Unsupported(f"data set {name!r} is a stream; Dataset holds rows with a length: load it without streaming")
+    if isinstance(data, datasets.Dataset):
+        return Table(data.with_format(None))
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise DataError(f"data set {name!r} has no split {split!r}; it has {', '.join(data)}")
+        return Table(data[split].with_format(None))
+    if isinstance(data, Mapping):
+        return from_columns({key: _column(key, values, name) for key, values in data.items()}, f"data set {name!r}")
+    if callable(data) and not isinstance(data, type):
+        return _in_memory(data(), split, name)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
+        return from_rows((_row(row, number, name) for number, row in enumerate(data)), f"data set {name!r}")
+    raise DataError(
+        f"data set {name!r}: data is a {type(data).__name__}; give a list of dicts, a dict of columns, a "
+        "datasets.Dataset, or a function that returns one of these"
+    )
+
+
+def _column(key: str, values: Any, name: str) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise DataError(
+            f"data set {name!r}: column {key!r} is a {type(values).__name__}; a dict of columns holds lists"
+        )
+    return list(values)
+
+
+def _row(row: Any, number: int, name: str) -> Mapping[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"data set {name!r}, row {number}: a row must be a dict, but this is a {type(row).__name__}")
+    return row
+
+
+def _from_hub(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+    from twinkle.hub import open_hub
+    from twinkle_registry import check_keywords
+
+    hub = open_hub(meta.dataset_id)
+    what = f"data set {meta.dataset_id!r}"
+    check_keywords(hub.load_dataset, options, what=what, args=(meta.dataset_id, meta.subset_name, meta.split))
+    rows = hub.load_dataset(meta.dataset_id, subset_name=meta.subset_name, split=meta.split, **options)
+    return _in_memory(rows, meta.split, meta.dataset_id)
+
+
+def _from_disk(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+    path = Path(meta.dataset_id).expanduser()
+    if path.is_file():
+        if meta.subset_name != "default" or meta.split != "train":
+            raise DataError(
+                f"{path} is one file: it has no subset {meta.subset_name!r} or split {meta.split!r}; leave subset_name "
+                "and split out, and choose rows by data_slice"
+            )
+        return read_file(path, options)
+    if path.is_dir():
+        files = files_of_split(path if meta.subset_name == "default" else path / meta.subset_name, meta.split)
+        return join([read_file(file, options) for file in files], str(path))
+    raise DataError(_absent(str(meta.dataset_id), path))
+
+
+def files_of_split(folder: Path, split: str) -> list[Path]:
+    """Return the data files of a folder that belong to a split, by the words in their relative paths, sorted.
+
+    Files that name no split at all are the training split.
+
+    Raises:
+        DataError: there is none, or the folder mixes formats.
+    """
+    if not folder.is_dir():
+        raise DataError(f"data set: there is no folder {folder}; subset_name names a sub-folder of a local data set")
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in READERS)
+    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not found:
+        raise DataError(f"{folder} holds no data file; a data file ends in {', '.join(READERS)}")
+    words = _SPLITS.get(split, (split.lower(),))
+    every = {word for alias in _SPLITS.values() for word in alias} | set(words)
+    named = {path: _words(path.relative_to(folder)) for path in found}
+    chosen = [path for path in found if named[path] & set(words)]
+    if not chosen and split == "train":
+        chosen = [path for path in found if not named[path] & every]
+    names = ", ".join(str(path.relative_to(folder)) for path in found[:8])
+    if not chosen:
+        raise DataError(f"{folder} has no file of split {split!r}; it has {names}")
+    if len({path.suffix.lower() for path in chosen}) > 1:
+        raise DataError(f"{folder} mixes formats ({names}); name one file, or keep one format in the folder")
+    return chosen
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.split(r"[^a-z]+", str(path.with_suffix("")).lower()))
+
+
+def _absent(asked: str, path: Path) -> str:
+    from twinkle_registry import nearest
+
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside, 1)
+    hint = f" (nearest: {str(path.parent / close[0])!r})" if close else ""
+    return (
+        f"data set {asked!r}: there is no file or folder {str(path.absolute())!r}{hint}. A data set of a hub is named "
+        f"with its scheme: 'hf://{asked.strip('/')}' or 'ms://{asked.strip('/')}', which need twinkle-hub "
+        "(pip install twinkle-hub)"
+    )
+
+
+def _without_streaming(options: Mapping[str, Any]) -> dict[str, Any]:
+    if options.get("streaming"):
+        raise Unsupported("Dataset holds rows with a length and does not stream; leave streaming out")
+    return {name: value for name, value in options.items() if name != "streaming"}
+
+
+def _named(options: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, options))

@@ -1,0 +1,234 @@
+"""Runs a function over a table with `datasets.map` and `datasets.filter`: batching, processes and cache are theirs.
+
+Each batch comes back as one cell that holds an Arrow table of its own. So a batch may have other types, columns and
+numbers of rows than the first one, and the whole gets the types that fit all of it.
+"""
+
+import atexit
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle.dataset.table import Table, fingerprint, from_columns, join
+from twinkle.errors import ArgumentError, DataError
+
+# Arguments of `datasets` that would break what `map` promises: columns in and out, types found over all rows.
+_OURS = {"function", "batched", "input_columns", "features", "cache_file_name", "new_fingerprint", "on_mixed_types"}
+_OURS |= {"try_original_type", "disable_nullable", "suffix_template"}
+
+
+def map_options() -> set[str]:
+    """Return the keywords that `map` passes on, `remove_columns` among them."""
+    return _options("map")
+
+
+def filter_options() -> set[str]:
+    """Return the keywords that `filter` passes on."""
+    return _options("filter")
+
+
+def map_table(table: Table, function: Callable[..., Any], what: str, drop: list[str] | None, **options: Any) -> Table:
+    """Return the columns that `function` gives for the columns of `table`, batch by batch.
+
+    Args:
+        table: the rows.
+        function: takes a dict of columns (and the row numbers with `with_indices=True`, the rank with
+            `with_rank=True`, and `fn_kwargs`); returns a dict of columns of any common length.
+        what: how errors name it.
+        drop: None: only the returned columns remain. Else these columns go and the others stay beside the returned
+            ones, of which there must then be one entry a row.
+        **options: of `datasets.Dataset.map`.
+
+    Raises:
+        DataError: the function returns something else than columns.
+    """
+    for name in drop or ():
+        require_column(table, name, what)
+    call = ColumnsCall(table, function, what, None if drop is None else frozenset(drop))
+    cells = _run(table, "map", call, options, batched=True, remove_columns=table.names)
+    parts = [_read_cell(*cell) for cell in _cells(cells)]
+    full = [part for part in parts if len(part)]
+    return join(full or parts[:1], what)
+
+
+def filter_table(table: Table, function: Callable[..., Any], **options: Any) -> Table:
+    """Return the rows for which `function(row)` is true."""
+    return table.replaced(_run(table, "filter", RowCall(table, function), options))
+
+
+class ColumnsCall:
+    """Calls a function with restored columns and returns its columns as one cell."""
+
+    def __init__(self, table: Table, function: Callable[..., Any], what: str, drop: frozenset[str] | None) -> None:
+        # Only what restoring needs: the call is sent to other processes and hashed, the rows are not its business.
+        self.restore = functools.partial(Table.restore_columns, Table(None, table.packed))
+        self.function, self.what, self.drop = function, what, drop
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], *extra: Any, **fn_kwargs: Any) -> dict[str, list[Any]]:
+        """Return the result of one batch, as columns of one row."""
+        columns = self.restore(batch)
+        result = _checked(self.function(dict(columns), *extra, **fn_kwargs), self.what)
+        if self.drop is not None:
+            result = self._beside(columns, result)
+        part = from_columns(result, self.what)
+        return {"table": [_write_cell(part)], "packed": [sorted(part.packed)]}
+
+    def _beside(self, columns: dict[str, list[Any]], result: dict[str, Any]) -> dict[str, Any]:
+        kept = {
+            name: values for name, values in columns.items() if name not in (self.drop or ()) and name not in result
+        }
+        before, after = len(next(iter(columns.values()))), len(next(iter(result.values())))
+        if kept and before != after:
+            raise DataError(
+                f"{self.what} turned {before} rows into {after}, so the columns {', '.join(kept)} cannot stay; leave "
+                "remove_columns out, and return every column that is wanted"
+            )
+        return {**kept, **result}
+
+
+class RowCall:
+    """Calls a function with one restored row."""
+
+    def __init__(self, table: Table, function: Callable[..., Any]) -> None:
+        self.restore = functools.partial(Table.restore_row, Table(None, table.packed))
+        self.function = function
+
+    def __call__(self, row: Mapping[str, Any], *extra: Any, **fn_kwargs: Any) -> bool:
+        """Return whether the row stays."""
+        return bool(self.function(self.restore(row), *extra, **fn_kwargs))
+
+
+@functools.cache
+def _options(method: str) -> set[str]:
+    import datasets
+
+    return set(inspect.signature(getattr(datasets.Dataset, method)).parameters) - _OURS - {"self"}
+
+
+def _run(table: Table, method: str, call: Any, options: Mapping[str, Any], **fixed: Any) -> Any:
+    kept = {"load_from_cache_file": False, **options}
+    kept |= _where(table, call, kept) | fixed
+    if method == "map":
+        import datasets
+
+        text = datasets.Value("string")
+        kept["features"] = datasets.Features({"table": datasets.Value("large_binary"), "packed": [text]})
+    with _bars_only_on_terminals():
+        return getattr(table.hf, method)(call, **kept)
+
+
+def _where(table: Table, call: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the result is written: never beside the source, and not at all for rows in memory."""
+    if options["load_from_cache_file"]:
+        from twinkle.paths import cache_dir
+
+        name = _key(table, call, options)
+        return {"cache_file_name": str(cache_dir("datasets") / f"{name}.arrow"), "new_fingerprint": name}
+    name = fingerprint()
+    if table.hf.cache_files and not options.get("keep_in_memory"):
+        return {"cache_file_name": str(_scratch(os.getpid()) / f"{name}.arrow"), "new_fingerprint": name}
+    return {"new_fingerprint": name}
+
+
+def _key(table: Table, call: Any, options: Mapping[str, Any]) -> str:
+    from datasets.fingerprint import Hasher
+
+    hasher = Hasher()
+    for batch in table.hf.with_format("arrow").iter(batch_size=10_000):
+        hasher.update(batch.to_pylist())
+    try:
+        hasher.update([sorted(table.packed), call, options.get("fn_kwargs"), options.get("batch_size")])
+    except (TypeError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"load_from_cache_file=True needs a function that can be pickled, but {call.function!r} cannot: {error}"
+        ) from error
+    return str(hasher.hexdigest())
+
+
+@functools.cache
+def _scratch(pid: int) -> Path:
+    """Return this process's folder for results of data sets that are themselves on disk; it goes with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="twinkle-datasets-"))
+    atexit.register(_remove, folder, pid)
+    return folder
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _bars_only_on_terminals() -> Iterator[None]:
+    import datasets
+
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _write_cell(part: Table) -> bytes:
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    table = part.hf.data.table
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def _cells(hf: Any) -> Iterator[tuple[Any, list[str]]]:
+    table = hf.data.table
+    yield from zip(table.column("table"), table.column("packed").to_pylist(), strict=True)
+
+
+def _read_cell(cell: Any, packed: list[str]) -> Table:
+    import datasets
+    import pyarrow
+    from datasets.table import InMemoryTable
+
+    table = pyarrow.ipc.open_stream(cell.as_buffer()).read_all()
+    return Table(datasets.Dataset(InMemoryTable(table), fingerprint=fingerprint()), frozenset(packed))
+
+
+def _checked(result: Any, what: str) -> dict[str, Any]:
+    if not isinstance(result, Mapping):
+        shown = "nothing" if result is None else f"a {type(result).__name__}"
+        raise DataError(
+            f"{what} returned {shown}; it gets columns (a dict of lists, one entry a row) and must return columns"
+        )
+    columns = {}
+    for name, values in result.items():
+        if hasattr(values, "tolist") and not isinstance(values, list):
+            values = values.tolist()
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+            raise DataError(
+                f"{what} returned a {type(values).__name__} for column {name!r}; a column is a list with one entry a "
+                "row. To think in rows, use Preprocessor.map_col_to_row and map_row_to_col"
+            )
+        columns[str(name)] = values
+    if not columns:
+        raise DataError(f"{what} returned no columns at all; return the columns that the rows shall have")
+    return columns
+
+
+def require_column(table: Table, name: str, what: str) -> None:
+    """Raise `ArgumentError` unless the table has the column."""
+    if name not in table.names:
+        from twinkle_registry import nearest
+
+        close = nearest(name, table.names, 1)
+        hint = f", nearest: {close[0]!r}" if close else ""
+        raise ArgumentError(f"{what}: no column {name!r}{hint}; the columns are {', '.join(table.names)}")

@@ -1,0 +1,138 @@
+"""Writes rows to a file as they come, under a temporary name until the file is whole."""
+
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from twinkle.errors import ArgumentError, DataError, OutputError
+
+FORMATS = ("jsonl", "json", "csv", "parquet")
+
+
+def output_format(path: Path, wanted: str | None) -> str:
+    """Return the format of an output file: the one asked for, or that of its ending.
+
+    Raises:
+        ArgumentError: neither names a known format.
+    """
+    name = (wanted or path.suffix.removeprefix(".")).lower()
+    if name not in FORMATS:
+        from twinkle_registry import nearest
+
+        close = nearest(name, FORMATS, 1)
+        hint = f" (nearest: {close[0]!r})" if close else ""
+        raise ArgumentError(f"cannot save {path}: unknown format {name!r}{hint}; format is one of {', '.join(FORMATS)}")
+    return name
+
+
+class RowWriter:
+    """Collects rows in batches of `batch_size`, appends them to a temporary sibling, and renames that at `commit`."""
+
+    def __init__(self, path: Path, file_format: str, columns: Sequence[str], batch_size: int) -> None:
+        self.path, self.format = path, file_format
+        self.columns, self.batch_size = list(columns), batch_size
+        self._work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._rows: list[Mapping[str, Any]] = []
+        self._tables: list[Any] = []
+        self._count = 0
+        self._owner = os.getpid()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = self._work.open("w", encoding="utf-8", newline="")
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}; choose another output file") from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add one row.
+
+        Raises:
+            DataError: called in another process, whose rows would be lost or doubled.
+        """
+        if os.getpid() != self._owner:
+            raise DataError(
+                f"saving {self.path} as rows are read works in one process only; use num_workers=0, or "
+                "save_as(mode='immediate')"
+            )
+        self._rows.append(row)
+        if len(self._rows) >= self.batch_size:
+            self._drain()
+
+    def commit(self) -> None:
+        """Write what is left, and give the file its name."""
+        try:
+            self._drain()
+            if self.format == "json":
+                self._file.write("\n]\n" if self._count else "[]\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            if self.format == "parquet":
+                self._write_parquet()
+            self._work.replace(self.path)
+        except OSError as error:
+            self.discard()
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Forget everything; nothing remains on disk."""
+        if os.getpid() == self._owner:
+            self._file.close()
+            self._work.unlink(missing_ok=True)
+
+    def _drain(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        if self.format == "parquet":
+            self._tables.append(_arrow_table(rows, self.columns, str(self.path)))
+        elif self.format == "csv":
+            self._write_csv(rows)
+        else:
+            self._write_json(rows)
+        self._count += len(rows)
+
+    def _write_json(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        texts = [_json(row, self.path) for row in rows]
+        if self.format == "jsonl":
+            self._file.write("".join(text + "\n" for text in texts))
+        else:
+            self._file.write((",\n" if self._count else "[\n") + ",\n".join(texts))
+
+    def _write_csv(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = csv.DictWriter(self._file, self.columns, lineterminator="\n")
+        if not self._count:
+            table.writeheader()
+        for row in rows:
+            table.writerow({name: self._cell(row.get(name)) for name in self.columns})
+
+    def _cell(self, value: Any) -> Any:
+        return _json(value, self.path) if isinstance(value, list | tuple | Mapping) else value
+
+    def _write_parquet(self) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        whole = pyarrow.concat_tables(self._tables, promote_options="permissive")
+        pyarrow.parquet.write_table(whole, self._work)
+
+
+def _arrow_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], target: str) -> Any:
+    import pyarrow
+
+    try:
+        return pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's own errors are among them
+        raise DataError(f"{target}: the rows have no common Arrow types ({error}); save them as jsonl") from error
+
+
+def _json(value: Any, target: Path) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(f"{target}: a row holds something that is no JSON ({error}); save it as parquet") from error
