@@ -1,5 +1,6 @@
 """One run: its folder, its numbers, and the lifecycle hooks that it fires."""
 
+import contextlib
 import datetime
 import re
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from twinkle.errors import OutputError
+from twinkle.errors import ConfigError, OutputError
 
 
 class Run:
@@ -29,6 +30,7 @@ class Run:
         step: number of the last step logged.
 
     Raises:
+        ConfigError: the name cannot be that of a folder.
         OutputError: the folder cannot be made or written.
     """
 
@@ -90,20 +92,21 @@ class Run:
 
 def _fresh(root: Path, name: str) -> Path:
     if not re.fullmatch(r"[\w.-]+", name):
-        raise ValueError(f"run name {name!r}: use letters, digits, '-', '_' and '.' only")
+        raise ConfigError(f"run name {name!r}: use letters, digits, '-', '_' and '.' only")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1, 1000):
-        folder = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise OutputError(
-                f"cannot make the run folder {folder}: {error.strerror or error}; choose another with --runs DIR"
-            ) from error
-        return folder
+    folder = root
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            folder = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+            if not folder.exists():
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    folder.mkdir()
+                    return folder
+    except OSError as error:
+        raise OutputError(
+            f"cannot make the run folder {folder}: {error.strerror or error}; choose another with --runs DIR"
+        ) from error
     raise OutputError(f"cannot make a run folder below {root}: 999 runs of this second exist")
 
 

@@ -1,13 +1,17 @@
 """The top of the command line: finds own and plugins' commands, and turns errors into one clear message."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from twinkle import __version__
+
+if TYPE_CHECKING:
+    from twinkle_registry import CommandSpec
 
 OWN = {
     "plugins": ("twinkle.cli.plugins:plugins", "List, explain and check plugins"),
@@ -31,7 +35,11 @@ class LazyGroup(click.Group):
             module, _, attribute = OWN[cmd_name][0].partition(":")
             own: click.Command = getattr(importlib.import_module(module), attribute)
             return own
-        spec = _registry().commands().get(cmd_name)
+        commands = _registry().commands()
+        spec = commands.get(cmd_name)
+        if spec is None and "/" in cmd_name:  # a command that bears the name of one of ours
+            dist, _, bare = cmd_name.partition("/")
+            spec = commands[bare] if bare in commands and commands[bare].dist == dist else None
         if spec is None:
             return None
         from twinkle_registry import ComponentSpec
@@ -52,6 +60,11 @@ class LazyGroup(click.Group):
             hint = f"nearest: {close[0]!r}" if close else f"there are {', '.join(names)}"
             ctx.fail(f"no such command {name!r}; {hint}")
         return super().resolve_command(ctx, args)
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help text, as wide as the terminal but for at most 100 columns."""
+        ctx.terminal_width = ctx.terminal_width or _terminal_width()
+        return super().get_help(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing any."""
@@ -84,7 +97,20 @@ class LazyGroup(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
 
     def _summaries(self) -> dict[str, str]:
-        summaries = {name: spec.summary or f"of {spec.dist}" for name, spec in _registry().commands().items()}
+        """Return name and summary of every command. The registry itself would cost twice the rest of `--help`."""
+        from twinkle_registry import Settings, installed_plugins
+
+        settings = Settings.load()
+        found: dict[str, list[CommandSpec]] = {}
+        for record in installed_plugins(__version__):
+            usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist))
+            for spec in record.manifest.commands if usable and record.manifest else ():
+                found.setdefault(spec.name, []).append(spec)
+        summaries = {}
+        for name, specs in found.items():
+            for spec in specs:
+                unique = name if len(specs) == 1 and name not in OWN else f"{spec.dist}/{name}"
+                summaries[unique] = spec.summary or f"of {spec.dist}"
         return summaries | {name: summary for name, (_, summary) in OWN.items()}
 
 
@@ -100,6 +126,19 @@ def _registry() -> Any:
     for notice in notices:
         click.echo(f"Warning: {notice.message}", err=True)
     return found
+
+
+def _terminal_width() -> int:
+    # click asks shutil, whose import (with every compression module) costs as much as all of our own.
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal():
+        width = int(columns)
+    else:
+        try:
+            width = os.get_terminal_size().columns
+        except OSError:
+            width = 80
+    return max(min(width, 100) - 2, 50)
 
 
 def _as_command(name: str, found: Any, summary: str) -> click.Command:

@@ -1,0 +1,111 @@
+"""Runs: a fresh folder each, and lifecycle hooks in order, whatever happens."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinkle import Run
+from twinkle.errors import OutputError
+from twinkle.tracker import Tracker
+from twinkle_registry import hookimpl
+
+
+class Notes(Tracker):
+    """Writes down which hooks were called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    @hookimpl
+    def twinkle_run_start(self, run: Run) -> None:
+        self.calls.append(("start", run.folder.is_dir()))
+
+    @hookimpl
+    def twinkle_step_end(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(("step", step, dict(metrics)))
+
+    @hookimpl
+    def twinkle_checkpoint_saved(self, run: Run, path: Path, step: int) -> None:
+        self.calls.append(("saved", path, step))
+
+    @hookimpl
+    def twinkle_run_error(self, run: Run, error: BaseException) -> None:
+        self.calls.append(("error", type(error).__name__))
+
+    @hookimpl
+    def twinkle_run_end(self, run: Run) -> None:
+        self.calls.append(("end",))
+
+
+class Failing(Tracker):
+    """Breaks at every step."""
+
+    @hookimpl
+    def twinkle_step_end(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        raise OSError("disk full")
+
+
+def test_a_tracker_hears_of_everything_in_order(tmp_path: Path) -> None:
+    notes = Notes()
+    with Run("trial", trackers=[notes], root=tmp_path) as run:
+        run.log({"loss": 2.0}, step=1)
+        run.checkpoint_saved(tmp_path, step=1)
+    assert notes.calls == [("start", True), ("step", 1, {"loss": 2.0}), ("saved", tmp_path, 1), ("end",)]
+    assert run.step == 1
+
+
+def test_the_error_of_a_run_is_told_and_then_the_end(tmp_path: Path) -> None:
+    notes = Notes()
+    with pytest.raises(KeyboardInterrupt), Run("trial", trackers=[notes], root=tmp_path):
+        raise KeyboardInterrupt
+    assert notes.calls == [("start", True), ("error", "KeyboardInterrupt"), ("end",)]
+
+
+def test_a_tracker_that_fails_harms_neither_the_run_nor_its_neighbours(tmp_path: Path) -> None:
+    notes = Notes()
+    with Run("trial", trackers=[Failing(), notes], root=tmp_path) as run:
+        run.log({"loss": 1.0}, step=1)
+    assert ("step", 1, {"loss": 1.0}) in notes.calls
+
+
+def test_after_a_run_its_trackers_hear_nothing_more(tmp_path: Path) -> None:
+    notes = Notes()
+    with Run("first", trackers=[notes], root=tmp_path):
+        pass
+    before = list(notes.calls)
+    with Run("second", root=tmp_path) as run:
+        run.log({}, step=1)
+    assert notes.calls == before
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
+    folders = {Run("trial", root=tmp_path).folder for _ in range(3)}
+    assert len(folders) == 3
+    assert all(folder.name.startswith("trial-") for folder in folders)
+
+
+def test_two_runs_may_last_at_the_same_time(tmp_path: Path) -> None:
+    one, two = Notes(), Notes()
+    with Run("trial", trackers=[one], root=tmp_path), Run("trial", trackers=[two], root=tmp_path):
+        pass
+    assert one.calls[-1] == two.calls[-1] == ("end",)
+
+
+def test_a_run_continues_in_its_folder(tmp_path: Path) -> None:
+    assert Run("trial", folder=tmp_path).folder == tmp_path
+    with pytest.raises(OutputError, match="does not exist; leave it out to start a fresh run"):
+        Run("trial", folder=tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "../up"])
+def test_a_name_that_is_no_folder_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="run name"):
+        Run(name, root=tmp_path)
+
+
+def test_a_root_that_is_a_file_is_an_output_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="choose another with --runs DIR"):
+        Run("trial", root=tmp_path / "file")
