@@ -64,7 +64,7 @@ class Dataset:
         """
         if not isinstance(dataset_meta, DatasetMeta):
             raise ComponentTypeError(
-                f"dataset_meta is a {type(dataset_meta).__name__}; give DatasetMeta('file.jsonl') or DatasetMeta(data=rows)"
+                f"dataset_meta is a {type(dataset_meta).__name__}; give DatasetMeta('rows.jsonl') or one with data="
             )
         if self._mixed is not None:
             raise TrainingStateError("the sets are mixed already; add all of them before mix_dataset()")
@@ -235,7 +235,7 @@ class Dataset:
 
     @_remote
     def encode(self, add_generation_prompt: bool = False, **kwargs: Any) -> None:
-        """Turn conversations into tokens and labels. Rows that come out without tokens are dropped; the log counts them.
+        """Turn conversations into tokens and labels. Rows without tokens are dropped, and the log counts them.
 
         Args:
             add_generation_prompt: end with the header of an assistant turn, for sampling.

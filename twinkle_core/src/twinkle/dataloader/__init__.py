@@ -1,0 +1,8 @@
+"""Data loaders: the contract `DataLoaderLike`, and every installed data loader by name."""
+
+from twinkle._lazy import room
+from twinkle.dataloader.protocol import DataLoaderLike
+
+__all__ = ["DataLoaderLike"]
+
+__getattr__, __dir__ = room(__name__, "dataloader")
