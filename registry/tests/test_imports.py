@@ -34,7 +34,7 @@ def test_errors_and_names_are_cheap() -> None:
 
 def test_the_registry_itself_waits_with_pluggy_and_the_rest() -> None:
     after = modules_after("import twinkle_registry; twinkle_registry.Registry")
-    heavy = {"pluggy", "tomllib", "importlib.metadata", "difflib", "packaging", "logging", "pydantic", "torch"}
+    heavy = {"pluggy", "tomllib", "importlib.metadata", "difflib", "packaging", "logging", "pydantic", "pathlib"}
     assert not after & heavy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from .errors import PluginBroken
@@ -13,23 +13,22 @@ from .requirements import check_core
 from .settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
 class House:
-    """What plugins are judged by.
+    """What plugins are judged by: kinds, lifecycle hooks and version of core, and what a person switched off."""
 
-    Attributes:
-        kinds: The kinds of component that core has.
-        lifecycle: The lifecycle hooks that core has.
-        core_version: What manifests compare their `core` with.
-        settings: What a person switched off.
-        essential: Plugins that `only` does not switch off.
-    """
-
-    kinds: Collection[str]
-    lifecycle: Collection[str]
-    core_version: str
-    settings: Settings
-    essential: frozenset[str]
+    def __init__(
+        self,
+        *,
+        kinds: Collection[str],
+        lifecycle: Collection[str],
+        core_version: str,
+        settings: Settings,
+        essential: Collection[str],
+    ) -> None:
+        self.kinds, self.lifecycle, self.core_version = kinds, lifecycle, core_version
+        self.settings = settings
+        # Core itself: `only = ["acme"]` means the plugins, not the floor they stand on.
+        self.essential = {canonical(name) for name in essential}
 
     def judge(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
         """Return the record with the status it has beside those that were added before."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .errors import ComponentNotFound
 
@@ -12,8 +11,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PATH_STARTS = ("./", "../", "/", "~", ".\\", "..\\")
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(NamedTuple):
     """One parsed text.
 
     Attributes:

@@ -59,7 +59,7 @@ class Registry:
             lifecycle=self._lifecycle,
             core_version=core_version,
             settings=self._settings,
-            essential=frozenset(canonical(name) for name in essential),
+            essential=essential,
         )
         self._lock = threading.RLock()
         self._records: list[PluginRecord] = []

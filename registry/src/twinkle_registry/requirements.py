@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import ManifestError, PluginIncompatible, RequirementMissing
 from .manifest import ComponentSpec, PluginRecord
@@ -17,8 +17,7 @@ _PLAIN_VERSION = re.compile(r"\d+(\.\d+)*")
 _PLAIN_BOUND = re.compile(r"\s*(>=|<)\s*(\d+(?:\.\d+)*)\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class MissingRequirement:
+class MissingRequirement(NamedTuple):
     """One requirement that is not met: `installed` is the version that is there, or None."""
 
     requirement: str

@@ -1,11 +1,12 @@
 """Which plugins a person switched off or prefers: `[plugins]` of twinkle.toml, then the environment."""
 
+# This runs at every start, and pathlib would be a quarter of what it costs.
+# ruff: noqa: PTH100, PTH111, PTH113, PTH123
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
@@ -73,12 +74,13 @@ class Settings:
 
 def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     path = _config_file(environ)
-    if path is None:
+    if not path:
         return {}, {}
     import tomllib
 
     try:
-        raw = tomllib.loads(path.read_text("utf-8"))
+        with open(path, "rb") as file:
+            raw = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: cannot be read as TOML: {error}") from error
     table = raw.get("plugins", {})
@@ -91,14 +93,16 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
     return dict(table), {key: f"[plugins] {key} of {path}" for key in table}
 
 
-def _config_file(environ: Mapping[str, str]) -> Path | None:
+def _config_file(environ: Mapping[str, str]) -> str:
     if named := environ.get(CONFIG_VARIABLE):
-        path = Path(named).expanduser()
-        if not path.is_file():
+        path = os.path.expanduser(named)
+        if not os.path.isfile(path):
             raise SettingsError(f"{CONFIG_VARIABLE} names {named}, which is not a file")
         return path
-    candidates = ["twinkle.toml", os.path.expanduser("~/.config/twinkle/twinkle.toml")]  # noqa: PTH111
-    return next((Path(c).absolute() for c in candidates if os.path.isfile(c)), None)  # noqa: PTH113
+    for candidate in ("twinkle.toml", os.path.expanduser("~/.config/twinkle/twinkle.toml")):
+        if os.path.isfile(candidate):
+            return os.path.abspath(candidate)
+    return ""
 
 
 def _check_value(where: str, key: str, value: Any) -> None:
