@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step (temporary sibling, fsync, rename)."""
     path = Path(path)
-    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    work = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with work.open("w", encoding="utf-8") as file:
             file.write(text)
