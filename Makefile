@@ -1,0 +1,60 @@
+# Thin: each target is one or two commands that also work by hand. The environment is `.venv` here at the root.
+# Another interpreter: make PYTHON=python3.12 test. Other pytest flags: make test TESTS="plugins/losses -k nll".
+PYTHON ?= python3
+WORKERS ?= 2
+TESTS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
+PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* plugins/*/src/twinkle*))
+SETTINGS := requirements.txt requirements-dev.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml plugins/*/pyproject.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test soak gpu lint format bench docs clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+install: .venv/installed  ## Make .venv with all members editable; again only when requirements change
+
+quickstart: install  ## Train a small real model on two CPU cores, in minutes
+	$(BIN)/twinkle run sft --config examples/quickstart.yaml
+
+test: install  ## Run all tests that this machine can run
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)
+
+soak: install  ## Run the tests with larger numbers
+	$(PYTEST) -m soak $(TESTS)
+
+gpu: install  ## Run the tests and benchmarks that need an accelerator
+	$(PYTEST) -m gpu $(TESTS)
+	@set -e; for script in $(wildcard benchmarks/gpu/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
+
+lint: install  ## Check format, style, types and the floors of the house
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
+	$(BIN)/lint-imports
+
+format: install  ## Format the code, mend what ruff can mend, renew generated blocks
+	$(BIN)/python scripts/type_names.py
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: install  ## Run the benchmarks of this machine
+	@set -e; for script in $(wildcard benchmarks/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
+
+docs: install  ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:  ## Remove what the tools left; .venv and runs stay
+	rm -rf site dist build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/installed: $(SETTINGS)
+	@command -v $(PYTHON) >/dev/null || { echo "Twinkle needs Python 3.11 or newer; there is no '$(PYTHON)' here. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Twinkle needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip hatchling editables -c constraints.txt
+	$(PIP) --no-build-isolation -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	@touch $@
