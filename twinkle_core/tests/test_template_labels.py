@@ -290,6 +290,13 @@ def test_a_chat_template_that_changes_the_text_by_what_it_says_is_refused() -> N
         Template(tokenizer=tiny_tokenizer(silent)).encode(talk("a", "b"))
 
 
+def test_a_special_token_of_the_next_turn_does_not_end_this_one() -> None:
+    open_end = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    open_end += "{{ '<|im_end|>' if m['role'] == 'user' else '\\n' }}{% endfor %}"
+    encoder = Template(tokenizer=tiny_tokenizer(open_end))
+    assert trained(encoder, encoder.encode(talk("a", "b\n", "c", "d"))) == ["b\n", "d"]
+
+
 def test_text_is_tokenized_once_however_many_turns() -> None:
     class Counting:
         def __init__(self, tokenizer: Any) -> None:
@@ -297,6 +304,9 @@ def test_text_is_tokenized_once_however_many_turns() -> None:
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.tokenizer, name)
+
+        def __len__(self) -> int:
+            return len(self.tokenizer)
 
         def __call__(self, text: str, **kwargs: Any) -> Any:
             self.calls, self.characters = self.calls + 1, self.characters + len(text)
@@ -333,6 +343,31 @@ def test_merged_tokens_are_trained_whole(trim_offsets: bool) -> None:
     encoder = Template(tokenizer=_merging_tokenizer(trim_offsets))
     for answer in ("the cat  sat", " the 猫  \n\n", "猫猫😀", "  ", "hello \n"):
         assert trained(encoder, encoder.encode(talk("the", answer)))[0].lstrip("\n") == answer + "<|im_end|>"
+
+
+def _sentencepiece_tokenizer() -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehlo", "▁a", "he", "ll", "▁▁"]
+    merges = [("▁", "a"), ("h", "e"), ("l", "l"), ("▁", "▁")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("</s>", "[INST]", "[/INST]")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("answer", ["hello a", "😀 猫\n", "\n猫", "ab  c", ""])
+def test_the_space_before_the_first_word_is_the_models_to_write(answer: str) -> None:
+    encoder = Template(tokenizer=_sentencepiece_tokenizer())
+    assert trained(encoder, encoder.encode(talk("猫", answer, "h", answer))) == [f" {answer}</s>"] * 2
 
 
 def test_a_token_that_reaches_over_the_edge_of_a_turn_is_trained() -> None:

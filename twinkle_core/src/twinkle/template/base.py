@@ -12,7 +12,7 @@ from twinkle.template.completion import append_tokens, plain_list
 from twinkle.template.encoding import conversation_tokens, feature_of, prompt_tokens, text_tokens
 from twinkle.template.media import TextOnly
 from twinkle.template.messages import plain_messages, plain_tools
-from twinkle.template.rendering import ChatRenderer
+from twinkle.template.rendering import ChatRenderer, special_tokens
 from twinkle.template.tool_calls import find_parser
 from twinkle.template.truncation import STRATEGIES, Marked, Strategy, fit
 
@@ -81,9 +81,10 @@ class Template(TextOnly):
         self.enable_thinking = enable_thinking
         self.device_mesh = device_mesh
         self._given, self._loaded = tokenizer, None
+        self._special: tuple[int, frozenset[str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loaded": None}
+        return {**self.__dict__, "_loaded": None, "_special": None}
 
     @property
     def tokenizer(self) -> Any:
@@ -189,7 +190,10 @@ class Template(TextOnly):
         return formatted  # type: ignore[no-any-return]
 
     def _renderer(self, trajectory: Mapping[str, Any]) -> ChatRenderer:
-        return ChatRenderer(self.tokenizer, plain_tools(trajectory), self.enable_thinking)
+        tokenizer, tools = self.tokenizer, plain_tools(trajectory)
+        if self._special is None or self._special[0] != len(tokenizer):
+            self._special = len(tokenizer), special_tokens(tokenizer)
+        return ChatRenderer(tokenizer, tools, self.enable_thinking, self._special[1])
 
     def _encode_pair(self, pair: Mapping[str, Any], add_generation_prompt: bool) -> InputFeature:
         if self.truncation_strategy == "split":

@@ -4,14 +4,13 @@ A turn is what the model must produce after the generation prompt: its text and 
 the header before nor the line break after. The work is done on text, so each conversation is tokenized once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from twinkle.errors import EncodeError
 from twinkle.template.rendering import ChatRenderer, Span
 
 IGNORE = -100
-_OPENINGS = ("", "<think>\n", "<think>\n\n</think>\n\n")
 
 
 def assistant_spans(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any) -> tuple[str, list[Span]]:
@@ -60,32 +59,29 @@ def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]]) -
 def _turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
     """Find one turn: its start by the generation prompt, its end by a stand-in for what the turn says."""
     before, after = _surroundings(chat, messages, index, text)
-    prompt = _try_render(chat, messages[:index], add_generation_prompt=True)
-    if prompt and text.startswith(prompt):
-        start = len(prompt)
-    else:
-        history = _try_render(chat, messages[:index], add_generation_prompt=False)
-        start = len(before) - _opening(prompt, history, before)
-    end = len(text) - len(after) + _end_token(chat.tokenizer, after, anywhere=bool(messages[index].get("tool_calls")))
+    start = _start(chat, messages[:index], text, before)
+    end = len(text) - len(after) + _end_token(chat.special_tokens, after, anywhere="tool_calls" in messages[index])
     if not 0 <= start <= end:
         raise EncodeError(_not_found(index))
     return start, end
 
 
-def _opening(prompt: str | None, history: str | None, before: str) -> int:
-    """Return how much of `before` the model writes itself: a thinking tag after the header, or nothing.
+def _start(chat: ChatRenderer, history: Sequence[dict[str, Any]], text: str, before: str) -> int:
+    """Return where the model takes over: after the generation prompt, if the text has it there, else at the content.
 
     Args:
-        prompt: the earlier turns with a generation prompt.
-        history: the earlier turns alone; what `prompt` adds is the header of a turn.
-        before: the text before what the turn says.
+        chat: the chat template.
+        history: the earlier turns.
+        text: the whole conversation.
+        before: the text before what the turn says. It may be longer than the generation prompt: the model writes the
+            tag that opens its reasoning, or the space before its first word.
     """
-    if prompt and history and prompt.startswith(history) and prompt != history:
-        header = prompt[len(history) :]
-        for opening in _OPENINGS:
-            if before.endswith(header + opening):
-                return len(opening)
-    return 0
+    prompt = _try_prompt(chat, history)
+    if not prompt or not text.startswith(prompt):
+        return len(before)
+    if before[len(prompt) :].strip() and prompt == chat.render(history):
+        return len(before)  # this chat template knows no generation prompt, so what is between is the header
+    return len(prompt)
 
 
 def _surroundings(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> tuple[str, str]:
@@ -122,26 +118,24 @@ def _marked_call(call: Any, mark: str) -> Any:
     return {**call, "function": marked} if "function" in call else marked
 
 
-def _end_token(tokenizer: Any, after: str, anywhere: bool) -> int:
+def _end_token(special: Collection[str], after: str, anywhere: bool) -> int:
     """Return how much of `after` still belongs to the turn: up to and with the first special token, if one ends it.
 
     Args:
-        tokenizer: knows which tokens are special.
+        special: the text of each special token.
         after: the text that follows what the turn says.
         anywhere: the special token may follow other text (the closing of a tool call), not only white space.
     """
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= {tokenizer.eos_token} if tokenizer.eos_token else set()
     gap = len(after) - len(after.lstrip())
-    places = [(after.find(token), -len(token), token) for token in special if token]
+    places = [(after.find(token), -len(token), token) for token in special]
     places = sorted(place for place in places if place[0] >= 0 and (anywhere or place[0] <= gap))
     return places[0][0] + len(places[0][2]) if places else 0
 
 
-def _try_render(chat: ChatRenderer, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str | None:
-    """Render part of a conversation; None where the chat template wants more of it."""
+def _try_prompt(chat: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str | None:
+    """Render what the model is prompted with after `messages`; None where the chat template wants more of them."""
     try:
-        return chat.render(messages, add_generation_prompt=add_generation_prompt) if messages else None
+        return chat.render(messages, add_generation_prompt=True) if messages else None
     except EncodeError:
         return None
 
@@ -167,7 +161,7 @@ def mark_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     marks, place, previous = [], 0, 0
     for start, end in offsets:
         if start >= end:
-            start, end = min(previous, end - 1), end
+            start = min(previous, end)
         while place < len(spans) and spans[place][1] <= start:
             place += 1
         marks.append(place < len(spans) and spans[place][0] < end)

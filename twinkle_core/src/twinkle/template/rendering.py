@@ -13,6 +13,15 @@ _REASONING = re.compile(r"reasoning_content|\.(?:thinking|reasoning)\b|\[['\"](?
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+def special_tokens(tokenizer: Any) -> frozenset[str]:
+    """Return the text of each special token, those included that have no role of their own (`<|eot_id|>`).
+
+    It walks over all added tokens, of which some tokenizers have thousands, so callers keep the result.
+    """
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return frozenset(added | {tokenizer.eos_token}) - {None, ""}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRenderer:
     """One tokenizer's chat template with the options of one conversation.
@@ -21,11 +30,13 @@ class ChatRenderer:
         tokenizer: a transformers tokenizer.
         tools: the conversation's tools, or None.
         enable_thinking: the template variable of that name.
+        special_tokens: the text of each of the tokenizer's special tokens.
     """
 
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] | None = None
     enable_thinking: bool = True
+    special_tokens: frozenset[str] = frozenset()
 
     @property
     def source(self) -> str:
