@@ -16,7 +16,7 @@ def current_runtime() -> Runtime:
     """Return the runtime that `initialize` chose; before that, a local one without a mesh."""
     global _current
     if _current is None:
-        from twinkle.runtime.local import LocalRuntime
+        from twinkle.runtime.process import LocalRuntime
 
         _current = LocalRuntime()
     return _current
