@@ -198,7 +198,7 @@ def _require_finite(logits: Tensor, rows: list[int]) -> None:
     """Refuse NaN, row by row of the first dimension; -inf is a model's way to forbid a token."""
     broken = logits.isnan().flatten(1).any(-1)
     if bool(broken.any()):
-        row = rows[int(broken.nonzero()[0])]
+        row = min(rows[index] for index in broken.nonzero().flatten().tolist())
         raise NonFiniteError(
             f"row {row}: the model's logits are NaN; its weights are broken (a diverged run?) or its dtype overflows"
         )

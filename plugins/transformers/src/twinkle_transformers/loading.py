@@ -1,5 +1,6 @@
 """Loads a causal language model from a model id, whole or not at all, and without a word to the terminal."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def load_model(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     **from_pretrained_kwargs: Any,
-) -> tuple[nn.Module, Path]:
+) -> tuple[Any, Path]:
     """Load a model in evaluation mode, and return it with the local folder it came from.
 
     Args:
@@ -59,9 +60,9 @@ def load_model(
     check_weights(folder)
     with quiet_transformers():
         config = _config(folder, config, trust_remote_code)
-        _check_options(from_pretrained_kwargs, config)
+        config, options = _with_fields(config, from_pretrained_kwargs)
         cls = _model_class(model_cls, config, trust_remote_code)
-        options = {**from_pretrained_kwargs, "config": config, "dtype": wanted}
+        options |= {"config": config, "dtype": wanted}
         model = _load(cls, folder, options, trust_remote_code)
         if device is not None:
             model = model.to(device)
@@ -133,18 +134,23 @@ def _config_problem(folder: Path, error: Exception) -> str:
     )
 
 
-def _check_options(options: Mapping[str, Any], config: Any) -> None:
-    known = [*_OPTIONS, *(name for name in config.to_dict() if not name.startswith("_"))]
-    for name in options:
-        if name not in known:
+def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the configuration with the fields among `given` changed, and the options among them."""
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    fields = [name for name in config.to_dict() if not name.startswith("_")]
+    changed = copy.deepcopy(config)
+    for name in given.keys() - options.keys():
+        if name not in fields:
             from twinkle_registry import nearest
 
-            near = nearest(name, known)
+            near = nearest(name, [*_OPTIONS, *fields])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(
                 f"load_model: {name!r} is neither an option ({', '.join(_OPTIONS)}) nor a field of "
                 f"{type(config).__name__}{hint}"
             )
+        setattr(changed, name, given[name])
+    return changed, options
 
 
 def _model_class(model_cls: Any, config: Any, trust_remote_code: bool) -> Any:
