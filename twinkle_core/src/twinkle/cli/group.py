@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ OWN = {
 }
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+_NOTICES_FROM = os.path.join("twinkle", "_registry.py")  # noqa: PTH118 - pathlib is not free to import
 
 
 class LazyGroup(click.Group):
@@ -35,7 +37,9 @@ class LazyGroup(click.Group):
             module, _, attribute = OWN[cmd_name][0].partition(":")
             own: click.Command = getattr(importlib.import_module(module), attribute)
             return own
-        commands = _registry().commands()
+        from twinkle._registry import registry
+
+        commands = registry().commands()
         spec = commands.get(cmd_name)
         if spec is None and "/" in cmd_name:  # a command that bears the name of one of ours
             dist, _, bare = cmd_name.partition("/")
@@ -44,7 +48,7 @@ class LazyGroup(click.Group):
             return None
         from twinkle_registry import ComponentSpec
 
-        found = _registry().load(ComponentSpec("command", cmd_name, spec.ref, dist=spec.dist))
+        found = registry().load(ComponentSpec("command", cmd_name, spec.ref, dist=spec.dist))
         return _as_command(cmd_name, found, spec.summary)
 
     def resolve_command(
@@ -77,7 +81,9 @@ class LazyGroup(click.Group):
 
         given = sys.argv[1:] if args is None else list(args)
         try:
-            return super().main(given, *rest, **extra)
+            with warnings.catch_warnings():
+                _show_notices_plainly()
+                return super().main(given, *rest, **extra)
         except TwinkleError as error:
             if "--debug" in given:
                 import traceback
@@ -91,8 +97,6 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            if "--debug" in sys.argv:
-                raise
             click.echo("Interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
 
@@ -114,18 +118,17 @@ class LazyGroup(click.Group):
         return summaries | {name: summary for name, (_, summary) in OWN.items()}
 
 
-def _registry() -> Any:
-    """Return the registry; what it has to say about settings goes to stderr as plain lines."""
-    import warnings
+def _show_notices_plainly() -> None:
+    """Make what the registry warns of (settings in vain, commands in conflict) one line without file and code."""
+    usual = warnings.showwarning
 
-    from twinkle._registry import registry
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> None:
+        if filename.endswith(_NOTICES_FROM):
+            click.echo(f"Warning: {message}", err=True)
+        else:
+            usual(message, category, filename, *where)
 
-    with warnings.catch_warnings(record=True) as notices:
-        warnings.simplefilter("always")
-        found = registry()
-    for notice in notices:
-        click.echo(f"Warning: {notice.message}", err=True)
-    return found
+    warnings.showwarning = show  # type: ignore[assignment]
 
 
 def _terminal_width() -> int:
