@@ -73,8 +73,8 @@ class DataLoader:
         ranks = self._data_ranks
         if batch_size % ranks:
             raise MeshError(
-                f"batch_size {batch_size} does not divide by the {ranks} data ranks of {device_mesh}; give a multiple of "
-                f"{ranks}, such as {(batch_size // ranks + 1) * ranks}"
+                f"batch_size {batch_size} does not divide by the {ranks} data ranks of {device_mesh}; give a "
+                f"multiple of {ranks}, such as {(batch_size // ranks + 1) * ranks}"
             )
         if drop_last and min_batch_size not in (None, batch_size):
             raise ArgumentError(f"drop_last=True means min_batch_size={batch_size}, but {min_batch_size} was given")
