@@ -142,7 +142,10 @@ def test_an_adapter_of_another_model_is_refused_and_nothing_changes(folder: Path
     saved = other.save("adapter", str(tmp_path))
     model = build(folder, True)
     before = {name: tensor.clone() for name, tensor in model.get_state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"belongs to another model: .*lora_B.* of shape \[32, 4\] in the file and of shape \[64, 4\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"belongs to another model: .*lora_B.* of shape \[32, 4\] in the file and of shape \[64, 4\]",
+    ):
         model.load(str(saved))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.get_state_dict().items())
     with pytest.raises(CheckpointError, match="belongs to another model"):
@@ -180,7 +183,7 @@ def test_a_full_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: P
 
 def test_a_missing_checkpoint_says_what_is_there(folder: Path, tmp_path: Path) -> None:
     model = build(folder, True)
-    with pytest.raises(CheckpointError, match="no adapter at .*no such folder"):
+    with pytest.raises(CheckpointError, match=r"no adapter at .*no such folder"):
         model.load(str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match=r"trainer_state\.json is missing"):
         model.resume_from_checkpoint(str(tmp_path))

@@ -58,7 +58,7 @@ def nll(inputs: Any, outputs: Any) -> torch.Tensor:
     return -outputs["logps"].sum()
 
 
-# -- outputs ----------------------------------------------------------------------------------------------------------
+# outputs
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2", "mistral", "gemma2", "gemma3"])
@@ -164,7 +164,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(folder: Path) -> None:
     torch.testing.assert_close(grads[1], grads[0])
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# numbers
 
 
 def test_metrics_are_plain_numbers_of_the_step_they_name(model: TransformersModel) -> None:
@@ -227,7 +227,7 @@ def test_a_step_that_trains_no_token_is_a_zero_gradient_and_says_so(
     assert "trained nothing" in caplog.text
 
 
-# -- losses -----------------------------------------------------------------------------------------------------------
+# losses
 
 
 def test_per_row_arguments_are_cut_with_the_rows_and_others_passed_whole(model: TransformersModel) -> None:
@@ -251,7 +251,9 @@ def test_a_per_row_argument_of_another_length_is_refused(model: TransformersMode
 def test_an_older_sum_loss_is_read_and_an_older_mean_is_refused_when_split(model: TransformersModel) -> None:
     wanted = model.forward_backward(inputs=ROWS)["loss"]
     model.zero_grad()
-    model.set_loss(lambda inputs, outputs: {"loss": nll(inputs, outputs), "num_tokens": (inputs["labels"] != -100).sum()})
+    model.set_loss(
+        lambda inputs, outputs: {"loss": nll(inputs, outputs), "num_tokens": (inputs["labels"] != -100).sum()}
+    )
     assert model.forward_backward(inputs=ROWS, micro_batch_size=2)["loss"] == pytest.approx(wanted, rel=1e-6)
     model.zero_grad()
     mean = Callback(lambda inputs, outputs: {"loss": nll(inputs, outputs) / 8, "num_tokens": 0})
@@ -332,7 +334,7 @@ def test_an_infinite_gradient_stops_before_the_update(model: TransformersModel) 
     assert all(torch.equal(t, before[name]) for name, t in model.get_state_dict().items())
 
 
-# -- order of calls and wrong arguments ----------------------------------------------------------------------------------
+# order of calls and wrong arguments
 
 
 def test_calls_in_an_impossible_order_are_named(model: TransformersModel) -> None:
@@ -390,7 +392,9 @@ def test_the_optimizers_of_torch_have_their_names(model: TransformersModel, name
 def test_optim_params_overwrite_the_groups(model: TransformersModel) -> None:
     model.forward_backward(inputs=ROWS)
     model.step(optim_params={"lr": 0.5, "betas": (0.5, 0.6)})
-    assert {(g["lr"], g["betas"]) for g in model.optimizer_group["default"].optimizer.param_groups} == {(0.5, (0.5, 0.6))}
+    assert {(g["lr"], g["betas"]) for g in model.optimizer_group["default"].optimizer.param_groups} == {
+        (0.5, (0.5, 0.6))
+    }
     model.zero_grad()
     model.forward_backward(inputs=ROWS)
     with pytest.raises(ArgumentError, match="has no 'momentum'"):
@@ -434,7 +438,7 @@ def test_adapters_that_make_no_sense_are_refused(model: TransformersModel) -> No
         model.add_adapter_to_model("default", {"r": 2})
     with pytest.raises(ArgumentError, match="use letters"):
         model.add_adapter_to_model("a.b", {"r": 2})
-    with pytest.raises(ArgumentError, match="rank r=0|does not fit"):
+    with pytest.raises(ArgumentError, match="rank r=0"):
         model.add_adapter_to_model("zero", peft.LoraConfig(r=0, target_modules="all-linear"))
     with pytest.raises(ArgumentError, match="does not fit the model"):
         model.add_adapter_to_model("none", {"r": 2, "target_modules": ["no_such_layer"]})

@@ -161,7 +161,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize(("loss", "by_row"), [("CrossEntropyLoss", False), (SequenceMean(), True)], ids=["token", "row"])
+@pytest.mark.parametrize(
+    ("loss", "by_row"), [("CrossEntropyLoss", False), (SequenceMean(), True)], ids=["token", "row"]
+)
 def test_every_way_of_cutting_a_step_gives_the_update_of_float64_torch(
     folder: Path, rows: list[Any], lora: bool, loss: Any, by_row: bool
 ) -> None:

@@ -57,7 +57,7 @@ def _client(name: str) -> Any:
         from twinkle.errors import RequirementMissing
 
         raise RequirementMissing(
-            f"twinkle.{name} belongs to the package twinkle-client, which is not installed; run: pip install twinkle-client"
+            f"twinkle.{name} belongs to twinkle-client, which is not installed; run: pip install twinkle-client"
         ) from error
 
 

@@ -14,7 +14,7 @@ def room(module: str, kind: str) -> tuple[Callable[[str], Any], Callable[[], lis
 
     namespace = sys.modules[module].__dict__
 
-    def __getattr__(name: str) -> Any:  # noqa: N807 - the module hook's name is fixed by PEP 562
+    def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
         from twinkle._registry import registry
@@ -27,7 +27,7 @@ def room(module: str, kind: str) -> tuple[Callable[[str], Any], Callable[[], lis
         namespace[name] = value
         return value
 
-    def __dir__() -> list[str]:  # noqa: N807
+    def __dir__() -> list[str]:
         from twinkle._registry import registry
 
         own = (name for name in namespace if not name.startswith("_"))

@@ -40,7 +40,7 @@ class Env(ABC):
         """Score finished trajectories; an environment that rewards steps only need not define it."""
         raise NotImplementedError(f"{type(self).__name__} scores steps only: it defines no evaluate()")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Release what the environment holds; by default nothing."""
 
 

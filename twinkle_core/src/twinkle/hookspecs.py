@@ -1,9 +1,9 @@
 """Every hook spec of Twinkle, one by one.
 
-Two families. A *component hook* `twinkle_<kind>()` returns the specs of the components that a plugin offers; the registry
-implements it for each plugin from its manifest, so almost no plugin writes one. A *lifecycle hook* is called for every
-plugin that declares it in its manifest (`hooks = { module = ..., implements = [...] }`), with keyword arguments; the
-error of one implementation is logged with the plugin's name and never reaches the run.
+Two families. A *component hook* `twinkle_<kind>()` returns the specs of the components that a plugin offers; the
+registry implements it for each plugin from its manifest, so almost no plugin writes one. A *lifecycle hook* is called
+for every plugin that declares it in its manifest (`hooks = { module = ..., implements = [...] }`), with keyword
+arguments; the error of one implementation is logged with the plugin's name and never reaches the run.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,5 @@
 """Trackers: the contract `Tracker`, and every installed tracker by name."""
 
-from abc import ABC
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Tracker"]
 
 
-class Tracker(ABC):  # noqa: B024 - every method has a default: a tracker overrides what it records
+class Tracker:
     """Records a run. Its methods *are* lifecycle hooks: while a run lasts its trackers are attached as plugins.
 
     A subclass overrides what it needs and marks it with `twinkle_registry.hookimpl`. An error in one tracker is logged

@@ -61,7 +61,7 @@ class SelfCognitionProcessor(Preprocessor):
         if pair is None:
             argument = _ARGUMENT[placeholder]
             raise DataError(
-                f"SelfCognitionProcessor: a row has {{{{{placeholder}}}}}, but no name was given for it; give {argument}="
+                f"SelfCognitionProcessor: a row has {{{{{placeholder}}}}}, but no name for it; give {argument}="
             )
         chinese, english = pair
         if chinese == english:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from twinkle.data_format import InputFeature, LossOutput, ModelOutput
+from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.loss import Loss
 
 
@@ -27,7 +27,7 @@ class CrossEntropyLoss(Loss):
         self.reduction = reduction
         self.dft = dft
 
-    def __call__(self, inputs: InputFeature, outputs: ModelOutput) -> LossOutput:
+    def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:
         """Compute the loss of one micro-batch.
 
         Args:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle.data_format import InputFeature, ModelOutput
+from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.metric import Metric
 
 
@@ -21,7 +21,7 @@ class Accuracy(Metric):
         self.ignore_index = ignore_index
         self.reset()
 
-    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+    def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`."""
         predictions = outputs["predictions"]
         labels = inputs["labels"].to(predictions.device)

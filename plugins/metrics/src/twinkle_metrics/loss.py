@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle.data_format import InputFeature, ModelOutput
+from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.metric import Metric
 
 
@@ -15,9 +15,10 @@ class LossMetric(Metric):
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None) -> None:
         super().__init__(device_mesh, process_group)
+        self._grad_norm: float | None = None
         self.reset()
 
-    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+    def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Add `outputs["loss_sum"]` and `outputs["num_tokens"]`; keep the step's `grad_norm`."""
         self._loss_sum += float(outputs["loss_sum"])
         self._denominator += float(outputs["num_tokens"])
@@ -38,4 +39,4 @@ class LossMetric(Metric):
         """Forget everything accumulated."""
         self._loss_sum = 0.0
         self._denominator = 0.0
-        self._grad_norm: float | None = None
+        self._grad_norm = None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinkle.data_format import InputFeature, ModelOutput
+from twinkle.data_format import InputBatch, ModelOutput
 from twinkle.metric import Metric
 
 
@@ -19,10 +19,10 @@ class TrainMetric(Metric):
         super().__init__(device_mesh, process_group)
         self._born = time.perf_counter()
         self._iterations = 0
+        self._rates: list[float] = []
         self._seen_at, self._seen_iterations = self._born, 0
-        self.reset()
 
-    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+    def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Keep `lr` (a number or one a parameter group) and count `step // gradient_accumulation_steps`."""
         lr = kwargs.get("lr")
         if lr is not None:
@@ -49,4 +49,4 @@ class TrainMetric(Metric):
 
     def reset(self) -> None:
         """Forget the learning rate seen; time and count go on."""
-        self._rates: list[float] = []
+        self._rates = []

@@ -46,8 +46,8 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         config = config_or_dir
     if not isinstance(config, LoraConfig):
         raise Unsupported(
-            f"adapter {name!r}: {type(config).__name__} is not supported; give a peft.LoraConfig, a dict of its fields, "
-            "or the folder of a saved LoRA adapter"
+            f"adapter {name!r}: {type(config).__name__} is not supported; give a peft.LoraConfig, a dict of its "
+            "fields, or the folder of a saved LoRA adapter"
         )
     if config.r < 1:
         raise ArgumentError(f"adapter {name!r}: rank r={config.r}; it must be at least 1")
@@ -67,7 +67,9 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
             else:
                 wrapped = get_peft_model(model, config, adapter_name=name)
     except ValueError as error:
-        raise (CheckpointError if folder else ArgumentError)(f"adapter {name!r} does not fit the model: {error}") from error
+        raise (CheckpointError if folder else ArgumentError)(
+            f"adapter {name!r} does not fit the model: {error}"
+        ) from error
     if folder is not None:
         try:
             load_weights(wrapped, name, folder)

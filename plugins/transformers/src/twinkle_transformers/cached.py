@@ -30,19 +30,21 @@ class Frontier:
 
     def repeated(self, count: int, *, last: bool) -> "Frontier":
         """Return a frontier with each row `count` times in succession; with `last` this one may be used up."""
-        cache = self.cache if last else copy.deepcopy(self.cache)
-        if count > 1:
-            cache.batch_repeat_interleave(count)
-        seen = None if self.seen_BV is None else self.seen_BV.repeat_interleave(count, 0)
-        mask, positions, logits = (
-            part.repeat_interleave(count, 0) for part in (self.mask_BT, self.positions_B, self.logits_BV)
+        frontier = Frontier(
+            self.cache if last else copy.deepcopy(self.cache),
+            self.mask_BT,
+            self.positions_B,
+            self.logits_BV,
+            self.seen_BV,
         )
-        return Frontier(cache, mask, positions, logits, seen)
+        if count > 1:
+            frontier.keep([row for row in range(len(self.mask_BT)) for _ in range(count)])
+        return frontier
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, in place."""
+        """Make these the rows, in place; one may come several times."""
         index = torch.tensor(rows, device=self.mask_BT.device)
-        self.cache.batch_select_indices(index)
+        self.cache.reorder_cache(index)  # of all selections, the one that layers with a recurrent state know too
         self.mask_BT, self.positions_B = self.mask_BT[index], self.positions_B[index]
         self.logits_BV = self.logits_BV[index]
         if self.seen_BV is not None:

@@ -78,7 +78,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); the checkpoint is incomplete") from error
     if state.get("checkpoint_version") != VERSION:
-        raise CheckpointError(f"{path}: checkpoint_version {state.get('checkpoint_version')!r}; this is version {VERSION}")
+        raise CheckpointError(
+            f"{path}: checkpoint_version {state.get('checkpoint_version')!r}; this is version {VERSION}"
+        )
     return state
 
 
@@ -152,7 +154,8 @@ def _unpack_optimizer(
         )
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{folder}: its optimizer has {len(saved['groups'])} parameter groups, this one {len(optimizer.param_groups)}"
+            f"{folder}: its optimizer has {len(saved['groups'])} groups of parameters, "
+            f"this one {len(optimizer.param_groups)}"
         )
     optimizer.state.clear()
     for key, tensor in load_file(folder / OPTIMIZER).items():
@@ -186,7 +189,7 @@ def _write_random(folder: Path, rank: int) -> None:
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global generator is what user code draws from
+    name, keys, *rest = np.random.get_state()
     tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
     version, internal, gauss = random.getstate()
     tensors["python"] = torch.tensor(internal, dtype=torch.int64)
@@ -206,6 +209,6 @@ def _read_random(folder: Path, rank: int) -> None:
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
     name, *rest = extra["numpy"]
-    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), *rest))
     version, gauss = extra["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))

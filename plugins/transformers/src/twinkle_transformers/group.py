@@ -1,11 +1,11 @@
-"""What belongs to one adapter (or to the full model): optimizer, loss, template, counters, and gradients in the making."""
+"""What belongs to one adapter (or to the full model): optimizer, loss, template, counters, pending gradients."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from twinkle.data_format import InputFeature, LossOutput, ModelOutput
+from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import TrainingStateError
 
 
@@ -13,7 +13,7 @@ from twinkle.errors import TrainingStateError
 class Pass:
     """One micro-batch that went forward: its rows, tensors, outputs and, once calculated, its loss."""
 
-    inputs: InputFeature
+    inputs: InputBatch
     outputs: ModelOutput
     rows: list[Any]
     loss: LossOutput | None = None

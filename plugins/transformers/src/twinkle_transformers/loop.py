@@ -35,7 +35,7 @@ def score(group: OptimizerGroup, item: Pass, *, split: bool, loss_kwargs: dict[s
     item.loss_kwargs = loss_kwargs
     item.loss = call_loss(group.loss_instance, item.inputs, item.outputs, split=split, **loss_kwargs)
     value = float(item.loss.loss_sum.detach())
-    item.outputs["loss_sum"] = value  # type: ignore[typeddict-unknown-key]
+    item.outputs["loss_sum"] = value
     item.outputs["num_tokens"] = float(item.loss.denominator)
     item.outputs["loss"] = value / float(item.loss.denominator) if float(item.loss.denominator) else 0.0
     return value
@@ -65,13 +65,15 @@ def backward(group: OptimizerGroup, item: Pass) -> None:
     """Add the gradient of one scored pass; its graph is freed."""
     loss = item.loss
     if loss is None:
-        raise TrainingStateError("backward: no loss was calculated; call calculate_loss() (or forward_backward()) first")
+        raise TrainingStateError(
+            "backward: no loss was calculated; call calculate_loss() (or forward_backward()) first"
+        )
     if not loss.loss_sum.requires_grad:
         raise TrainingStateError(
             f"backward: the result of {loss_name(group.loss_instance)} has no gradient; was it detached, or is nothing "
             "trainable?"
         )
-    loss.loss_sum.backward()
+    loss.loss_sum.backward()  # type: ignore[no-untyped-call]
     group.denominator += float(loss.denominator)
     item.loss = None
 
@@ -104,7 +106,7 @@ def join(outputs: Sequence[ModelOutput]) -> ModelOutput:
         if isinstance(values[0], torch.Tensor) and values[0].ndim:
             joined[key] = _concatenate([value.detach() for value in values], _PADDING.get(key, 0))
     if "loss_sum" in outputs[0]:
-        total = sum(output["loss_sum"] for output in outputs)  # type: ignore[typeddict-item]
+        total = sum(output["loss_sum"] for output in outputs)
         count = sum(output["num_tokens"] for output in outputs)
         joined |= {"loss": total / count if count else 0.0, "num_tokens": count}
     return joined  # type: ignore[return-value]

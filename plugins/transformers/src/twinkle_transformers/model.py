@@ -102,7 +102,7 @@ class TransformersModel(TwinkleModel):
         self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
         self.active_group = ""
 
-    # -- components -----------------------------------------------------------------------------------------------
+    # components
 
     def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the loss; keyword arguments go to its constructor."""
@@ -163,7 +163,9 @@ class TransformersModel(TwinkleModel):
             gradient_accumulation_steps: backward calls for each update.
         """
         if not adapter_name.replace("-", "_").isidentifier():
-            raise ArgumentError(f"adapter name {adapter_name!r}: use letters, digits, '_' and '-', not beginning with a digit")
+            raise ArgumentError(
+                f"adapter name {adapter_name!r}: use letters, digits, '_' and '-', not beginning with a digit"
+            )
         if adapter_name in self.optimizer_group:
             raise ArgumentError(f"adapter {adapter_name!r} exists already; choose another name")
         if gradient_accumulation_steps < 1:
@@ -178,7 +180,7 @@ class TransformersModel(TwinkleModel):
             for _, parameter in list(adapters.named_parameters(self.model, adapter_name)):
                 parameter.requires_grad_(False)
 
-    # -- forward and backward ---------------------------------------------------------------------------------------
+    # forward and backward
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward(
@@ -327,7 +329,7 @@ class TransformersModel(TwinkleModel):
         self._count_backward(group, done)
         return loop.join([item.outputs for item in done]) if done else {"loss": float("nan"), "num_tokens": 0.0}
 
-    # -- the step ---------------------------------------------------------------------------------------------------
+    # the step
 
     @remote_function(collect="first")
     def clip_grad_norm(
@@ -391,7 +393,9 @@ class TransformersModel(TwinkleModel):
         if not group.pending:
             if flush:
                 return
-            raise TrainingStateError(f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first")
+            raise TrainingStateError(
+                f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first"
+            )
         if group.stepped:
             raise TrainingStateError("step: this step was made already; call zero_grad() before the next backward")
         if not group.due(flush):
@@ -435,7 +439,7 @@ class TransformersModel(TwinkleModel):
             group.lr_scheduler.step()
         group.scheduled = group.updates
 
-    # -- numbers ----------------------------------------------------------------------------------------------------
+    # numbers
 
     @remote_function(collect="first")
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, float]:
@@ -474,7 +478,7 @@ class TransformersModel(TwinkleModel):
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             yield
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
+    # checkpoints
 
     @remote_function(collect="first")
     def save(
@@ -507,9 +511,7 @@ class TransformersModel(TwinkleModel):
         if group.cur_step % interval:
             return None
         target = Path(output_dir or "output", name or f"checkpoint-step-{group.cur_step}")
-        saving.save(
-            self, group, target, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples
-        )
+        saving.save(self, group, target, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples)
         return str(target)
 
     @remote_function()
@@ -549,7 +551,7 @@ class TransformersModel(TwinkleModel):
         """
         return saving.resume(self, self._select(adapter_name), Path(checkpoint_dir), only_model=resume_only_model)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # inside
 
     def _new_group(self, name: str) -> OptimizerGroup:
         group = OptimizerGroup(name, processor=registry().build("InputProcessor", "processor"))
@@ -581,14 +583,14 @@ class TransformersModel(TwinkleModel):
         def encode(trajectory: Any) -> Any:
             template = group.template or self._default_template
             if template is None:
-                template = self._default_template = registry().build("Template", "template", model_id=str(self.model_path))
+                template = self._default_template = registry().build(
+                    "Template", "template", model_id=str(self.model_path)
+                )
             return template.encode(trajectory)
 
         return encode
 
-    def _pass(
-        self, group: OptimizerGroup, status: Status, rows: Any, temperature: float, return_logits: bool
-    ) -> Pass:
+    def _pass(self, group: OptimizerGroup, status: Status, rows: Any, temperature: float, return_logits: bool) -> Pass:
         training = status is group.train_status
         if training and group.optimizer is None:
             get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
@@ -624,7 +626,9 @@ class TransformersModel(TwinkleModel):
 def _check_options(given: Mapping[str, Any], precision: str, policy: str, mesh: Any) -> None:
     for name, default in _LATER.items():
         if given[name] != default:
-            raise Unsupported(f"TransformersModel: {name}={given[name]!r} is for several devices; leave it at {default!r}")
+            raise Unsupported(
+                f"TransformersModel: {name}={given[name]!r} is for several devices; leave it at {default!r}"
+            )
     if precision not in _PRECISION:
         raise Unsupported(f"TransformersModel: mixed_precision={precision!r}; choose from {sorted(_PRECISION)}")
     if policy not in ("raise", "skip"):

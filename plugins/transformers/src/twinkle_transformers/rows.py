@@ -27,10 +27,7 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
     Raises:
         DataError: there are no rows, or a row is neither encoded nor a trajectory.
     """
-    if isinstance(inputs, Mapping):
-        rows = _unbatch(inputs) if _is_batch(inputs) else [inputs]
-    else:
-        rows = list(inputs)
+    rows = list(inputs) if not isinstance(inputs, Mapping) else _unbatch(inputs) if _is_batch(inputs) else [inputs]
     if not rows:
         raise DataError("the batch has no rows; a forward needs at least one")
     encoded: list[Any] = []
@@ -44,7 +41,7 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
             encoded.extend(feature if isinstance(feature, list) else [feature])
         else:
             raise DataError(
-                f"row {index} has the keys {sorted(row)}; a row needs `input_ids` (encoded) or `messages` (a trajectory)"
+                f"row {index} has the keys {sorted(row)}; it needs `input_ids` (encoded) or `messages` (a trajectory)"
             )
     return encoded
 

@@ -90,7 +90,7 @@ class TorchSampler(Sampler):
     # Sampling
 
     @remote_function(dispatch="slice_dp", collect="flatten", lazy_collect=False)
-    def sample(  # type: ignore[override] # the contract's **kwargs are these; any other keyword is an error
+    def sample(
         self,
         inputs: Row | Sequence[Row],
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,

@@ -31,13 +31,21 @@ _TOKENIZER_FILES = (
 
 
 def save(
-    model: "TransformersModel", group: OptimizerGroup, target: Path, *, save_optimizer: bool, consumed_train_samples: int
+    model: "TransformersModel",
+    group: OptimizerGroup,
+    target: Path,
+    *,
+    save_optimizer: bool,
+    consumed_train_samples: int,
 ) -> None:
     """Write weights, tokenizer files and training state to `target`, which never exists half-written."""
     names = dict(adapters.named_parameters(model.model, group.adapter_name))
     with new_directory(target) as work:
         if group.adapter_name:
-            tensors = {k: v.detach().cpu().contiguous() for k, v in model.get_state_dict(adapter_name=group.adapter_name).items()}
+            tensors = {
+                k: v.detach().cpu().contiguous()
+                for k, v in model.get_state_dict(adapter_name=group.adapter_name).items()
+            }
             save_file(tensors, work / adapters.WEIGHTS, metadata={"format": "pt"})
             _write_adapter_config(model, group, work)
         else:

@@ -34,7 +34,7 @@ class _WarmupScheduler(LRScheduler):
 
     def get_lr(self) -> list[float]:
         """Return one learning rate a parameter group."""
-        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+        return [float(base) * self.factor(self.last_epoch) for base in self.base_lrs]
 
 
 class CosineWarmupScheduler(_WarmupScheduler):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from twinkle.data_format import InputFeature, LossOutput, ModelOutput
+from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ComponentTypeError
 from twinkle_registry import check_keywords
 
@@ -24,7 +24,7 @@ def loss_name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def call_loss(loss: Any, inputs: InputFeature, outputs: ModelOutput, *, split: bool, **kwargs: Any) -> LossOutput:
+def call_loss(loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: bool, **kwargs: Any) -> LossOutput:
     """Compute a loss on one micro-batch.
 
     Args:

@@ -74,6 +74,7 @@ class OwnWeights(Source):
             adapter_path: the folder of a PEFT adapter.
             **options: for `load_model`.
         """
+        self._module: nn.Module
         self._module, folder = load_model(model_id, **options)
         self._model_id = str(folder)
         self._module.requires_grad_(False)

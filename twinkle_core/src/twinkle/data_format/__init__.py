@@ -1,11 +1,12 @@
 """The shapes of data that travel between components: rows, tokens, samples and outputs. Plain dicts and dataclasses."""
 
-from twinkle.data_format.features import InputFeature, InputType
+from twinkle.data_format.features import InputBatch, InputFeature, InputType
 from twinkle.data_format.messages import Message, Tool, ToolCall, Trajectory, pack_value, user_data_get
 from twinkle.data_format.outputs import LossOutput, ModelOutput
 from twinkle.data_format.sampling import SampledSequence, SampleResponse, SamplingParams, StopReason
 
 __all__ = [
+    "InputBatch",
     "InputFeature",
     "InputType",
     "LossOutput",

@@ -10,7 +10,7 @@ InputType: TypeAlias = "list[list[int]] | list[int] | np.ndarray | torch.Tensor"
 
 
 class InputFeature(TypedDict, total=False):
-    """One encoded row, or a collated batch of rows (then every sequence is `[B, T]`).
+    """One encoded row. Collated rows are an `InputBatch` of the same keys.
 
     `labels[i]` is the target of position `i`: labels are stored already shifted, -100 is not trained, and the last
     position of a row is always -100. Multimodal inputs travel under their processor's own names; `messages` and
@@ -34,3 +34,23 @@ class InputFeature(TypedDict, total=False):
     """Number of real tokens."""
     messages: list[Any]
     user_data: list[Any]
+
+
+class InputBatch(TypedDict, total=False):
+    """Collated rows: what a processor returns and what a model, a loss and a metric see. Shorter rows are padded.
+
+    Whatever else the rows carry travels under its own name: tensors stacked, anything else as a list.
+    """
+
+    input_ids: "torch.Tensor"
+    """int64 `[B, T]`."""
+    attention_mask: "torch.Tensor"
+    """int64 `[B, T]`: 0 at padding."""
+    position_ids: "torch.Tensor"
+    """int64 `[B, T]`."""
+    labels: "torch.Tensor"
+    """int64 `[B, T]`: the next token where it is trained, else -100."""
+    completion_mask: "torch.Tensor"
+    """int64 `[B, T]`."""
+    loss_scale: "torch.Tensor"
+    """float32 `[B, T]`."""

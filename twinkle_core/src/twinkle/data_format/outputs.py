@@ -26,6 +26,8 @@ class ModelOutput(TypedDict, total=False):
     """`[B, H]`: pooled and L2-normalised; `task="embedding"` only."""
     loss: Any
     """float: the loss of this call, divided by its own denominator."""
+    loss_sum: float
+    """The loss of this call before that division."""
     num_tokens: float
     """The denominator of this call."""
     aux_loss: "torch.Tensor"

@@ -97,7 +97,7 @@ class SamplingParams:
 
     def to_vllm(self, **kwargs: Any) -> Any:
         """Return `vllm.SamplingParams`; keyword arguments are passed on and win over the fields here."""
-        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm import SamplingParams as VLLMSamplingParams  # type: ignore[import-not-found,unused-ignore]
 
         values: dict[str, Any] = {
             "n": self.num_samples,

@@ -213,7 +213,7 @@ class Dataset:
         transform.require_column(table, column, "cast_column")
         try:
             cast = table.hf.cast_column(column, datasets.Image(decode=decode))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among them
             raise DataError(f"cast_column: column {column!r} cannot hold images: {error}") from error
         self._replace(None, table.replaced(cast), "cast_column")
 

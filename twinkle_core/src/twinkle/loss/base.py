@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from twinkle.data_format import InputFeature, LossOutput, ModelOutput
+from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 
 
 class Loss(ABC):
@@ -22,7 +22,7 @@ class Loss(ABC):
     require_logits: bool = False
 
     @abstractmethod
-    def __call__(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
+    def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
         """Compute the loss of one micro-batch.
 
         Args:

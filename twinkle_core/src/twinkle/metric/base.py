@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle.data_format import InputFeature, ModelOutput
+from twinkle.data_format import InputBatch, ModelOutput
 
 
 class Metric(ABC):
@@ -26,7 +26,7 @@ class Metric(ABC):
         self.process_group = process_group
 
     @abstractmethod
-    def accumulate(self, inputs: InputFeature, outputs: ModelOutput, **kwargs: Any) -> None:
+    def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Take in one call.
 
         Args:

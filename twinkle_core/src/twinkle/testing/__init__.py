@@ -1,4 +1,4 @@
-"""What tests of Twinkle and of its plugins share: tiny models made on the spot, with a real tokenizer and chat template."""
+"""What tests of Twinkle and of its plugins share: tiny models made on the spot, with tokenizer and chat template."""
 
 from twinkle.testing.models import CHATML, tiny_config, tiny_model, tiny_tokenizer
 

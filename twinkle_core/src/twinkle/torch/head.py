@@ -1,13 +1,14 @@
 """The one loss head of the house: log-probabilities of chosen tokens from hidden states, never `[tokens, vocabulary]`.
 
-With z the logits of a position, y its target and p = softmax(z), the gradients are d logp_y / dz = onehot(y) - p and, for
-the entropy H = -sum p log p, dH / dz = -p (log p + H). Neither depends on the loss, so a frozen head needs no second
-look at the logits: the forward stores d logp_y / dh and dH / dh (`[N, H]` each) and the backward scales them. A trainable
-head recomputes its logits chunk by chunk in the backward.
+With z the logits of a position, y its target and p = softmax(z), the gradients are d logp_y / dz = onehot(y) - p and,
+for the entropy H = -sum p log p, dH / dz = -p (log p + H). Neither depends on the loss, so a frozen head needs no second
+look at the logits: the forward stores d logp_y / dh and dH / dh (`[N, H]` each) and the backward scales them. A
+trainable head recomputes its logits chunk by chunk in the backward.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,9 @@ def score_tokens(
     frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
     function = _FrozenHead if frozen or not torch.is_grad_enabled() else _TrainableHead
     with torch.autocast(kind, enabled=False):
-        logps, entropy, best = function.apply(hidden.to(dtype), targets, weight, bias, transform, want, chunk_tokens)
+        logps, entropy, best = function.apply(  # type: ignore[no-untyped-call]
+            hidden.to(dtype), targets, weight, bias, transform, want, chunk_tokens
+        )
     return TokenScores(logps, entropy if entropies else None, best if predictions else None)
 
 
@@ -192,7 +195,9 @@ class _TrainableHead(torch.autograd.Function):
         h, y, weight, bias, log_zs, entropy = ctx.saved_tensors
         d_h = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if ctx.needs_input_grad[2] else None
-        d_bias = torch.zeros_like(bias, dtype=wide(bias.dtype)) if bias is not None and ctx.needs_input_grad[3] else None
+        d_bias = (
+            torch.zeros_like(bias, dtype=wide(bias.dtype)) if bias is not None and ctx.needs_input_grad[3] else None
+        )
         for start in range(0, h.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             z = _logits(h[part], weight, bias, ctx.transform)
@@ -211,8 +216,11 @@ class _TrainableHead(torch.autograd.Function):
                 d_h[part] = small @ weight
             if d_weight is not None:
                 d_weight += small.T @ h[part]
-        cast = (lambda t: None if t is None else t.to(weight.dtype))
-        return d_h, None, cast(d_weight), cast(d_bias), None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        if d_bias is not None:
+            d_bias = d_bias.to(weight.dtype)
+        return d_h, None, d_weight, d_bias, None, None, None
 
 
 def _empty_scores(h: Tensor, want: tuple[bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +248,7 @@ def _score_by_module(
 
     run: Callable[[Tensor, Tensor], Any] = score
     if torch.is_grad_enabled():
-        run = lambda h, y: checkpoint(score, h, y, use_reentrant=False)  # noqa: E731
+        run = partial(checkpoint, score, use_reentrant=False)
     starts = range(0, max(hidden.shape[0], 1), chunk)
     parts = [run(hidden[s : s + chunk], targets[s : s + chunk]) for s in starts]
     logps, entropy, best = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -1,0 +1,64 @@
+"""How every benchmark here measures: contestants in turn, CPU time, median of paired ratios."""
+
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Paired ratios ours / theirs: median, minimum and maximum."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} (min {self.low:.3f}, max {self.high:.3f})"
+
+
+def paired(
+    ours: Callable[[], object], theirs: Callable[[], object], repetitions: int = 7
+) -> tuple[float, float, Ratio]:
+    """Run two functions in turn and return their median CPU seconds and the ratio; the first pair is dropped."""
+    pairs = []
+    for index in range(repetitions + 1):
+        order = (ours, theirs) if index % 2 else (theirs, ours)
+        seconds = {function: _cpu_seconds(function) for function in order}
+        pairs.append((seconds[ours], seconds[theirs]))
+    kept = pairs[1:]
+    ratios = [a / b for a, b in kept]
+    return (
+        statistics.median(a for a, _ in kept),
+        statistics.median(b for _, b in kept),
+        Ratio(statistics.median(ratios), min(ratios), max(ratios)),
+    )
+
+
+def describe_machine(packages: Sequence[str]) -> str:
+    """Return Python, package versions and processor in one line."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    return f"Python {platform.python_version()}, {versions}; {platform.machine()}"
+
+
+def peak_kib() -> int:
+    """Return this process's peak resident size.
+
+    From the kernel's high-water mark where there is one: `ru_maxrss` survives `exec`, so a child shows its parent's.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _cpu_seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
