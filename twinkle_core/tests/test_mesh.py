@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle import DeviceGroup, DeviceMesh
@@ -33,6 +33,7 @@ def on_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("RANK", str(rank))
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_every_rank_has_the_place_that_counting_gives_it(found: dict[str, int | None]) -> None:
     mesh = make(found)
@@ -42,6 +43,7 @@ def test_every_rank_has_the_place_that_counting_gives_it(found: dict[str, int | 
             assert [mesh.fsdp_rank, mesh.pp_rank, mesh.dp_rank, mesh.cp_rank, mesh.tp_rank] == list(place.values())
 
 
+@settings(deadline=None)
 @given(sizes, st.sampled_from([1, 2, 4]))
 def test_the_data_rank_follows_the_formula_and_ranks_of_one_sequence_are_neighbours(
     found: dict[str, int | None], ulysses: int
@@ -61,6 +63,7 @@ def test_the_data_rank_follows_the_formula_and_ranks_of_one_sequence_are_neighbo
     assert {len(set(group)) for group in members.values()} == {ulysses}
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(0, 100))
 def test_slices_partition_the_batch_evenly_and_in_order(found: dict[str, int | None], length: int) -> None:
     mesh = make(found)
@@ -78,6 +81,7 @@ def test_a_process_gets_the_slice_of_its_own_data_rank(monkeypatch: pytest.Monke
     assert mesh.get_slice(10) == slice(4, 7)
 
 
+@settings(deadline=None)
 @given(sizes, st.sets(st.sampled_from(ORDER), min_size=1))
 def test_rank_groups_are_the_ranks_that_differ_in_these_dimensions_only(
     found: dict[str, int | None], dims: set[str]
@@ -90,6 +94,7 @@ def test_rank_groups_are_the_ranks_that_differ_in_these_dimensions_only(
     assert sorted(map(sorted, groups)) == sorted(expected.values())
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_stage_and_tensor_parallel_ranks_are_those_of_an_enumeration(found: dict[str, int | None]) -> None:
     mesh = make(found)
@@ -104,6 +109,7 @@ def test_stage_and_tensor_parallel_ranks_are_those_of_an_enumeration(found: dict
         assert mesh.is_pp_last_rank(rank) == (place["pp"] == last_pp)
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_results_are_collected_once_from_each_data_rank_at_the_last_stage(found: dict[str, int | None]) -> None:
     mesh = make(found)
