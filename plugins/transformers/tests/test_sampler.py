@@ -356,3 +356,24 @@ def test_a_patch_reaches_the_module(sampler):
 
     sampler.apply_patch(Note)
     assert seen == [sampler.model]
+
+
+def test_layers_with_a_recurrent_state_are_cached_repeated_and_dropped_too():
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.3, eos_token_id=258, pad_token_id=256, bos_token_id=257,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Qwen3_5ForCausalLM(config)
+    assert "linear_attention" in config.layer_types
+    params = SamplingParams(max_tokens=15, seed=1, logprobs=1, num_samples=3, stop=list(range(40)))
+    for response in TorchSampler(model=module).sample(rows(), params):
+        for sequence in response.sequences:
+            ids = response.prompt_token_ids
+            _, expected = forward_logprobs(module.eval(), ids + sequence.tokens, 1.0)
+            drawn = [pairs[0][1] for pairs in sequence.logprobs]
+            assert drawn == pytest.approx(expected[len(ids) - 1 :], abs=1e-3)
