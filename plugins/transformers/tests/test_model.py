@@ -124,6 +124,7 @@ def test_disabled_adapters_give_the_base_model_and_come_back(model: Transformers
     model.clip_grad_and_step()
     adapted = model.forward_only(inputs=ROWS)["logps"]
     assert torch.equal(model.forward_only(inputs=ROWS, disable_lora=True)["logps"], base)
+    assert torch.equal(model.forward_only(inputs=ROWS, adapter_name="")["logps"], base)
     assert torch.equal(model.forward_only(inputs=ROWS)["logps"], adapted)
     assert not torch.equal(adapted, base)
     model.forward_backward(inputs=ROWS)  # and it trains on
@@ -323,6 +324,19 @@ def test_a_nan_micro_batch_is_skipped_by_option_and_counted(folder: Path) -> Non
     torch.testing.assert_close(ours, wanted)
     assert metrics["nonfinite_skipped"] == 1
     assert metrics["total_tokens"] == 5
+
+
+def test_a_nan_loss_between_separate_calls_is_skipped_by_option(folder: Path) -> None:
+    model = TransformersModel(model_id=str(folder), mixed_precision="no", on_nonfinite="skip")
+    model.set_optimizer("SGD", lr=1.0, weight_decay=0.0)
+    model.set_loss(poison(3))
+    before = {name: tensor.clone() for name, tensor in model.get_state_dict().items()}
+    model.forward(inputs=ROWS)
+    model.calculate_loss()
+    model.backward()
+    model.clip_grad_and_step()
+    assert all(torch.equal(t, before[name]) for name, t in model.get_state_dict().items())
+    assert model.calculate_metric(is_training=True)["nonfinite_skipped"] == 1
 
 
 def test_an_infinite_gradient_stops_before_the_update(model: TransformersModel) -> None:

@@ -48,14 +48,19 @@ class Run:
         self.name = name
         self.config = dict(config or {})
         self.step = 0
+        self._attached = contextlib.ExitStack()
         self._trackers = [registry().build(tracker, "tracker") for tracker in trackers]
         self.folder = _existing(Path(folder)) if folder is not None else _fresh(Path(root), name)
 
     def __enter__(self) -> "Run":
         from twinkle._registry import registry
 
-        for index, tracker in enumerate(self._trackers):
-            registry().attach(tracker, self._attached_name(index))
+        with contextlib.ExitStack() as attached:  # if one cannot be attached, none stays
+            for index, tracker in enumerate(self._trackers):
+                name = f"run:{self.folder.name}:{index}"
+                registry().attach(tracker, name)
+                attached.callback(registry().detach, name)
+            self._attached = attached.pop_all()
         registry().hook("twinkle_configure")(config=self.config)
         registry().hook("twinkle_run_start")(run=self)
         return self
@@ -83,11 +88,7 @@ class Run:
                 registry().hook("twinkle_run_error")(run=self, error=error)
             registry().hook("twinkle_run_end")(run=self)
         finally:
-            for index in range(len(self._trackers)):
-                registry().detach(self._attached_name(index))
-
-    def _attached_name(self, index: int) -> str:
-        return f"run:{self.folder.name}:{index}"
+            self._attached.close()
 
 
 def _fresh(root: Path, name: str) -> Path:

@@ -19,6 +19,8 @@ class Pass:
     loss: LossOutput | None = None
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     step: int = 0
+    usable: bool = True
+    """False when its loss is not finite and is left out."""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class OptimizerGroup:
     scheduled: int = 0
     """Updates that the scheduler has followed."""
     last_grad_norm: float | None = None
+    training: bool = True
+    """Whether the last forward was one in training mode, which `calculate_loss` then scores."""
     train_status: Status = field(default_factory=Status)
     eval_status: Status = field(default_factory=Status)
 
@@ -82,6 +86,15 @@ class OptimizerGroup:
                 f"adapter {self.adapter_name!r}: backward after clip_grad_norm() or step(), but the old gradients are "
                 f"still there; call {done} first (clip_grad_and_step() does all of it)"
             )
+
+    def count_backward(self, passes: list[Pass]) -> None:
+        """Count one backward call and keep its passes for the metrics of their step."""
+        self.cur_step += 1
+        self.pending += 1
+        for item in passes:
+            item.step = self.cur_step
+        self.train_status.unseen += passes
+        self.train_status.passes = []
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters that the optimizer updates."""

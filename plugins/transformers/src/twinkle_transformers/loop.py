@@ -26,39 +26,39 @@ def needs_of(group: OptimizerGroup, status: Status, return_logits: bool) -> Need
     )
 
 
-def score(group: OptimizerGroup, item: Pass, *, split: bool, loss_kwargs: dict[str, Any]) -> float:
-    """Calculate the loss of one pass and keep it there; returns `loss_sum` as a number."""
+def score(group: OptimizerGroup, item: Pass, *, split: bool, loss_kwargs: dict[str, Any]) -> None:
+    """Calculate the loss of one pass and keep it there."""
     if item.inputs.get("labels") is None:
         raise TrainingStateError(
             "calculate_loss: the rows have no `labels`; encode them with a template, or give features with labels"
         )
     item.loss_kwargs = loss_kwargs
     item.loss = call_loss(group.loss_instance, item.inputs, item.outputs, split=split, **loss_kwargs)
-    value = float(item.loss.loss_sum.detach())
-    item.outputs["loss_sum"] = value
-    item.outputs["num_tokens"] = float(item.loss.denominator)
-    item.outputs["loss"] = value / float(item.loss.denominator) if float(item.loss.denominator) else 0.0
-    return value
+    value, count = float(item.loss.loss_sum.detach()), float(item.loss.denominator)
+    item.outputs["loss_sum"], item.outputs["num_tokens"] = value, count
+    item.outputs["loss"] = value / count if count else 0.0
 
 
-def check_finite(group: OptimizerGroup, item: Pass, value: float, policy: str) -> bool:
-    """Return whether the pass may be used; a loss that is not finite is skipped or raised, as `policy` says.
+def check_finite(group: OptimizerGroup, item: Pass, policy: str) -> None:
+    """Leave a pass out, or stop, as `policy` says, when its loss is not finite.
 
     Raises:
-        NonFiniteError: with the rows of the pass.
+        NonFiniteError: with the rows of the pass; the pending gradients of the step are gone.
     """
+    value = item.outputs["loss_sum"]
     if value - value == 0.0:
-        return True
+        return
     what = f"{loss_name(group.loss_instance)} of adapter {group.adapter_name!r} is {value} at step {group.updates + 1}"
     if policy == "raise":
+        group.clear_gradients()
         raise NonFiniteError(
             f"{what}; the weights are untouched and the batch is in this error's `inputs` "
             "(on_nonfinite='skip' leaves such micro-batches out)",
             item.rows,
         )
+    item.usable = False
     group.train_status.skipped += 1
     get_logger().warning("%s; this micro-batch of %d rows is left out", what, len(item.rows))
-    return False
 
 
 def backward(group: OptimizerGroup, item: Pass) -> None:
@@ -76,6 +76,11 @@ def backward(group: OptimizerGroup, item: Pass) -> None:
     loss.loss_sum.backward()  # type: ignore[no-untyped-call]
     group.denominator += float(loss.denominator)
     item.loss = None
+
+
+def detach(item: Pass) -> None:
+    """Let go of the graph of a pass; its outputs stay."""
+    item.outputs = {k: _detached(v) for k, v in item.outputs.items()}  # type: ignore[assignment]
 
 
 def settle(item: Pass) -> Pass:

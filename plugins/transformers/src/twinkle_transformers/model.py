@@ -9,24 +9,23 @@ import torch
 
 from twinkle import get_logger, registry, remote_class, remote_function
 from twinkle.data_format import ModelOutput
-from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, Unsupported
+from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle_registry import nearest
-from twinkle_transformers import adapters, gradients, loop, saving
+from twinkle_transformers import adapters, loop, saving
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.optimizers import build_optimizer, build_scheduler, override
+from twinkle_transformers.optimizers import build_optimizer, build_scheduler
+from twinkle_transformers.options import PRECISION, check_adapter, check_model_options, check_task
 from twinkle_transformers.rows import PER_ROW, as_rows, micro_batches
 from twinkle_transformers.scoring import check_loss_arguments
+from twinkle_transformers.stepping import clip_group, set_accumulation, step_group
 
-_PRECISION = {"no": None, "bf16": torch.bfloat16}
 _DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
-_LATER = {"strategy": "accelerate", "ddp_config": None, "fsdp_config": None, "grad_scaler_config": None,
-          "memory_efficient_init": False}  # fmt: skip
 
 
 @remote_class()
@@ -81,7 +80,7 @@ class TransformersModel(TwinkleModel):
     ) -> None:
         given = {"strategy": strategy, "ddp_config": ddp_config, "fsdp_config": fsdp_config,
                  "grad_scaler_config": grad_scaler_config, "memory_efficient_init": memory_efficient_init}  # fmt: skip
-        _check_options(given, mixed_precision, on_nonfinite, device_mesh)
+        check_model_options(given, mixed_precision, on_nonfinite, device_mesh)
         if model_id is None:
             raise ArgumentError("TransformersModel: model_id is missing; give a folder, a GGUF file or a reference")
         self.model_id = str(model_id)
@@ -98,7 +97,6 @@ class TransformersModel(TwinkleModel):
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self._backbone = Backbone.of(self.model)
         self._default_template: Any = None
-        self._mode = "train"
         self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
         self.active_group = ""
 
@@ -162,18 +160,11 @@ class TransformersModel(TwinkleModel):
             is_trainable: False adds it for `forward_only` and sampling alone.
             gradient_accumulation_steps: backward calls for each update.
         """
-        if not adapter_name.replace("-", "_").isidentifier():
-            raise ArgumentError(
-                f"adapter name {adapter_name!r}: use letters, digits, '_' and '-', not beginning with a digit"
-            )
-        if adapter_name in self.optimizer_group:
-            raise ArgumentError(f"adapter {adapter_name!r} exists already; choose another name")
-        if gradient_accumulation_steps < 1:
-            raise ArgumentError(f"gradient_accumulation_steps={gradient_accumulation_steps}; it must be at least 1")
-        self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
+        check_adapter(adapter_name, self.optimizer_group)
         group = self._new_group(adapter_name)
+        set_accumulation(group, gradient_accumulation_steps)
+        self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
         group.adapter_config = config
-        group.gradient_accumulation_steps = gradient_accumulation_steps
         self.optimizer_group[adapter_name] = group
         self.active_group = adapter_name
         if not is_trainable:
@@ -204,10 +195,10 @@ class TransformersModel(TwinkleModel):
         Returns:
             `logps` `[B, T]`, and `logits` if asked for; with graph.
         """
-        _check_task(task)
+        check_task(task)
         group = self._select(adapter_name)
         rows = as_rows(inputs, self._encoder(group))
-        self._mode = "train"
+        group.training = True
         group.train_status.passes = [self._pass(group, group.train_status, rows, temperature, return_logits)]
         return group.train_status.passes[0].outputs
 
@@ -225,14 +216,15 @@ class TransformersModel(TwinkleModel):
     ) -> ModelOutput:
         """Run in evaluation mode without a graph, in micro-batches of `micro_batch_size` rows.
 
-        `disable_lora=True` answers with the base model alone. The other arguments are those of `forward`.
+        `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. The other arguments are those of `forward`.
         """
-        _check_task(task)
+        check_task(task)
         group = self._select(adapter_name)
         rows = as_rows(inputs, self._encoder(group))
         status = group.eval_status
-        self._mode = "eval"
-        with torch.no_grad(), adapters.without_adapters(self.model, disable_lora):
+        group.training = False
+        base = disable_lora or not group.adapter_name
+        with torch.no_grad(), adapters.without_adapters(self.model, base):
             status.passes = [
                 self._pass(group, status, part, temperature, return_logits)
                 for part, _ in micro_batches(rows, {}, PER_ROW, micro_batch_size)
@@ -244,21 +236,24 @@ class TransformersModel(TwinkleModel):
         """Return the loss of the last `forward` or `forward_only`, divided by its own denominator.
 
         Keyword arguments go to the loss; those with one entry a row are cut with the rows.
+
+        Raises:
+            NonFiniteError: as `forward_backward`.
         """
         group = self._select(adapter_name)
-        status = group.train_status if self._mode == "train" else group.eval_status
+        status = group.train_status if group.training else group.eval_status
         if not status.passes:
             raise TrainingStateError("calculate_loss: there is no forward to score; call forward or forward_only first")
         loss = self._loss(group)
         check_loss_arguments(loss, loss_kwargs)
         rows = [row for item in status.passes for row in item.rows]
         shares = micro_batches(rows, loss_kwargs, _row_inputs(loss), len(status.passes[0].rows))
-        with torch.set_grad_enabled(self._mode == "train"):
+        with torch.set_grad_enabled(group.training):
             for item, (_, share) in zip(status.passes, shares, strict=True):
-                value = loop.score(group, item, split=len(status.passes) > 1, loss_kwargs=share)
-                if self._mode == "train":
-                    loop.check_finite(group, item, value, "raise")
-        if self._mode == "eval":
+                loop.score(group, item, split=len(status.passes) > 1, loss_kwargs=share)
+                if group.training:
+                    loop.check_finite(group, item, self.on_nonfinite)
+        if not group.training:
             status.unseen += loop.settled(status.passes)
             loop.feed_metrics(group, status)
         return float(loop.join([item.outputs for item in status.passes])["loss"])
@@ -271,9 +266,10 @@ class TransformersModel(TwinkleModel):
         if not status.passes:
             raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
         group.begin_backward()
-        for item in status.passes:
+        usable = [item for item in status.passes if item.usable]
+        for item in usable:
             loop.backward(group, item)
-        self._count_backward(group, status.passes)
+        group.count_backward(loop.settled(usable))
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_backward(
@@ -305,28 +301,24 @@ class TransformersModel(TwinkleModel):
             NonFiniteError: the loss is NaN or infinite and `on_nonfinite="raise"`; weights and optimizer are as before,
                 the gradients of the unfinished step are gone.
         """
-        _check_task(task)
+        check_task(task)
         group = self._select(adapter_name)
         group.begin_backward()
         loss = self._loss(group)
         check_loss_arguments(loss, loss_kwargs)
         rows = as_rows(inputs, self._encoder(group))
         split = micro_batch_size is not None and micro_batch_size < len(rows)
-        self._mode, group.train_status.passes = "train", []
+        group.training, group.train_status.passes = True, []
         done: list[Pass] = []
         for part, share in micro_batches(rows, loss_kwargs, _row_inputs(loss), micro_batch_size):
             item = self._pass(group, group.train_status, part, temperature, return_logits)
-            value = loop.score(group, item, split=split, loss_kwargs=share)
-            try:
-                usable = loop.check_finite(group, item, value, self.on_nonfinite)
-            except NonFiniteError:
-                group.clear_gradients()
-                raise
-            if usable:
+            loop.score(group, item, split=split, loss_kwargs=share)
+            loop.check_finite(group, item, self.on_nonfinite)
+            if item.usable:
                 loop.backward(group, item)
                 done.append(item)
-            item.outputs = {key: _without_graph(entry) for key, entry in item.outputs.items()}  # type: ignore[assignment]
-        self._count_backward(group, done)
+            loop.detach(item)
+        group.count_backward(loop.settled(done))
         return loop.join([item.outputs for item in done]) if done else {"loss": float("nan"), "num_tokens": 0.0}
 
     # the step
@@ -349,24 +341,10 @@ class TransformersModel(TwinkleModel):
             NonFiniteError: the norm is not finite and `on_nonfinite="raise"`; nothing was updated.
         """
         group = self._group(adapter_name)
-        self._set_accumulation(group, gradient_accumulation_steps)
+        set_accumulation(group, gradient_accumulation_steps)
         if not group.due(flush):
             return 0.0
-        gradients.divide(group)
-        norm = gradients.clip(gradients.gradients(group), max_grad_norm, norm_type)
-        group.last_grad_norm = norm
-        if norm - norm != 0.0:
-            if self.on_nonfinite == "raise":
-                group.clear_gradients()
-                raise NonFiniteError(
-                    f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}; the "
-                    "weights are untouched (on_nonfinite='skip' leaves such steps out)"
-                )
-            get_logger().warning("step %d of adapter %r is left out: gradient norm %s", group.updates + 1,
-                                 group.adapter_name, norm)  # fmt: skip
-            group.dropped = True
-            group.train_status.skipped += 1
-        return norm
+        return clip_group(group, max_grad_norm, norm_type, self.on_nonfinite)
 
     @remote_function()
     def step(
@@ -389,25 +367,8 @@ class TransformersModel(TwinkleModel):
             TrainingStateError: nothing was accumulated, or the last update's gradients are still there.
         """
         group = self._group(adapter_name)
-        self._set_accumulation(group, gradient_accumulation_steps)
-        if not group.pending:
-            if flush:
-                return
-            raise TrainingStateError(
-                f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first"
-            )
-        if group.stepped:
-            raise TrainingStateError("step: this step was made already; call zero_grad() before the next backward")
-        if not group.due(flush):
-            return
-        gradients.divide(group)
-        if optim_params:
-            override(group.optimizer, optim_params)
-        if not group.dropped:
-            group.optimizer.step()
-            group.updates += 1
-        loop.feed_metrics(group, group.train_status)
-        group.stepped = True
+        set_accumulation(group, gradient_accumulation_steps)
+        step_group(group, optim_params, flush)
 
     @remote_function()
     def zero_grad(
@@ -420,7 +381,7 @@ class TransformersModel(TwinkleModel):
     ) -> None:
         """Forget the gradients of a finished accumulation (of an unfinished one too with `flush`)."""
         group = self._group(adapter_name)
-        self._set_accumulation(group, gradient_accumulation_steps)
+        set_accumulation(group, gradient_accumulation_steps)
         if group.stepped or group.due(flush):
             group.clear_gradients(set_to_none)
 
@@ -434,7 +395,7 @@ class TransformersModel(TwinkleModel):
     ) -> None:
         """Advance the scheduler once for each update made since the last call."""
         group = self._group(adapter_name)
-        self._set_accumulation(group, gradient_accumulation_steps)
+        set_accumulation(group, gradient_accumulation_steps)
         if group.lr_scheduler is not None and group.updates > group.scheduled:
             group.lr_scheduler.step()
         group.scheduled = group.updates
@@ -474,7 +435,7 @@ class TransformersModel(TwinkleModel):
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
         """Context in which this model's forwards run: mixed precision, if it is on."""
-        dtype = _PRECISION[self.mixed_precision]
+        dtype = PRECISION[self.mixed_precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             yield
 
@@ -602,49 +563,11 @@ class TransformersModel(TwinkleModel):
             outputs = self._backbone(batch, self.device, loop.needs_of(group, status, return_logits), temperature)
         return Pass(batch, outputs, list(rows))
 
-    def _count_backward(self, group: OptimizerGroup, items: list[Pass]) -> None:
-        group.cur_step += 1
-        group.pending += 1
-        for item in items:
-            item.step = group.cur_step
-        group.train_status.unseen += loop.settled(items)
-        group.train_status.passes = []
-
-    def _set_accumulation(self, group: OptimizerGroup, steps: int | None) -> None:
-        if steps is None:
-            return
-        if steps < 1:
-            raise ArgumentError(f"gradient_accumulation_steps={steps}; it must be at least 1")
-        group.gradient_accumulation_steps = steps
-
     def _keep_trained_in_float32(self, group: OptimizerGroup) -> None:
         for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
 
 
-def _check_options(given: Mapping[str, Any], precision: str, policy: str, mesh: Any) -> None:
-    for name, default in _LATER.items():
-        if given[name] != default:
-            raise Unsupported(
-                f"TransformersModel: {name}={given[name]!r} is for several devices; leave it at {default!r}"
-            )
-    if precision not in _PRECISION:
-        raise Unsupported(f"TransformersModel: mixed_precision={precision!r}; choose from {sorted(_PRECISION)}")
-    if policy not in ("raise", "skip"):
-        raise ArgumentError(f"TransformersModel: on_nonfinite={policy!r}; choose 'raise' or 'skip'")
-    if mesh is not None and mesh.world_size > 1:
-        raise Unsupported(f"TransformersModel: a device mesh of {mesh.world_size} devices; this backend trains on one")
-
-
-def _check_task(task: str) -> None:
-    if task not in ("causal_lm", "fused_lm_ce"):
-        raise Unsupported(f"task={task!r}; choose 'causal_lm' or 'fused_lm_ce'")
-
-
 def _row_inputs(loss: Any) -> frozenset[str]:
     return PER_ROW | frozenset(getattr(loss, "row_inputs", ()))
-
-
-def _without_graph(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,55 @@
+"""What the constructor and the calls of `TransformersModel` accept on one device, and how the rest is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from twinkle.errors import ArgumentError, Unsupported
+
+PRECISION = {"no": None, "bf16": torch.bfloat16}
+"""Autocast dtype of each mixed precision."""
+
+_OTHER_BACKENDS = {
+    "strategy": "accelerate",
+    "ddp_config": None,
+    "fsdp_config": None,
+    "grad_scaler_config": None,
+    "memory_efficient_init": False,
+}
+
+
+def check_model_options(given: Mapping[str, Any], precision: str, policy: str, mesh: Any) -> None:
+    """Refuse what needs several devices, and values that do not exist.
+
+    Args:
+        given: options for several devices, by name; each must have its default.
+        precision: mixed precision.
+        policy: what happens to numbers that are not finite.
+        mesh: the device mesh.
+    """
+    for name, default in _OTHER_BACKENDS.items():
+        if given[name] != default:
+            raise Unsupported(
+                f"TransformersModel: {name}={given[name]!r} is for several devices; leave it at {default!r}"
+            )
+    if precision not in PRECISION:
+        raise Unsupported(f"TransformersModel: mixed_precision={precision!r}; choose from {sorted(PRECISION)}")
+    if policy not in ("raise", "skip"):
+        raise ArgumentError(f"TransformersModel: on_nonfinite={policy!r}; choose 'raise' or 'skip'")
+    if mesh is not None and mesh.world_size > 1:
+        raise Unsupported(f"TransformersModel: a device mesh of {mesh.world_size} devices; this backend trains on one")
+
+
+def check_task(task: str) -> None:
+    """Refuse tasks other than language modelling."""
+    if task not in ("causal_lm", "fused_lm_ce"):
+        raise Unsupported(f"task={task!r}; choose 'causal_lm' or 'fused_lm_ce'")
+
+
+def check_adapter(name: str, taken: Mapping[str, Any]) -> None:
+    """Refuse adapter names that exist or that could be mistaken for a module's."""
+    if not name.replace("-", "_").isidentifier():
+        raise ArgumentError(f"adapter name {name!r}: use letters, digits, '_' and '-', not beginning with a digit")
+    if name in taken:
+        raise ArgumentError(f"adapter {name!r} exists already; choose another name")

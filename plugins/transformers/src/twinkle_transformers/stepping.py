@@ -1,0 +1,115 @@
+"""From pending gradients to an update: divided once by what all losses counted, clipped by their true norm."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
+from twinkle.logging import get_logger
+from twinkle_transformers import loop
+from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.optimizers import override
+
+
+def clip_group(group: OptimizerGroup, max_norm: float, norm_type: float, policy: str) -> float:
+    """Divide and clip the pending gradients; return their norm before clipping.
+
+    Raises:
+        NonFiniteError: the norm is not finite and `policy` is "raise"; the gradients are gone, nothing was updated.
+    """
+    divide(group)
+    norm = clip(gradients(group), max_norm, norm_type)
+    group.last_grad_norm = norm
+    if norm - norm != 0.0:
+        what = f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}"
+        if policy == "raise":
+            group.clear_gradients()
+            raise NonFiniteError(f"{what}; the weights are untouched (on_nonfinite='skip' leaves such steps out)")
+        get_logger().warning("%s; this step is left out", what)
+        group.dropped = True
+        group.train_status.skipped += 1
+    return norm
+
+
+def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, flush: bool) -> None:
+    """Update the parameters if that is due, and give the metrics the passes of the step.
+
+    Raises:
+        TrainingStateError: nothing was accumulated, or this step was made already.
+    """
+    if not group.pending:
+        if flush:
+            return
+        raise TrainingStateError(
+            f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first"
+        )
+    if group.stepped:
+        raise TrainingStateError("step: this step was made already; call zero_grad() before the next backward")
+    if not group.due(flush):
+        return
+    divide(group)
+    if optim_params:
+        override(group.optimizer, optim_params)
+    if not group.dropped:
+        group.optimizer.step()
+        group.updates += 1
+    loop.feed_metrics(group, group.train_status)
+    group.stepped = True
+
+
+def set_accumulation(group: OptimizerGroup, steps: int | None) -> None:
+    """Set the number of backward calls a step; None leaves it.
+
+    Raises:
+        ArgumentError: it is below 1.
+    """
+    if steps is None:
+        return
+    if steps < 1:
+        raise ArgumentError(f"gradient_accumulation_steps={steps}; it must be at least 1")
+    group.gradient_accumulation_steps = steps
+
+
+def divide(group: OptimizerGroup) -> None:
+    """Divide the pending gradients by their denominator, once.
+
+    The gradient of a step is `grad(sum of loss sums) / sum of denominators`. A denominator of 0 (no token was trained)
+    is a zero gradient, and the log says so.
+    """
+    if group.divided:
+        return
+    group.divided = True
+    grads = gradients(group)
+    if group.denominator <= 0:
+        get_logger().warning(
+            "step %d of adapter %r trained nothing: the denominators of its losses add up to 0; its gradient is zero",
+            group.updates + 1,
+            group.adapter_name,
+        )
+    if grads and group.denominator > 0:
+        torch._foreach_div_(grads, group.denominator)
+    elif grads:
+        torch._foreach_zero_(grads)
+
+
+def clip(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> float:
+    """Scale `grads` in place so that their joint norm is at most `max_norm`; return the norm before.
+
+    Args:
+        grads: gradients of all parameters of one adapter.
+        max_norm: the bound; 0 or less measures without scaling.
+        norm_type: p of the p-norm.
+    """
+    if not grads:
+        return 0.0
+    norm = float(torch.nn.utils.get_total_norm(grads, norm_type))
+    if 0 < max_norm < norm:
+        torch._foreach_mul_(list(grads), max_norm / norm)
+    return norm
+
+
+def gradients(group: OptimizerGroup) -> list[Tensor]:
+    """Return the gradients that exist."""
+    return [p.grad for p in group.parameters() if p.grad is not None]
