@@ -216,7 +216,8 @@ class TransformersModel(TwinkleModel):
     ) -> ModelOutput:
         """Run in evaluation mode without a graph, in micro-batches of `micro_batch_size` rows.
 
-        `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. The other arguments are those of `forward`.
+        `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. The other arguments are those of
+        `forward`.
         """
         check_task(task)
         group = self._select(adapter_name)

@@ -1,9 +1,9 @@
 """The one loss head of the house: log-probabilities of chosen tokens from hidden states, never `[tokens, vocabulary]`.
 
 With z the logits of a position, y its target and p = softmax(z), the gradients are d logp_y / dz = onehot(y) - p and,
-for the entropy H = -sum p log p, dH / dz = -p (log p + H). Neither depends on the loss, so a frozen head needs no second
-look at the logits: the forward stores d logp_y / dh and dH / dh (`[N, H]` each) and the backward scales them. A
-trainable head recomputes its logits chunk by chunk in the backward.
+for the entropy H = -sum p log p, dH / dz = -p (log p + H). Neither depends on the loss, so a frozen head needs no
+second look at the logits: the forward stores d logp_y / dh and dH / dh (`[N, H]` each) and the backward scales them.
+A trainable head recomputes its logits chunk by chunk in the backward.
 """
 
 from collections.abc import Callable
