@@ -1,0 +1,263 @@
+"""Where rows come from: memory, files, folders, hubs; slices; and malformed sources."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.dataset.sources import slice_indices
+from twinkle.errors import ArgumentError, ComponentNotFound, DataError, Unsupported
+
+ROWS = [{"a": 1, "t": "x"}, {"a": 2, "t": "ü"}]
+
+
+def load(path: object, **kwargs: object) -> list[dict[str, object]]:
+    return list(Dataset(DatasetMeta(str(path), **kwargs)))
+
+
+def test_memory_may_be_rows_columns_a_data_set_or_a_function() -> None:
+    import datasets
+
+    hf = datasets.Dataset.from_list(ROWS)
+    columns = {"a": [1, 2], "t": ["x", "ü"]}
+    for data in (ROWS, columns, hf, hf.with_format("torch"), iter(ROWS), lambda: ROWS, lambda: (row for row in ROWS)):
+        assert list(Dataset(DatasetMeta(data=data))) == ROWS
+    splits = datasets.DatasetDict(train=hf, test=hf.select([1]))
+    assert list(Dataset(DatasetMeta(data=splits, split="test"))) == ROWS[1:]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "has no rows after loading"),
+        ({}, "has no rows after loading"),
+        (3, "data is a int; give a list of dicts"),
+        ("text", "data is a str"),
+        ([1], "row 0: a row must be a dict, but this is a int"),
+        ({"a": "text"}, "column 'a' is a str"),
+        ({"a": [1], "b": [1, 2]}, "columns have different lengths: {'a': 1, 'b': 2}"),
+        ([{"a": 1}, {"a": "x"}], r"column 'a' mixes types \(int, str\)"),
+    ],
+)
+def test_wrong_data_is_explained(data: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Dataset(DatasetMeta(data=data))
+
+
+def test_a_meta_without_any_source_is_an_error() -> None:
+    with pytest.raises(DataError, match="names no data"):
+        Dataset(DatasetMeta())
+    with pytest.raises(ArgumentError, match="take no options, but 'revision'"):
+        Dataset(DatasetMeta(data=ROWS), revision="x")
+
+
+def test_streams_are_not_for_this_class(tmp_path: Path) -> None:
+    import datasets
+
+    with pytest.raises(Unsupported, match="is a stream"):
+        Dataset(DatasetMeta(data=datasets.Dataset.from_list(ROWS).to_iterable_dataset()))
+    with pytest.raises(Unsupported, match="does not stream"):
+        Dataset(DatasetMeta(data=ROWS), streaming=True)
+    assert len(Dataset(DatasetMeta(data=ROWS), streaming=False)) == 2
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    assert load(write(tmp_path / "a.jsonl", lines)) == ROWS
+    assert load(write(tmp_path / "b.jsonl", "\ufeff\n" + lines + "\n\n")) == ROWS
+    assert load(write(tmp_path / "lines.json", lines)) == ROWS
+    assert load(write(tmp_path / "list.json", json.dumps(ROWS, indent=1))) == ROWS
+    assert load(write(tmp_path / "columns.json", '{"a": [1, 2], "t": ["x", "ü"]}')) == ROWS
+    assert load(write(tmp_path / "one.json", '{"a": 1, "t": "x"}')) == ROWS[:1]
+    assert load(write(tmp_path / "a.csv", "a,t\n1,x\n2,ü\n")) == ROWS
+    assert load(write_parquet(tmp_path / "a.parquet")) == ROWS
+    assert load(write(tmp_path / "a.txt", "eins\n\nzwei\n")) == [{"text": "eins"}, {"text": "zwei"}]
+    assert not list(tmp_path.glob("*cache*"))
+
+
+def test_dates_and_empty_fields_stay_what_they_are(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "d.jsonl", '{"d": "2024-01-01"}\n')) == [{"d": "2024-01-01"}]
+    assert load(write(tmp_path / "d.csv", "d,e\n2024-01-01,\nx,y\n")) == [
+        {"d": "2024-01-01", "e": None},
+        {"d": "x", "e": "y"},
+    ]
+
+
+def test_readers_have_options_of_their_own(tmp_path: Path) -> None:
+    semicolons = write(tmp_path / "a.csv", "1;x\n2;ü\n")
+    assert list(Dataset(DatasetMeta(str(semicolons)), sep=";", names=["a", "t"])) == ROWS
+    parquet = write_parquet(tmp_path / "a.parquet")
+    assert list(Dataset(DatasetMeta(str(parquet)), columns=["a"])) == [{"a": 1}, {"a": 2}]
+    with pytest.raises(DataError, match="no column 'b'; it has a, t"):
+        Dataset(DatasetMeta(str(parquet)), columns=["b"])
+    with pytest.raises(ArgumentError, match="unknown argument 'sepp', nearest: 'sep'"):
+        Dataset(DatasetMeta(str(semicolons)), sepp=";")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a.jsonl, line 2: not JSON: .*column"),
+        ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a.jsonl, line 3: a row must be a JSON object, but this is a list"),
+        ("a.jsonl", "", "has no rows after loading"),
+        ("a.json", '[{"a": 1},\n {"a": }]', r"a.json, line 2: not JSON"),
+        ("a.json", '{"a": 1}\n{"a": oops}\n', r"a.json, line 2: not JSON"),
+        ("a.json", "[1]", "item 0: a row must be a JSON object"),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", r"a.csv: not a table separated by ',': .*line 3"),
+        ("a.csv", "", r"a.csv: not a table"),
+        ("a.txt", "\n\n", "has no rows after loading"),
+        ("a.parquet", "nonsense", r"a.parquet: not a Parquet file"),
+        ("a.josnl", "{}", r"a.josnl: unknown format '.josnl' \(nearest: .jsonl\); a data file ends in .jsonl, .json"),
+    ],
+)
+def test_a_malformed_file_is_named_with_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(write(tmp_path / name, text))
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl: not UTF-8 text at byte 7"):
+        load(tmp_path / "a.jsonl")
+
+
+def test_a_missing_file_names_the_nearest_and_the_hubs(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", "{}")
+    with pytest.raises(
+        DataError, match=r"there is no file or folder .*trian.jsonl.*nearest: .*train.jsonl.*twinkle-hub"
+    ):
+        load(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"hf://org/name.*ms://org/name"):
+        load("org/name")
+
+
+def test_a_folder_is_read_by_split_and_subset(tmp_path: Path) -> None:
+    write(tmp_path / "train-2.jsonl", '{"n": 2}\n')
+    write(tmp_path / "train-1.jsonl", '{"n": 1, "more": [{"k": 1}]}\n')
+    write(tmp_path / "test" / "data.jsonl", '{"n": 3}\n')
+    write(tmp_path / "other" / "rows.csv", "n\n4\n")
+    write(tmp_path / "README.md", "not data")
+    write(tmp_path / ".hidden" / "train.jsonl", '{"n": 9}\n')
+    assert load(tmp_path) == [{"n": 1, "more": [{"k": 1}]}, {"n": 2, "more": None}]
+    assert load(tmp_path, split="test") == [{"n": 3}]
+    assert load(tmp_path, subset_name="other") == [{"n": 4}]
+    with pytest.raises(DataError, match="no file of split 'validation'; it has"):
+        load(tmp_path, split="validation")
+    with pytest.raises(DataError, match=r"there is no folder .*missing"):
+        load(tmp_path, subset_name="missing")
+
+
+def test_a_folder_without_split_words_is_the_training_split(tmp_path: Path) -> None:
+    write(tmp_path / "part.jsonl", '{"n": 1}\n')
+    assert load(tmp_path) == [{"n": 1}]
+    with pytest.raises(DataError, match="no file of split 'test'"):
+        load(tmp_path, split="test")
+    write(tmp_path / "part.csv", "n\n2\n")
+    with pytest.raises(DataError, match="mixes formats"):
+        load(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="holds no data file"):
+        load(tmp_path / "none")
+
+
+def test_one_file_has_no_splits(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "{}\n")
+    for meta in (DatasetMeta(str(path), split="test"), DatasetMeta(str(path), subset_name="x")):
+        with pytest.raises(DataError, match="is one file: it has no subset"):
+            Dataset(meta)
+
+
+def test_a_scheme_that_no_hub_offers_is_an_error() -> None:
+    with pytest.raises(ComponentNotFound, match="nowhere://x"):
+        load("nowhere://x")
+
+
+def test_a_hub_gives_rows_for_subset_split_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    import twinkle.hub
+
+    class Fake:
+        def load_dataset(self, reference: str, subset_name: str, split: str, revision: str = "main"):
+            return [{"asked": f"{reference} {subset_name} {split} {revision}"}]
+
+    monkeypatch.setattr(twinkle.hub, "open_hub", lambda reference: Fake())
+    dataset = Dataset(DatasetMeta("fake://x", subset_name="s", split="test"), revision="v1")
+    assert list(dataset) == [{"asked": "fake://x s test v1"}]
+    with pytest.raises(ArgumentError, match="unknown argument 'revison', nearest: 'revision'"):
+        Dataset(DatasetMeta("fake://x"), revison="v1")
+
+
+# Slices
+
+
+def chosen(data_slice: object) -> list[object]:
+    return Dataset(DatasetMeta(data=[{"i": i} for i in range(5)], data_slice=data_slice))["i"]
+
+
+def test_slices_may_be_ranges_slices_lists_or_iterators() -> None:
+    import numpy
+
+    assert chosen(range(2)) == [0, 1]
+    assert chosen(slice(1, None, 2)) == [1, 3]
+    assert chosen([4, 0, 4]) == [4, 0, 4]
+    assert chosen(index for index in (2, 3)) == [2, 3]
+    assert chosen(numpy.array([1, 2])) == [1, 2]
+    assert chosen({3}) == [3]
+
+
+def test_indices_beyond_the_length_wrap() -> None:
+    assert chosen(range(12)) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert chosen([-1, 5]) == [4, 0]
+
+
+@given(st.lists(st.integers(-1000, 1000)), st.integers(1, 50))
+def test_an_index_means_the_row_modulo_the_length(indices: list[int], size: int) -> None:
+    assert slice_indices(indices, size) == [index % size for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("data_slice", "message"),
+    [
+        ([], "no rows after data_slice"),
+        (range(0), "no rows after data_slice"),
+        ([1.5], "data_slice holds 1.5; it must hold whole row numbers"),
+        ("0:5", "data_slice is '0:5'; it must be a range"),
+    ],
+)
+def test_a_wrong_slice_is_explained(data_slice: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        chosen(data_slice)
+
+
+def test_the_id_tells_source_split_slice_and_data_apart() -> None:
+    metas = [
+        DatasetMeta("x"),
+        DatasetMeta("x", split="test"),
+        DatasetMeta("x", subset_name="s"),
+        DatasetMeta("x", data_slice=range(3)),
+        DatasetMeta("x", data_slice=list(range(100))),
+        DatasetMeta("x", data_slice=list(range(101))),
+        DatasetMeta(data=ROWS),
+        DatasetMeta(data=ROWS[:1]),
+        DatasetMeta(data=chosen),
+    ]
+    ids = [meta.get_id() for meta in metas]
+    assert len(set(ids)) == len(ids)
+    assert [meta.get_id() for meta in metas] == ids
+    assert DatasetMeta("x").get_id() == "x:default:train"
