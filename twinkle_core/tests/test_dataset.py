@@ -1,6 +1,9 @@
 """Data sets: map, filter, mixing, indexing; and what they refuse."""
 
+import inspect
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -367,3 +370,33 @@ def test_cast_column_makes_images(tmp_path: Path) -> None:
         dataset.cast_column("pictur")
     with pytest.raises(DataError, match="column 'n' cannot hold images"):
         dataset.cast_column("n")
+
+
+def test_the_room_is_light_and_offers_the_published_names() -> None:
+    code = (
+        "import sys, twinkle.dataset, twinkle.dataloader; from twinkle.dataset import Dataset; "
+        "from twinkle.dataloader import DataLoader; "
+        "print(sorted({'torch', 'datasets', 'pandas', 'pyarrow', 'numpy'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("method", "published"),
+    [
+        ("__init__", ["dataset_meta", "kwargs"]),
+        ("set_template", ["template_func", "kwargs"]),
+        ("encode", ["add_generation_prompt", "kwargs"]),
+        ("check", ["kwargs"]),
+        ("cast_column", ["column", "decode"]),
+        ("map", ["preprocess_func", "dataset_meta", "init_args", "kwargs"]),
+        ("filter", ["filter_func", "dataset_meta", "init_args", "kwargs"]),
+        ("add_dataset", ["dataset_meta", "kwargs"]),
+        ("mix_dataset", ["interleave"]),
+        ("save_as", ["output_path", "format", "batch_size", "mode", "kwargs"]),
+        ("flush_save", []),
+    ],
+)
+def test_signatures_are_the_published_ones(method: str, published: list[str]) -> None:
+    assert list(inspect.signature(getattr(Dataset, method)).parameters) == ["self", *published]

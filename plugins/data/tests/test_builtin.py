@@ -1,6 +1,8 @@
 """The hub `builtin://` and the conversations that it ships."""
 
+import json
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,13 @@ def test_filled_in_no_placeholder_remains() -> None:
     assert "Star Club" in text
     for row in data:
         assert ("Star" in str(row)) == (row["language"] == "en")
+
+
+def test_the_wheel_carries_conversations_and_manifest(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    [built] = wheel.WheelBuilder(str(Path(__file__).parents[1])).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as archive:
+        names = archive.namelist()
+        text = archive.read("twinkle_data/rows/self_cognition.jsonl").decode()
+    assert "twinkle_data/twinkle-plugin.toml" in names
+    assert [json.loads(line) for line in text.splitlines()] == ROWS
