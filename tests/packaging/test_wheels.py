@@ -1,0 +1,117 @@
+"""Each wheel stands beside core, the registry and its declared dependencies alone."""
+
+import ast
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from house import MEMBERS, ROOT, Member, View, closure, import_all, modules_below
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+FLOORS = ("twinkle-registry", "twinkle-core")
+GUESTS = {"vllm"}  # SamplingParams.to_vllm is for those who have it
+each_member = pytest.mark.parametrize("member", MEMBERS, ids=str)
+
+
+def floors_below(member: Member) -> list[str]:
+    return [name for name in FLOORS[: 1 if member.name == FLOORS[0] else 2] if name != member.name]
+
+
+@each_member
+def test_all_modules_import_beside_declared_dependencies_alone(
+    member: Member, unpacked: dict[str, Path], view: View, tmp_path: Path
+) -> None:
+    below = [other for other in MEMBERS if other.name in floors_below(member)]
+    declared = [*member.requirements, *(text for other in below for text in other.requirements)]
+    seen = [unpacked[member.name], *(unpacked[other.name] for other in below), view(declared)]
+    names = modules_below(unpacked[member.name])
+    assert len(names) == len(modules_below(member.source.parent))
+    assert import_all(names, seen, tmp_path) == {}
+
+
+def test_an_undeclared_import_is_caught(unpacked: dict[str, Path], view: View, tmp_path: Path) -> None:
+    (tmp_path / "careless.py").write_text("import rich\n", "utf-8")
+    (tmp_path / "careful.py").write_text("import yaml, twinkle\n", "utf-8")
+    seen = [tmp_path, *(unpacked[name] for name in FLOORS), view(["pyyaml", "pluggy", "packaging"])]
+    failed = import_all(["careful", "careless"], seen, tmp_path)
+    assert failed == {"careless": "ModuleNotFoundError: No module named 'rich'"}
+
+
+@each_member
+def test_every_import_anywhere_in_the_code_is_declared(member: Member) -> None:
+    """Imports inside functions count as well; a package that only a dependency brings does not."""
+    floors = [other for other in MEMBERS if other.name in floors_below(member)]
+    declared = {
+        canonicalize_name(Requirement(text).name) for m in (member, *floors) for text in m.requirements
+    } | GUESTS
+    allowed = {*sys.stdlib_module_names, member.source.name, *(other.source.name for other in floors)}
+    providers = packages_distributions()
+    undeclared = {
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in member.source.rglob("*.py")
+        for line, name in imported(ast.parse(path.read_text("utf-8")))
+        if name not in allowed and not declared & {canonicalize_name(dist) for dist in providers.get(name, [name])}
+    }
+    assert undeclared == set()
+
+
+def imported(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and top-level package of every import that must succeed; an `except ImportError` is a way out."""
+    if isinstance(node, ast.Import):
+        yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        yield node.lineno, str(node.module).partition(".")[0]
+    elif isinstance(node, ast.Try) and any("Import" in ast.dump(h.type) for h in node.handlers if h.type):
+        node = ast.Module([*node.orelse, *node.finalbody], [])
+    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        node = ast.Module(node.orelse, [])
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child)
+
+
+def test_imports_are_found_wherever_they_hide() -> None:
+    code = """
+import torch.nn
+from .here import x
+try:
+    import optional
+except ImportError:
+    optional = None
+def late():
+    from numpy.linalg import norm
+if TYPE_CHECKING:
+    import types_only
+"""
+    assert [name for _, name in imported(ast.parse(code))] == ["torch", "numpy"]
+
+
+@each_member
+def test_a_wheel_carries_all_files_of_its_package(member: Member, unpacked: dict[str, Path]) -> None:
+    """Among them the manifest, `py.typed` and data."""
+    left = {"__pycache__"}
+    files = {p.relative_to(member.source) for p in member.source.rglob("*") if p.is_file() and not left & {*p.parts}}
+    package = unpacked[member.name] / member.source.name
+    assert {p.relative_to(package) for p in package.rglob("*") if p.is_file()} == files
+    assert Path("py.typed") in files
+    assert (Path("twinkle-plugin.toml") in files) == (member.name != "twinkle-registry")
+
+
+@each_member
+def test_a_wheel_says_what_it_is(member: Member, wheels: Path) -> None:
+    (wheel,) = wheels.glob(f"{member.name.replace('-', '_')}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert "Requires-Python: >=3.11\n" in metadata
+    assert "Description-Content-Type: text/markdown\n" in metadata
+
+
+@each_member
+def test_no_heavy_engine_is_forced_on_anyone(member: Member) -> None:
+    plain = member.project.get("dependencies", ())
+    assert not {"torch", "transformers", "ray", "vllm", "megatron-core", "datasets", "pandas"} & {*closure(plain)}
