@@ -1,0 +1,202 @@
+"""Renews the parts of the documentation that the code itself says: tables of kinds, hooks, options, errors, components.
+
+    python docs/tables.py
+
+writes them between `<!-- generated: NAME -->` and `<!-- end -->`; a test compares them with the code.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
+               "twinkle-trackers", "twinkle-recipes")  # fmt: skip
+CORE_PAGES = {
+    "reference data": ("dataset", "dataloader", "preprocessor", "filter", "template", "tool_parser", "processor",
+                       "loss_scale", "data_format"),
+    "reference training": ("model", "loss", "metric", "optimizer", "scheduler", "patch", "kernel", "checkpoint_engine"),
+    "reference sampling": ("sampler", "reward", "advantage", "rollout", "tool", "env"),
+    "reference running": ("runtime", "mesh", "platform", "run", "recipe", "tracker", "notifier", "hub", "kinds",
+                          "paths", "logging", "testing", "errors"),
+}  # fmt: skip
+
+
+def renewed(text: str) -> str:
+    """Return a page with all its generated parts as they should be."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{GENERATED[found['name']]()}\n\n{found[3]}", text)
+
+
+def kinds() -> str:
+    """Every kind of component, with its contract."""
+    from twinkle.kinds import KINDS
+
+    rows = [
+        (f"`{name}`", f"`{kind.contract.replace(':', '.')}`" if kind.contract else "torch's protocol", kind.summary)
+        for name, kind in KINDS.items()
+    ]
+    return _table(("kind", "contract", "what it does"), rows)
+
+
+def hooks() -> str:
+    """Every lifecycle hook, with its arguments."""
+    from twinkle import hookspecs
+    from twinkle.kinds import KINDS
+
+    specs = [value for name, value in vars(hookspecs).items() if name.startswith("twinkle_")]
+    lifecycle = [spec for spec in specs if spec.__name__.removeprefix("twinkle_") not in KINDS]
+    rows = [(f"`{spec.__name__}({_arguments(spec)})`", " ".join((spec.__doc__ or "").split())) for spec in lifecycle]
+    return _table(("hook", "when"), rows)
+
+
+def options() -> str:
+    """Every option of the recipe sft."""
+    from twinkle.cli.options import options_of
+    from twinkle_recipes.config import SFTConfig
+
+    rows = []
+    for option in options_of(SFTConfig):
+        if option.group:
+            rows.append((f"**`{option.name}`**", "", "", f"**{option.description}**"))
+        else:
+            default = "" if option.required else f"`{_shown(option.default)}`"
+            rows.append((f"`{option.name}`", f"`{option.type_text}`".replace("|", "\\|"), default, option.description))
+    return _table(("key", "type", "default", "meaning"), rows)
+
+
+def errors() -> str:
+    """The tree of errors."""
+    from twinkle import errors
+
+    tree = (errors.__doc__ or "").partition("\n\n")[2].strip()
+    return f"```text\n{tree}\n```"
+
+
+def components() -> str:
+    """Every component that comes with Twinkle; those that are torch's own in one line a kind."""
+    rows, of_torch = [], {}
+    for spec in _specs():
+        if spec.ref.startswith("torch."):
+            of_torch.setdefault((spec.kind, spec.dist), []).append(spec.name)
+        else:
+            rows.append((spec.kind, f"`{spec.name}`", spec.dist, spec.summary))
+    for (kind, dist), names in of_torch.items():
+        rows.append((kind, ", ".join(f"`{name}`" for name in names), dist, f"torch's own {kind}s"))
+    return _table(("kind", "name", "plugin", "what it is"), sorted(rows, key=lambda row: (row[0], row[3])))
+
+
+def top() -> str:
+    """What `twinkle` itself offers, and where each is documented."""
+    import twinkle
+
+    rows = []
+    for name in sorted(twinkle._WHERE):
+        value = getattr(twinkle, name)
+        page = next((page for page, rooms in CORE_PAGES.items() if _room_of(value.__module__) in rooms), None)
+        link = f"[`twinkle.{name}`]({page.split()[1]}.md#{_place(value)})" if page else f"`twinkle.{name}`"
+        rows.append((link, (value.__doc__ or "").strip().partition("\n")[0]))
+    return _table(("name", "what it is"), rows)
+
+
+def reference(page: str) -> Callable[[], str]:
+    """Return a function that lists the names of some rooms of core, each documented from its docstring."""
+
+    def generate() -> str:
+        listed = ((room, _places(room)) for room in CORE_PAGES[page])
+        parts = ([f"## `twinkle.{room}`", *(f"::: {p}" for p in places)] for room, places in listed if places)
+        return "\n\n".join(line for part in parts for line in part)
+
+    return generate
+
+
+def reference_plugins() -> str:
+    """The components of our plugins, each documented from its docstring."""
+    places: dict[str, list[str]] = {}
+    for spec in _specs():
+        if not spec.ref.startswith(("torch.", "twinkle.")):
+            places.setdefault(spec.dist, []).append(spec.ref.replace(":", "."))
+    return "\n\n".join("\n\n".join([f"## {dist}", *(f"::: {p}" for p in sorted(places[dist]))]) for dist in places)
+
+
+def reference_registry() -> str:
+    """The public names of the registry; its errors are those of `twinkle.errors`."""
+    import twinkle_registry
+
+    values = [getattr(twinkle_registry, name) for name in twinkle_registry.__all__]
+    documented = [value for value in values if _is_definition(value) and not value.__module__.endswith(".errors")]
+    return "\n\n".join(f"::: {place}" for place in sorted(map(_place, documented)))
+
+
+def _places(room: str) -> list[str]:
+    """Return where the public names of a room of core are defined, its own component included."""
+    module = import_module(f"twinkle.{room}")
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    values = [value for name in names if _is_definition(value := getattr(module, name))]
+    places = {_place(value) for value in values if room == "errors" or _room_of(value.__module__) == room}
+    components = (spec.ref.replace(":", ".") for spec in _specs())
+    return sorted(places | {place for place in components if place.startswith(f"twinkle.{room}.")})
+
+
+def _is_definition(value: Any) -> bool:
+    return inspect.isclass(value) or inspect.isfunction(value)
+
+
+def _place(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _room_of(module: str) -> str:
+    top, _, rest = module.partition(".")
+    return rest.partition(".")[0] if top == "twinkle" else ""
+
+
+def _specs() -> list[Any]:
+    from twinkle import registry
+
+    records = {record.name: record for record in registry().records}
+    return [spec for name in OUR_PLUGINS for spec in records[name].manifest.components]
+
+
+def _arguments(function: Any) -> str:
+    return ", ".join(inspect.signature(function).parameters)
+
+
+def _shown(value: Any) -> str:
+    import json
+
+    return json.dumps(value, default=str)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "kinds": kinds,
+    "hooks": hooks,
+    "options": options,
+    "errors": errors,
+    "components": components,
+    "reference plugins": reference_plugins,
+    "reference registry": reference_registry,
+    "top": top,
+    **{page: reference(page) for page in CORE_PAGES},
+}
+
+
+def main() -> None:
+    """Write all pages anew."""
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text("utf-8")
+        if (now := renewed(text)) != text:
+            path.write_text(now, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A house for the examples: each page gets a folder of its own, a tiny model in place of the real one, and an end."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from twinkle import registry
+from twinkle.testing import tiny_model
+
+ROOT = Path(__file__).parents[2]
+REAL_MODEL = "builtin://smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model that stands in for the real one."""
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory in which the real model's name means the tiny one; nothing done there stays."""
+    for name in ("examples", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TWINKLE_MODEL_ID_ALIASES", json.dumps({REAL_MODEL: str(tiny)}))
+    monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / ".cache"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    modules, threads = set(sys.modules), torch.get_num_threads()
+    torch.set_num_threads(1)
+    registry.cache_clear()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    registry.cache_clear()
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]

@@ -1,0 +1,195 @@
+"""Every example of the README and the docs is executed, page by page, in the order in which a reader would.
+
+- ```python: all blocks of a page share one namespace; blocks with `>>>` are doctests.
+- ```lang title="name": the file `name` in the working directory.
+- ```bash and ```console: each command is run; in `console`, what follows `$ command` is its output (`...` stands for
+  anything).
+- a block after `<!-- not run: reason -->` is not run; ALLOWED counts them.
+"""
+
+import contextlib
+import doctest
+import glob
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from twinkle import registry
+from twinkle.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [path for pattern in ("README.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md")
+         for path in sorted(ROOT.glob(pattern))]  # fmt: skip
+FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*$")
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SMALL = {"--max_steps": "2", "--data.slice": "40", "--sampler.max_tokens": "4"}
+
+# How many blocks of a page are shown but not run, and why they cannot be: one entry for each reason.
+ALLOWED = {
+    "README.md": {"installs packages": 2, "make": 2},
+    "registry/README.md": {"a fragment": 9},
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    title: str
+    body: str
+    line: int
+    not_run: str
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        language, _, rest = match["info"].strip().partition(" ")
+        title = re.search(r'title="([^"]+)"', rest)
+        reason = NOT_RUN.search(text[: match.start()])
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(language, title[1] if title else "", match["body"], line, reason[1] if reason else ""))
+    return found
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_example_of_a_page_runs(page: Path, place: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if not block.not_run:
+            with located(page, block):
+                perform(block, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_that_are_not_run_are_few_and_known(page: Path) -> None:
+    found: dict[str, int] = {}
+    for block in blocks(page):
+        if block.not_run:
+            found[block.not_run] = found.get(block.not_run, 0) + 1
+    assert found == ALLOWED.get(name_of(page), {})
+
+
+@contextlib.contextmanager
+def located(page: Path, block: Block) -> Any:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the block at {name_of(page)}:{block.line}")
+        raise
+
+
+def perform(block: Block, namespace: dict[str, Any]) -> None:
+    if block.title:
+        path = Path(block.title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.body, "utf-8")
+    elif block.language == "python":
+        run_python(block, namespace)
+    elif block.language in ("bash", "console"):
+        for command, expected in commands(block):
+            run_command(command, expected)
+    if block.language in READERS:
+        READERS[block.language](block.body)
+    elif block.language not in ("python", "bash", "console", "text", "makefile"):
+        raise AssertionError(f"a block in {block.language or 'no language'}: nothing checks it")
+
+
+READERS = {"toml": tomllib.loads, "yaml": yaml.safe_load, "json": json.loads}
+
+
+def run_python(block: Block, namespace: dict[str, Any]) -> None:
+    if ">>>" not in block.body:
+        exec(compile(block.body, f"<line {block.line}>", "exec", dont_inherit=True), namespace)
+        return
+    test = doctest.DocTestParser().get_doctest(block.body, namespace, "block", None, block.line)
+    test.globs = namespace
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    report = io.StringIO()
+    runner.run(test, out=report.write, clear_globs=False)
+    assert runner.failures == 0, report.getvalue()
+
+
+def commands(block: Block) -> list[tuple[str, str | None]]:
+    body = block.body.replace("\\\n", " ")
+    if block.language == "bash":
+        lines = [line.split("  #")[0].strip() for line in body.splitlines()]
+        return [(line, None) for line in lines if line and not line.startswith("#")]
+    parts = re.split(r"^\$ ", body, flags=re.MULTILINE)
+    assert not parts[0].strip(), "a console block begins with '$ '"
+    split = [part.partition("\n") for part in parts[1:]]
+    return [(command, output if output.strip() else None) for command, _, output in split]
+
+
+def run_command(command: str, expected: str | None) -> None:
+    words = [path for word in shlex.split(command) for path in (sorted(glob.glob(word)) or [word])]
+    changes = {}
+    while "=" in words[0] and words[0].split("=")[0].isupper():
+        name, _, value = words.pop(0).partition("=")
+        changes[name] = value
+    output, code = in_this_process(words, changes)
+    if expected is None:
+        assert code == 0, f"{command}: exit code {code}\n{output}"
+    else:
+        pattern = re.escape(expected.strip()).replace(re.escape("..."), ".*?")
+        clean = "\n".join(line.rstrip() for line in output.strip().splitlines())
+        assert re.fullmatch(pattern, clean, re.DOTALL), f"{command} printed\n{clean}\ninstead of\n{expected}"
+
+
+def in_this_process(words: list[str], changes: dict[str, str]) -> tuple[str, int]:
+    """Run one command here, which spares the seconds that a new process needs to import torch."""
+    screen, code = io.StringIO(), 0
+    registry.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
+        for name, value in changes.items():
+            patch.setenv(name, value)
+        patch.setenv("COLUMNS", "120")
+        try:
+            dispatch(words, patch)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    registry.cache_clear()
+    return screen.getvalue(), code
+
+
+def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
+    if words[0] == "twinkle":
+        small = [text for flag, value in SMALL.items() if flag not in words for text in (flag, value)]
+        patch.setattr(sys, "argv", words)
+        main([*words[1:], *(small if words[1:3] == ["run", "sft"] and "--help" not in words else [])])
+    elif words[0] == "python" and words[1].endswith(".py"):
+        patch.setattr(sys, "argv", words[1:])
+        runpy.run_path(words[1], run_name="__main__")
+    elif words[:3] == ["pip", "install", "-e"]:
+        install(Path(words[3]))
+    else:
+        raise AssertionError(f"the tests of the docs do not know how to run {shlex.join(words)}")
+
+
+def install(folder: Path) -> None:
+    """Leave behind what an editable install does: metadata, and the sources on sys.path."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+    source = (folder / "src").resolve()
+    metadata = source / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n", "utf-8")
+    entries = "\n".join(f"{name} = {value}" for name, value in project["entry-points"]["twinkle"].items())
+    (metadata / "entry_points.txt").write_text(f"[twinkle]\n{entries}\n", "utf-8")
+    sys.path.insert(0, str(source))
