@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from environments import Environment, EnvironmentMaker, View, closure, link
 from hatchling.builders.wheel import WheelBuilder
-from house import MEMBERS, Environment, EnvironmentMaker, View, closure, link
+from house import MEMBERS
 
 
 @pytest.fixture(scope="session")

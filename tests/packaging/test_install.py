@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import MEMBERS, ROOT, Environment, EnvironmentMaker, run
+from environments import Environment, EnvironmentMaker, run
+from house import MEMBERS, ROOT
 
 PLAIN = [text for member in MEMBERS for text in member.project["dependencies"]]
 PLUGINS = {member.name for member in MEMBERS} - {"twinkle-registry"}

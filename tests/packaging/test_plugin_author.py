@@ -5,8 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from environments import Environment, EnvironmentMaker
 from hatchling.builders.wheel import WheelBuilder
-from house import MEMBERS, Environment, EnvironmentMaker
+from house import MEMBERS
 
 PROJECT = """
 [build-system]

@@ -3,12 +3,12 @@
 import ast
 import sys
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from house import MEMBERS, ROOT, Member, View, closure, import_all, modules_below
+from environments import View, closure, import_all
+from house import MEMBERS, ROOT, Member, imported, modules_below
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -57,20 +57,6 @@ def test_every_import_anywhere_in_the_code_is_declared(member: Member) -> None:
         if name not in allowed and not declared & {canonicalize_name(dist) for dist in providers.get(name, [name])}
     }
     assert undeclared == set()
-
-
-def imported(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and top-level package of every import that must succeed; an `except ImportError` is a way out."""
-    if isinstance(node, ast.Import):
-        yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.level == 0:
-        yield node.lineno, str(node.module).partition(".")[0]
-    elif isinstance(node, ast.Try) and any("Import" in ast.dump(h.type) for h in node.handlers if h.type):
-        node = ast.Module([*node.orelse, *node.finalbody], [])
-    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-        node = ast.Module(node.orelse, [])
-    for child in ast.iter_child_nodes(node):
-        yield from imported(child)
 
 
 def test_imports_are_found_wherever_they_hide() -> None:

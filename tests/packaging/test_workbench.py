@@ -9,9 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from environments import closure
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
-from house import MEMBERS, ROOT, SETTINGS, closure
+from house import MEMBERS, ROOT, SETTINGS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

@@ -15,6 +15,7 @@ from twinkle.errors import (
     ComponentNotFound,
     ComponentTypeError,
     DataError,
+    EncodeError,
     NonFiniteError,
     TrainingStateError,
     Unsupported,
@@ -116,6 +117,17 @@ def test_micro_batches_of_a_forward_only_join_in_the_callers_order(model: Transf
 def test_a_trajectory_is_encoded_by_the_template(model: TransformersModel) -> None:
     output = model.forward_backward(inputs=TRAJECTORY)
     assert output["num_tokens"] == len("hello") + 1  # the answer's bytes and its end token
+
+
+def test_a_template_may_be_named_or_given(model: TransformersModel, folder: Path) -> None:
+    from twinkle.template import Template
+
+    for template in ("Template", Template, Template(str(folder), max_length=64)):
+        model.set_template(template)
+        assert model.forward_only(inputs=TRAJECTORY)["logps"].shape[0] == 1
+    model.set_template("Template", max_length=4)
+    with pytest.raises(EncodeError, match="max_length"):
+        model.forward_only(inputs=TRAJECTORY)
 
 
 def test_disabled_adapters_give_the_base_model_and_come_back(model: TransformersModel, folder: Path) -> None:

@@ -53,6 +53,7 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
     batches = config.epochs * len(training)
     steps = -(-batches // config.gradient_accumulation_steps)
     steps = min(steps, config.max_steps or steps)
+    show.say(f"data: {len(training)} batches an epoch, {len(held_out) if held_out else 0} held out for evaluation")
     model = build_model(config, steps)
     done, history = resume(config, model, training, run)
     checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit)

@@ -127,8 +127,10 @@ class TransformersModel(TwinkleModel):
 
     def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the template that encodes trajectories; `model_id` is this model's unless given."""
-        kwargs.setdefault("model_id", str(self.model_path))
-        self._group(adapter_name).template = registry().build(template_cls, "template", **kwargs)
+        found = registry().resolve(template_cls, "template")
+        if isinstance(found, type) and "tokenizer" not in kwargs:
+            kwargs.setdefault("model_id", str(self.model_path))
+        self._group(adapter_name).template = registry().build(found, "template", **kwargs)
 
     def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the processor that collates rows; keyword arguments go to its constructor."""
