@@ -51,8 +51,6 @@ def config_model(recipe: str) -> "type[BaseModel] | None":
 
     The manifest names it; of a recipe given by path (`./file.py:train`) it is the type of the first parameter.
     """
-    from pydantic import BaseModel
-
     from twinkle._registry import registry
 
     if ":" not in recipe:
@@ -64,6 +62,8 @@ def config_model(recipe: str) -> "type[BaseModel] | None":
     else:
         found = _first_parameter_type(registry().resolve(recipe, "recipe"))
         where = f"the type of its first parameter, {found!r}"
+    from pydantic import BaseModel
+
     if not (isinstance(found, type) and issubclass(found, BaseModel)):
         raise PluginBroken(f"recipe {recipe!r}: its configuration must be a pydantic model; found {where}")
     return found

@@ -1,0 +1,71 @@
+"""Rules of the house that no linter knows: small files, explained names, nothing of one machine."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from house import MEMBERS, ROOT, Member, modules_below
+
+FOLDERS = [
+    "tests",
+    "scripts",
+    "examples",
+    "benchmarks",
+    "docs",
+    ".ci",
+    *(str(m.folder.relative_to(ROOT)) for m in MEMBERS),
+]
+TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".jsonl", ""}
+MACHINE = re.compile(r"/(?:" + "|".join(("work", "root", "home")) + r")/\w|[A-Z]:\\\\?Users")
+ELSEWHERE = {"init_tinker_client", "init_twinkle_client"}  # of twinkle-client, which core names and does not need
+HOUSE = [name for member in MEMBERS for name in modules_below(member.source.parent)]
+
+
+def files() -> list[Path]:
+    made = {"__pycache__", ".venv", "site", "runs", "dist", "build"}
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    found = [path for path in [*ROOT.iterdir(), *below] if path.is_file() and path.suffix in TEXTS]
+    return sorted(path for path in found if not made & {*path.relative_to(ROOT).parts})
+
+
+CODE = {path: path.read_text("utf-8").count("\n") for path in files() if path.suffix == ".py"}
+
+
+def test_no_file_is_over_600_lines() -> None:
+    assert {str(path.relative_to(ROOT)): lines for path, lines in CODE.items() if lines > 600} == {}
+
+
+def test_nine_files_of_ten_are_under_350_lines() -> None:
+    assert sum(lines < 350 for lines in CODE.values()) >= 0.9 * len(CODE)
+
+
+def test_nothing_names_a_place_of_one_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in files()
+        for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1)
+        if MACHINE.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", HOUSE)
+def test_a_module_explains_itself_and_its_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, "a module starts with what it is for"
+    public = [getattr(module, name) for name in getattr(module, "__all__", ()) if name not in ELSEWHERE]
+    explained = [value for value in public if inspect.isclass(value) or inspect.isroutine(value)]
+    assert [value for value in explained if value.__module__.startswith("twinkle") and not value.__doc__] == []
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=str)
+def test_every_distribution_has_the_same_shape(member: Member) -> None:
+    folder = member.folder
+    assert (folder / "README.md").read_text("utf-8").startswith(f"# {member.name}\n")
+    assert (member.source / "py.typed").is_file()
+    assert list((folder / "tests").glob("test_*.py"))
+    expected = "twinkle_core" if member.name == "twinkle-core" else member.name.removeprefix("twinkle-")
+    assert folder.name == expected
+    assert not list((folder / "tests").rglob("__init__.py"))
