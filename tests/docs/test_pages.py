@@ -1,0 +1,150 @@
+"""What the pages say beside their examples: generated tables, links, targets of make, keys of the manifest, figures."""
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    p for pattern in ("*.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md") for p in ROOT.glob(pattern)
+)
+LINK = re.compile(r"\]\(([^)#\s]*)(#[\w./-]+)?\)")
+ASSETS = DOCS / "assets"
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "tables.py"))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_generated_parts_say_what_the_code_says(page: Path, tables: dict[str, Any]) -> None:
+    text = page.read_text("utf-8")
+    assert text == tables["renewed"](text), "run: python docs/tables.py"
+
+
+def test_every_generated_part_has_a_place(tables: dict[str, Any]) -> None:
+    used = {match["name"] for page in DOCS.rglob("*.md") for match in tables["BLOCK"].finditer(page.read_text("utf-8"))}
+    assert used == set(tables["GENERATED"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(without_code(page)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if anchor and not anchor.startswith("#twinkle."):
+            assert anchor[1:] in anchors(path), f"{page.name} links to {target}{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for target in re.findall(r"`make ([a-z]+)", text) + re.findall(r"^make ([a-z]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names `make {target}`"
+    folders = "plugins|tests|examples|registry|twinkle_core|docs|benchmarks"
+    for path in re.findall(rf"(?:`|TESTS=)((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+def test_the_manifest_reference_names_every_key() -> None:
+    from twinkle_registry import reading
+
+    keys = {*reading._TOP} - {"hooks", "component", "command"}
+    for table, names in (("hooks", reading._HOOKS), ("component", reading._COMPONENT), ("command", reading._COMMAND)):
+        keys |= {f"{table}.{name}" for name in names}
+    section = (
+        (DOCS / "plugin-authors.md").read_text("utf-8").partition("## Manifest reference")[2].partition("\n## ")[0]
+    )
+    assert set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)) == keys
+
+
+def test_the_variables_that_the_code_reads_are_documented() -> None:
+    read = set()
+    for folder in ("registry/src", "twinkle_core/src", "plugins"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "tests" not in path.parts:
+                read |= set(re.findall(r"\"(TWINKLE_[A-Z_]+[A-Z])\"", path.read_text("utf-8")))
+    page = (DOCS / "concepts.md").read_text("utf-8")
+    assert {name for name in read if f"`{name}" not in page} == set()
+
+
+def test_the_published_arguments_of_portability_exist() -> None:
+    import inspect
+
+    import twinkle
+    from twinkle.model import TransformersModel
+
+    page = (DOCS / "portability.md").read_text("utf-8")
+    for name in inspect.signature(twinkle.initialize).parameters:
+        assert f"`{name}`" in page
+    section = page.partition("## `TransformersModel`")[2].partition("\n## ")[0]
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
+    known = {*inspect.signature(TransformersModel).parameters, *inspect.signature(TransformersModel.forward).parameters}
+    assert set(names) <= known
+
+
+def test_the_loss_curve_is_our_plot_of_the_metrics_beside_it(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    from twinkle_recipes.plots import History, write_loss_curve
+
+    history = History.read(ASSETS / "metrics.jsonl", last_step=10**9)
+    drawn = write_loss_curve(history, tmp_path / "loss.png", "quickstart")
+    assert drawn is not None
+    ours, kept = imread(drawn), imread(ASSETS / "loss.png")
+    assert ours.shape == kept.shape
+    assert abs(ours - kept).mean() < 0.01  # fonts differ a little between versions of matplotlib
+
+
+def test_the_figures_in_the_readme_are_those_of_the_kept_run() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    lines = [json.loads(line) for line in (ASSETS / "metrics.jsonl").read_text("utf-8").splitlines()]
+    by_step = {line["step"]: line for line in lines}
+    shown = re.findall(r"^step (\d+)/(\d+) loss=([\d.]+)(?: eval/loss=([\d.]+))?", text, re.MULTILINE)
+    assert len(shown) >= 3
+    for step, total, loss, held_out in shown:
+        line = by_step[int(step)]
+        assert int(total) == len(lines)
+        assert f"{line['loss']:.4f}" == loss
+        assert not held_out or f"{line['eval/loss']:.4f}" == held_out
+    answers = json.loads((ASSETS / "answers.json").read_text("utf-8"))
+    for row in answers:
+        assert row["question"] in text
+        assert row["after"].partition("\n")[0][:60] in text
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = (tmp_path / "site" / "index.html").read_text("utf-8")
+    assert "fonts.googleapis.com" not in index
+    shutil.rmtree(tmp_path / "site")
+
+
+def without_code(page: Path) -> str:
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", head.lower()).strip().replace(" ", "-") for head in heads}
