@@ -47,7 +47,7 @@ def test_smoothing_keeps_a_constant_and_forgets_the_past() -> None:
     assert smoothed([2.0] * 5) == pytest.approx([2.0] * 5)
     assert smoothed([1.0, 5.0, 3.0], weight=0) == [1.0, 5.0, 3.0]
     # Weights 0.9 and 1 of the two values, times 0.1, over their sum.
-    assert smoothed([1.0, 2.0])[1] == pytest.approx((0.9 * 1.0 + 2.0) / 1.9)
+    assert smoothed([1.0, 2.0], weight=0.9)[1] == pytest.approx((0.9 * 1.0 + 2.0) / 1.9)
 
 
 def test_history_is_read_back_up_to_a_step(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class History:
         return [step for step, _ in pairs], [float(value) for _, value in pairs]
 
 
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return the exponential moving average of `values`, corrected for its start (arXiv:1412.6980, section 3).
 
     Args:
