@@ -17,8 +17,9 @@ help:  ## Show this list
 
 install: .venv/installed  ## Make .venv with all members editable; again only when requirements change
 
+# Passive: threads that wait give their core away, which matters by a factor where others compute too.
 quickstart: install  ## Train a small real model on two CPU cores, in minutes
-	$(BIN)/twinkle run sft --config examples/quickstart.yaml
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run sft --config examples/quickstart.yaml
 
 test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)
