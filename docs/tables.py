@@ -2,7 +2,8 @@
 
     python docs/tables.py
 
-writes them between `<!-- generated: NAME -->` and `<!-- end -->`; a test compares them with the code.
+writes them between `<!-- generated: NAME -->` and `<!-- end -->`, and draws the loss curve of the README anew; tests
+compare both with the code.
 """
 
 import inspect
@@ -190,8 +191,16 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 
 
+def draw_loss(path: Path) -> None:
+    """Draw the loss curve of the kept run with the recipe's own code."""
+    from twinkle_recipes.plots import History, write_loss_curve
+
+    write_loss_curve(History.read(DOCS / "assets" / "metrics.jsonl", last_step=10**9), path, "quickstart")
+
+
 def main() -> None:
-    """Write all pages anew."""
+    """Write all pages and the loss curve anew."""
+    draw_loss(DOCS / "assets" / "loss.png")
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text("utf-8")
         if (now := renewed(text)) != text:
