@@ -43,7 +43,7 @@ format: install  ## Format the code, mend what ruff can mend, renew generated bl
 	$(BIN)/ruff format .
 
 bench: install  ## Run the benchmarks of this machine
-	@set -e; for script in $(wildcard benchmarks/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
+	@set -e; export OMP_NUM_THREADS=1; for script in $(wildcard benchmarks/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
 
 docs: install  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet

@@ -120,6 +120,9 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
+    # Test modules are named after their folders, so `twinkle_core` may stand there; other tests load files too.
+    for name in [name for name in sys.modules if name == "twinkle_core" or name.startswith("twinkle_registry.files.")]:
+        monkeypatch.delitem(sys.modules, name)
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

@@ -26,3 +26,7 @@ class Recipe(Protocol):
 
 
 __getattr__, __dir__ = room(__name__, "recipe")
+
+# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
+if TYPE_CHECKING:
+    from twinkle_recipes.sft import sft as sft

@@ -42,3 +42,8 @@ class Tracker:
 
 
 __getattr__, __dir__ = room(__name__, "tracker")
+
+# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
+if TYPE_CHECKING:
+    from twinkle_trackers.jsonl import JsonlTracker as JsonlTracker
+    from twinkle_trackers.tensorboard import TensorBoardTracker as TensorBoardTracker

@@ -1,5 +1,7 @@
 """Data sets: the contract `DatasetLike`, `DatasetMeta`, and every installed data set by name."""
 
+from typing import TYPE_CHECKING
+
 from twinkle._lazy import room
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.protocol import DatasetLike
@@ -7,3 +9,7 @@ from twinkle.dataset.protocol import DatasetLike
 __all__ = ["DatasetLike", "DatasetMeta"]
 
 __getattr__, __dir__ = room(__name__, "dataset")
+
+# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
+if TYPE_CHECKING:
+    from twinkle.dataset.base import Dataset as Dataset

@@ -1,8 +1,14 @@
 """Models: the contract `TwinkleModel`, and every installed model by name."""
 
+from typing import TYPE_CHECKING
+
 from twinkle._lazy import room
 from twinkle.model.base import TwinkleModel
 
 __all__ = ["TwinkleModel"]
 
 __getattr__, __dir__ = room(__name__, "model")
+
+# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
+if TYPE_CHECKING:
+    from twinkle_transformers.model import TransformersModel as TransformersModel
