@@ -46,7 +46,7 @@ bench: install  ## Run the benchmarks of this machine
 	@set -e; export OMP_NUM_THREADS=1; for script in $(wildcard benchmarks/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
 
 docs: install  ## Build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove what the tools left; .venv and runs stay
 	rm -rf site dist build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

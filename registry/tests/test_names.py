@@ -71,7 +71,7 @@ def test_an_unknown_name_lists_what_there_is_where_nothing_is_near(site: Any, ta
 
 def test_a_name_of_another_kind_says_so(site: Any, table: Any, house: House) -> None:
     site.plugin("acme", table("Accuracy", "acme.a:A", kind="metric"))
-    with pytest.raises(ComponentNotFound, match="but 'Accuracy' is a metric"):
+    with pytest.raises(ComponentNotFound, match="but 'Accuracy' is of kind metric"):
         house().find("Accuracy", "loss")
 
 

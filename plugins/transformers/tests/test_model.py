@@ -459,6 +459,13 @@ def test_rows_that_cannot_be_used_are_named(model: TransformersModel) -> None:
         model.forward_backward(inputs=ROWS, micro_batch_size=0)
 
 
+def test_tokens_outside_the_vocabulary_are_named(model: TransformersModel) -> None:
+    with pytest.raises(DataError, match=r"row 1 of the batch: input_ids\[1\] is 264, .* has 264 tokens"):
+        model.forward_backward(inputs=[ROWS[0], {"input_ids": [5, 264], "labels": [5, -100]}])
+    with pytest.raises(DataError, match=r"labels\[0\] is 900"):
+        model.forward_backward(inputs=[{"input_ids": [5, 6], "labels": [900, -100]}])
+
+
 def test_adapters_that_make_no_sense_are_refused(model: TransformersModel) -> None:
     with pytest.raises(ArgumentError, match="exists already"):
         model.add_adapter_to_model("default", {"r": 2})

@@ -109,7 +109,7 @@ def _unusable(record: PluginRecord, asked: str) -> TwinkleError:
 
 
 def _hints(asked: str, name: str, kind: str, by_kind: Mapping[str, SpecsByName]) -> list[str]:
-    hints = [f"but {name!r} is a {other}" for other, specs in by_kind.items() if other != kind and name in specs]
+    hints = [f"but {name!r} is of kind {other}" for other, specs in by_kind.items() if other != kind and name in specs]
     module, dot, attr = asked.rpartition(".")
     if dot and module and all(part.isidentifier() for part in asked.split(".")):
         hints.append(f"if it is a Python path, write '{module}:{attr}'")

@@ -35,15 +35,18 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
     return attribute(module, path, asked=asked, absent=absent)
 
 
-def attribute(module: ModuleType, path: str, *, asked: str, absent: type[TwinkleError]) -> Any:
-    """Return `module.path`, where the path may have dots; raise `absent` with the nearest name."""
+def attribute(module: ModuleType, path: str, *, asked: str, absent: type[TwinkleError], shown: str = "") -> Any:
+    """Return `module.path`, where the path may have dots; raise `absent` with the nearest name.
+
+    `shown` is how the error calls the module, where its name says nothing to the reader.
+    """
     value: Any = module
     for name in path.split("."):
         try:
             value = getattr(value, name)
         except AttributeError as error:
             public = [n for n in dir(value) if not n.startswith("_")]
-            where = getattr(value, "__name__", value)
+            where = (shown if value is module else "") or getattr(value, "__name__", value)
             raise absent(f"{asked}: {where} has no {name!r}; {nearest_or_all(name, public)}") from error
     return value
 

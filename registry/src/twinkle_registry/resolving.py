@@ -25,7 +25,7 @@ def component_from_text(text: str, kind: str, registry: Registry) -> Any:
         from .files import import_file
 
         module = import_file(reference.place, asked=asked)
-        return attribute(module, reference.name, asked=asked, absent=ComponentNotFound)
+        return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=reference.place)
     if reference.form == "module":
         if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
             raise ComponentNotFound(f"{asked}: leave the kind away and write {reference.name!r}")

@@ -19,7 +19,7 @@ class ModelConfig(Strict):
         default="builtin://smollm2-135m-instruct", description="Folder, `hf://org/name`, `ms://org/name` or builtin"
     )
     type: str = Field(default="TransformersModel", description="Component of kind `model`")
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
+    mixed_precision: Literal["auto", "no", "bf16"] = Field(
         default="auto", description="Precision of the forward pass; auto: bf16 where the hardware has it, else no"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(

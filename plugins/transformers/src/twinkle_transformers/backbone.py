@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
+from twinkle.errors import DataError
 from twinkle.logging import get_logger
 from twinkle.torch.head import LogitTransform, score_tokens, wide
 
@@ -77,7 +78,11 @@ class Backbone:
             device: where the model is.
             needs: what to prepare beside `logps`.
             temperature: divides the logits.
+
+        Raises:
+            DataError: a token id is outside the vocabulary.
         """
+        _check_tokens(batch, self.model.get_input_embeddings().weight.shape[0])
         arguments = {key: value for key, value in batch.items() if key not in _BATCH_KEYS}
         mask = arguments.get("attention_mask")
         if mask is not None and bool(mask.all()):
@@ -119,6 +124,23 @@ class Backbone:
         if needs.logits or labels is None:
             output["logits"] = logits
         return output
+
+
+def _check_tokens(batch: dict[str, Any], vocabulary: int) -> None:
+    """Refuse ids that the embedding does not have; on a GPU they would end the process, not the call."""
+    labels = batch.get("labels")
+    for name, ids in (("input_ids", batch["input_ids"]), ("labels", labels)):
+        if ids is None:
+            continue
+        wrong = (ids < 0) | (ids >= vocabulary)
+        if name == "labels":
+            wrong &= ids != IGNORE
+        if bool(wrong.any()):
+            row, position = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"row {row} of the batch: {name}[{position}] is {int(ids[row, position])}, but the model's vocabulary "
+                f"has {vocabulary} tokens; encode the rows with this model's own template"
+            )
 
 
 def _spread(

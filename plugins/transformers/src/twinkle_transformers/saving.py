@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from twinkle.errors import CheckpointError
+from twinkle.hub.quiet import quiet_transformers
 from twinkle.paths import new_directory
 from twinkle.platform import Platform
 from twinkle_transformers import adapters, checkpoint
@@ -49,7 +50,8 @@ def save(
             save_file(tensors, work / adapters.WEIGHTS, metadata={"format": "pt"})
             _write_adapter_config(model, group, work)
         else:
-            model.model.save_pretrained(work)
+            with quiet_transformers():
+                model.model.save_pretrained(work)
         for name in _TOKENIZER_FILES:
             source = model.model_path / name
             if source.is_file() and not (work / name).exists():

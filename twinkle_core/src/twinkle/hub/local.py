@@ -146,6 +146,6 @@ def _absent(asked: str, path: Path) -> str:
     shown = nearest(path.name, [entry.name for entry in siblings]) or models[:8]
     there = f"{parent} holds {', '.join(shown)}" if shown else f"{parent} holds no model"
     ways = f"give the path of a model folder or a .gguf file, or map the id to one in {ALIASES}"
-    if len(path.parts) <= 2 and not path.is_absolute():
+    if len(path.parts) <= 2 and not path.is_absolute() and not asked.startswith("."):
         ways += f"; to fetch it write 'hf://{asked}' or 'ms://{asked}' (pip install twinkle-hub)"
     return f"model {asked!r} not found: there is no {path}; {there}; {ways}"
