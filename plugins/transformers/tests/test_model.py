@@ -407,12 +407,39 @@ def test_biases_and_norms_are_not_decayed(model: TransformersModel, folder: Path
     assert {p.ndim for p in plain["params"]} == {1}
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Muon"])
 def test_the_optimizers_of_torch_have_their_names(model: TransformersModel, name: str) -> None:
     model.set_optimizer(name, lr=1e-3)
     model.forward_backward(inputs=ROWS)
     model.clip_grad_and_step()
     assert type(model.optimizer_group["default"].optimizer).__module__.startswith("torch.optim")
+
+
+def test_an_optimizer_that_calls_the_loss_itself_is_refused(model: TransformersModel) -> None:
+    with pytest.raises(Unsupported, match="LBFGS evaluates the loss inside its step"):
+        model.set_optimizer("LBFGS", lr=1.0)
+
+
+def test_a_scheduler_that_watches_a_number_gets_the_loss_or_the_callers(model: TransformersModel) -> None:
+    model.set_optimizer("SGD", lr=1.0, weight_decay=0.0)
+    model.set_lr_scheduler("ReduceLROnPlateau", patience=0, factor=0.5)
+    group = model.optimizer_group["default"]
+    model.forward_backward(inputs=ROWS)
+    model.clip_grad_and_step(max_grad_norm=1e-9)  # nothing is learned, so the next loss is no better
+    model.forward_backward(inputs=ROWS)
+    model.clip_grad_and_step(max_grad_norm=1e-9)
+    assert group.learning_rates() == [0.5]
+    model.forward_backward(inputs=ROWS)
+    model.clip_grad_norm(1e-9)
+    model.step()
+    model.zero_grad()
+    model.lr_step(metrics=0.0)
+    assert group.learning_rates() == [0.5]
+    model.set_lr_scheduler("ConstantLR")
+    model.forward_backward(inputs=ROWS)
+    model.step()
+    with pytest.raises(ArgumentError, match="ConstantLR watches no number"):
+        model.lr_step(metrics=0.0)
 
 
 def test_optim_params_overwrite_the_groups(model: TransformersModel) -> None:

@@ -65,6 +65,8 @@ class OptimizerGroup:
     scheduled: int = 0
     """Updates that the scheduler has followed."""
     last_grad_norm: float | None = None
+    last_loss: float = 0.0
+    """Loss of the last update, for schedulers that watch it."""
     training: bool = True
     """Whether the last forward was one in training mode, which `calculate_loss` then scores."""
     train_status: Status = field(default_factory=Status)

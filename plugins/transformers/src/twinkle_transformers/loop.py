@@ -111,10 +111,14 @@ def join(outputs: Sequence[ModelOutput]) -> ModelOutput:
         if isinstance(values[0], torch.Tensor) and values[0].ndim:
             joined[key] = _concatenate([value.detach() for value in values], _PADDING.get(key, 0))
     if "loss_sum" in outputs[0]:
-        total = sum(output["loss_sum"] for output in outputs)
-        count = sum(output["num_tokens"] for output in outputs)
-        joined |= {"loss": total / count if count else 0.0, "num_tokens": count}
+        joined |= {"loss": loss_of(outputs), "num_tokens": sum(output["num_tokens"] for output in outputs)}
     return joined  # type: ignore[return-value]
+
+
+def loss_of(outputs: Sequence[ModelOutput]) -> float:
+    """Return the sum of the losses over the sum of their denominators; 0 if nothing was counted."""
+    count = sum(output["num_tokens"] for output in outputs)
+    return sum(output["loss_sum"] for output in outputs) / count if count else 0.0
 
 
 def _concatenate(tensors: Sequence[torch.Tensor], fill: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from twinkle_transformers.optimizers import build_optimizer, build_scheduler
 from twinkle_transformers.options import PRECISION, check_adapter, check_model_options, check_task
 from twinkle_transformers.rows import PER_ROW, as_rows, micro_batches
 from twinkle_transformers.scoring import check_loss_arguments
-from twinkle_transformers.stepping import clip_group, set_accumulation, step_group
+from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 
 _DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
 
@@ -392,16 +392,18 @@ class TransformersModel(TwinkleModel):
     def lr_step(
         self,
         *,
+        metrics: float | None = None,
         adapter_name: str | None = None,
         gradient_accumulation_steps: int | None = None,
         flush: bool = False,
     ) -> None:
-        """Advance the scheduler once for each update made since the last call."""
+        """Advance the scheduler if an update was made since the last call.
+
+        `metrics` is the number that a scheduler such as `ReduceLROnPlateau` watches; by default the step's loss.
+        """
         group = self._group(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
-        if group.lr_scheduler is not None and group.updates > group.scheduled:
-            group.lr_scheduler.step()
-        group.scheduled = group.updates
+        schedule(group, metrics)
 
     # numbers
 

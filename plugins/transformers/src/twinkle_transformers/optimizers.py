@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from twinkle import registry
-from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle_registry import check_keywords
 
 DEFAULT_LR = 1e-5
@@ -38,6 +38,7 @@ def build_optimizer(
     Raises:
         ArgumentError: an argument that the optimizer does not take.
         TrainingStateError: nothing is trainable.
+        Unsupported: an optimizer that calls the loss itself (LBFGS).
     """
     found = registry().resolve(optimizer, "optimizer")
     if isinstance(found, torch.optim.Optimizer):
@@ -47,6 +48,11 @@ def build_optimizer(
                 f"set_optimizer: {type(found).__name__} is an instance; {extra[0]}= goes to its constructor"
             )
         return found
+    if _needs_closure(found):
+        raise Unsupported(
+            f"set_optimizer: {found.__name__} evaluates the loss inside its step, which a loop with a separate "
+            "backward cannot offer; choose another, such as AdamW"
+        )
     named = list(named_parameters)
     if not named and params is None:
         raise TrainingStateError("set_optimizer: the model has no trainable parameters; add an adapter first")
@@ -59,6 +65,12 @@ def build_optimizer(
     if not isinstance(built, torch.optim.Optimizer):
         raise ArgumentError(f"set_optimizer: {optimizer!r} made a {type(built).__name__}, not a torch.optim.Optimizer")
     return built
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    step = getattr(optimizer, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], decay: float | None) -> list[dict[str, Any]]:

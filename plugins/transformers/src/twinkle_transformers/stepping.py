@@ -1,5 +1,6 @@
 """From pending gradients to an update: divided once by what all losses counted, clipped by their true norm."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,8 +56,22 @@ def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, fl
     if not group.dropped:
         group.optimizer.step()
         group.updates += 1
+        group.last_loss = loop.loss_of([item.outputs for item in group.train_status.unseen])
     loop.feed_metrics(group, group.train_status)
     group.stepped = True
+
+
+def schedule(group: OptimizerGroup, metrics: float | None) -> None:
+    """Advance the scheduler by the updates that it has not followed; one that watches a number gets it."""
+    scheduler = group.lr_scheduler
+    if scheduler is not None and group.updates > group.scheduled:
+        if "metrics" in inspect.signature(scheduler.step).parameters:
+            scheduler.step(group.last_loss if metrics is None else metrics)
+        elif metrics is not None:
+            raise ArgumentError(f"lr_step: {type(scheduler).__name__} watches no number; leave metrics= out")
+        else:
+            scheduler.step()
+    group.scheduled = group.updates
 
 
 def set_accumulation(group: OptimizerGroup, steps: int | None) -> None:
