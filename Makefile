@@ -25,7 +25,7 @@ test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)
 
 soak: install  ## Run the tests with larger numbers
-	$(PYTEST) -m soak $(TESTS)
+	$(PYTEST) -m soak $(TESTS) || [ $$? -eq 5 ]  # 5: there are none
 
 gpu: install  ## Run the tests and benchmarks that need an accelerator
 	$(PYTEST) -m gpu $(TESTS)
