@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle.dataset import Dataset, DatasetMeta
-from twinkle.dataset.sources import slice_indices
+from twinkle.dataset.sources import files_of_split, slice_indices
 from twinkle.errors import ArgumentError, ComponentNotFound, DataError, Unsupported
 
 ROWS = [{"a": 1, "t": "x"}, {"a": 2, "t": "ü"}]
@@ -45,6 +47,22 @@ def test_memory_may_be_rows_columns_a_data_set_or_a_function() -> None:
 def test_wrong_data_is_explained(data: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Dataset(DatasetMeta(data=data))
+
+
+@pytest.mark.parametrize("texts", [["ok", "a\ud800b"], [["ok"], ["a\ud800b"]], [{"ok": 1}, {"x": "a\ud800b"}]])
+def test_text_that_is_not_unicode_is_named_by_row_and_column(texts: list[object], tmp_path: Path) -> None:
+    rows = [{"n": 0, "t": text} for text in texts]
+    message = r"row 1, column 't': not valid Unicode, a lone surrogate in '.*a\\ud800b"
+    for data in (rows, {"n": [0, 0], "t": texts}):
+        with pytest.raises(DataError, match=message):
+            Dataset(DatasetMeta(data=data))
+    with pytest.raises(DataError, match=f"a.jsonl: {message}"):
+        load(write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+
+
+def test_rows_that_are_not_unicode_are_counted_over_chunks() -> None:
+    with pytest.raises(DataError, match="row 10001, column 't'"):
+        Dataset(DatasetMeta(data=({"t": "\ud800" if number == 10_001 else "x"} for number in range(10_003))))
 
 
 def test_a_meta_without_any_source_is_an_error() -> None:
@@ -98,6 +116,49 @@ def test_dates_and_empty_fields_stay_what_they_are(tmp_path: Path) -> None:
         {"d": "2024-01-01", "e": None},
         {"d": "x", "e": "y"},
     ]
+
+
+def column(folder: Path, *cells: str) -> list[object]:
+    text = "".join(f"{cell},x\n" for cell in cells)
+    return [row["c"] for row in load(write(folder / "c.csv", f"c,other\n{text}"))]
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["NA", "null", "None", "nan", ""], ["NA", "null", "None", "nan", None]),
+        (["01234", "", "98765"], ["01234", None, "98765"]),
+        (["1", "", "-3"], [1, None, -3]),
+        (["0.5", "-2.25", ""], [0.5, -2.25, None]),
+        (["1", "0.5"], ["1", "0.5"]),
+        (["1.50", "2.0"], ["1.50", "2.0"]),
+        (["True", "False"], ["True", "False"]),
+        (["inf", "1.0"], ["inf", "1.0"]),
+        (["9223372036854775808", "1"], ["9223372036854775808", "1"]),
+        ([" 1", "1_000"], [" 1", "1_000"]),
+        (["", '""'], [None, None]),
+    ],
+)
+def test_a_column_of_csv_is_numbers_only_if_nothing_is_lost(
+    cells: list[str], values: list[object], tmp_path: Path
+) -> None:
+    assert column(tmp_path, *cells) == values
+
+
+@given(st.lists(st.integers() | st.floats() | st.text("0123456789.-+e_ NAnul", max_size=6), min_size=1, max_size=4))
+def test_cells_of_csv_keep_their_text(values: list[object]) -> None:
+    import tempfile
+
+    cells = [str(value) for value in values]
+    with tempfile.TemporaryDirectory() as folder:
+        read = column(Path(folder), *cells)
+    assert ["" if value is None else str(value) for value in read] == cells
+
+
+def test_a_line_of_csv_may_end_early_but_not_late(tmp_path: Path) -> None:
+    assert load(write(tmp_path / "a.csv", "a,b\n1\n2,x\n")) == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
+    with pytest.raises(DataError, match="not a table separated by ','"):
+        load(write(tmp_path / "b.csv", "a,b\n1,2,3\n4,5,6\n"))
 
 
 def test_readers_have_options_of_their_own(tmp_path: Path) -> None:
@@ -177,6 +238,36 @@ def test_a_folder_without_split_words_is_the_training_split(tmp_path: Path) -> N
         load(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("file", "split"),
+    [
+        ("tr/test/train-like_train.jsonl", "test"),
+        ("train/eval_questions.jsonl", "train"),
+        ("mixed-train/test-00000.jsonl", "test"),
+        ("gsm-train/part.jsonl", "train"),
+        ("test/train/part.jsonl", "train"),
+        ("dev.jsonl", "validation"),
+    ],
+)
+def test_a_file_belongs_to_one_split(file: str, split: str, tmp_path: Path) -> None:
+    for name in (file, "other/train.jsonl", "other/test.jsonl", "other/validation.jsonl"):
+        write(tmp_path / name, "{}\n")
+    splits = {name: files_of_split(tmp_path, name) for name in ("train", "test", "validation")}
+    assert [name for name, files in splits.items() if tmp_path / file in files] == [split]
+
+
+def test_a_split_may_have_the_name_that_its_files_have(tmp_path: Path) -> None:
+    write(tmp_path / "dev.jsonl", "{}\n")
+    assert files_of_split(tmp_path, "dev") == files_of_split(tmp_path, "validation") == [tmp_path / "dev.jsonl"]
+
+
+def test_a_file_that_names_two_splits_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train_test.jsonl", "{}\n")
+    for split in ("train", "test"):
+        with pytest.raises(DataError, match=r"train_test.jsonl names the splits test and train; rename it"):
+            files_of_split(tmp_path, split)
+
+
 def test_one_file_has_no_splits(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "{}\n")
     for meta in (DatasetMeta(str(path), split="test"), DatasetMeta(str(path), subset_name="x")):
@@ -211,8 +302,6 @@ def chosen(data_slice: object) -> list[object]:
 
 
 def test_slices_may_be_ranges_slices_lists_or_iterators() -> None:
-    import numpy
-
     assert chosen(range(2)) == [0, 1]
     assert chosen(slice(1, None, 2)) == [1, 3]
     assert chosen([4, 0, 4]) == [4, 0, 4]
@@ -238,6 +327,9 @@ def test_an_index_means_the_row_modulo_the_length(indices: list[int], size: int)
         (range(0), "no rows after data_slice"),
         ([1.5], "data_slice holds 1.5; it must hold whole row numbers"),
         ("0:5", "data_slice is '0:5'; it must be a range"),
+        ([True, False], r"data_slice holds True; it must hold row numbers. .* enumerate\(mask\) if wanted\]"),
+        (numpy.array([True, False]), "it must hold row numbers"),
+        (torch.tensor([True, False]), "it must hold row numbers"),
     ],
 )
 def test_a_wrong_slice_is_explained(data_slice: object, message: str) -> None:

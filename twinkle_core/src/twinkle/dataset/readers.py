@@ -1,6 +1,7 @@
 """Local files to tables: jsonl, json, csv, parquet and txt, with errors that name the file and the line."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,19 +62,31 @@ def read_json(path: Path) -> Table:
 def read_csv(path: Path, sep: str = ",", names: list[str] | None = None) -> Table:
     """Read a table with a header line.
 
+    An empty cell is None; nothing else is, so `NA` and `null` are text. A column becomes whole numbers or decimal
+    numbers only where each of its cells is written exactly as Python writes that number, so `01234`, `1.50`, `1e5` and
+    `True` stay text, and so does a column that mixes `1` and `0.5`.
+
     Args:
         path: the file.
         sep: what separates the columns.
         names: column names where the file has no header line.
+
+    Raises:
+        DataError: this is no table, or a line has more cells than there are columns.
     """
+    import warnings
+
     import pandas  # type: ignore[import-untyped]
 
+    errors = pandas.errors
     try:
-        frame = pandas.read_csv(path, sep=sep, names=names)
-    except (pandas.errors.ParserError, pandas.errors.EmptyDataError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", errors.ParserWarning)  # else cells beyond the columns are dropped
+            # index_col=False: else a first line with one cell too many moves every column by one.
+            frame = pandas.read_csv(path, sep=sep, names=names, dtype=object, keep_default_na=False, index_col=False)
+    except (errors.ParserError, errors.EmptyDataError, errors.ParserWarning) as error:
         raise DataError(f"{path}: not a table separated by {sep!r}: {str(error).strip()}") from error
-    columns = {str(name): frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in frame}
-    return from_columns(columns, str(path))
+    return from_columns({str(name): _typed(frame[name].tolist()) for name in frame}, str(path))
 
 
 def read_parquet(path: Path, columns: list[str] | None = None) -> Table:
@@ -114,6 +127,24 @@ READERS: dict[str, Callable[..., Table]] = {
     ".parquet": read_parquet,
     ".txt": read_text,
 }
+
+
+def _typed(cells: list[Any]) -> list[Any]:
+    """Return the cells of a column: None where empty, and numbers where no cell would be written in another way."""
+    texts = [cell if isinstance(cell, str) and cell else None for cell in cells]  # NaN: the line ended before
+    for number in (int, float):
+        try:
+            values = [None if text is None else number(text) for text in texts]
+        except ValueError:
+            continue
+        if all(value is None or _kept(value, text) for value, text in zip(values, texts, strict=True)):
+            return values
+    return list(texts)
+
+
+def _kept(value: int | float, text: str | None) -> bool:
+    """Say whether a number is written like the text, and has a place in Arrow: 64 bits, finite."""
+    return repr(value) == text and (math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63)
 
 
 def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:

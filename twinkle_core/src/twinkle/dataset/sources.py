@@ -50,7 +50,7 @@ def slice_indices(wanted: Any, size: int) -> list[int]:
     """Return the row numbers of `data_slice` in a set of `size` > 0 rows; an index i means row i mod size.
 
     Raises:
-        DataError: an entry is not an integer.
+        DataError: an entry is not an integer, or true or false.
     """
     if isinstance(wanted, slice):
         return list(range(size))[wanted]
@@ -58,9 +58,14 @@ def slice_indices(wanted: Any, size: int) -> list[int]:
         raise DataError(f"data_slice is {wanted!r}; it must be a range, a slice or an iterable of row numbers")
     indices = []
     for index in wanted:
+        if isinstance(index, bool) or "bool" in str(getattr(index, "dtype", "")):
+            raise DataError(
+                f"data_slice holds {index!r}; it must hold row numbers. To choose rows by true and false, give "
+                "[number for number, wanted in enumerate(mask) if wanted]"
+            )
         try:
             indices.append(index.__index__() % size)
-        except AttributeError:
+        except (AttributeError, TypeError):
             raise DataError(f"data_slice holds {index!r}; it must hold whole row numbers") from None
     return indices
 
@@ -136,12 +141,13 @@ def _from_disk(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
-    """Return the data files of a folder that belong to a split, by the words in their relative paths, sorted.
+    """Return the data files of a folder that belong to a split, sorted; a file belongs to one split at most.
 
-    Files that name no split at all are the training split.
+    The nearest folder whose name is that of a split decides; else the words in the file's name, else those in the names
+    of its folders, the nearest first. Files that name no split at all are the training split.
 
     Raises:
-        DataError: there is none, or the folder mixes formats.
+        DataError: there is none, the folder mixes formats, or the name that decides has the words of two splits.
     """
     if not folder.is_dir():
         raise DataError(f"data set: there is no folder {folder}; subset_name names a sub-folder of a local data set")
@@ -149,22 +155,35 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     if not found:
         raise DataError(f"{folder} holds no data file; a data file ends in {', '.join(READERS)}")
-    words = _SPLITS.get(split, (split.lower(),))
-    every = {word for alias in _SPLITS.values() for word in alias} | set(words)
-    named = {path: _words(path.relative_to(folder)) for path in found}
-    chosen = [path for path in found if named[path] & set(words)]
+    of_word = {word: name for name, words in _SPLITS.items() for word in words}
+    of_word |= dict.fromkeys(_SPLITS.get(split, (split.lower(),)), split)
+    named = {path: _splits_of(path.relative_to(folder), of_word) for path in found}
+    chosen = [path for path in found if split in named[path]]
     if not chosen and split == "train":
-        chosen = [path for path in found if not named[path] & every]
+        chosen = [path for path in found if not named[path]]
     names = ", ".join(str(path.relative_to(folder)) for path in found[:8])
     if not chosen:
         raise DataError(f"{folder} has no file of split {split!r}; it has {names}")
+    if both := [path for path in chosen if len(named[path]) > 1]:
+        raise DataError(
+            f"{both[0]} names the splits {' and '.join(sorted(named[both[0]]))}; rename it, put it into a folder that "
+            "has the name of its split, or give the file itself as dataset_id"
+        )
     if len({path.suffix.lower() for path in chosen}) > 1:
         raise DataError(f"{folder} mixes formats ({names}); name one file, or keep one format in the folder")
     return chosen
 
 
-def _words(path: Path) -> set[str]:
-    return set(re.split(r"[^a-z]+", str(path.with_suffix("")).lower()))
+def _splits_of(path: Path, of_word: Mapping[str, str]) -> set[str]:
+    """Return the splits that a relative path names: one, none, or those between which it does not decide."""
+    folders = [part.lower() for part in path.parent.parts[::-1]]
+    for part in folders:
+        if part in of_word:
+            return {of_word[part]}
+    for part in (path.stem.lower(), *folders):
+        if named := {of_word[word] for word in re.split(r"[^a-z]+", part) if word in of_word}:
+            return named
+    return set()
 
 
 def _absent(asked: str, path: Path) -> str:

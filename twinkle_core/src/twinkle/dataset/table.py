@@ -74,18 +74,23 @@ def from_rows(rows: Iterable[Mapping[str, Any]], source: str) -> Table:
     for row in rows:
         chunk.append(row)
         if len(chunk) == _CHUNK:
-            tables.append(from_columns(Preprocessor.map_row_to_col(chunk), source))
+            tables.append(from_columns(Preprocessor.map_row_to_col(chunk), source, len(tables) * _CHUNK))
             chunk = []
     if chunk or not tables:
-        tables.append(from_columns(Preprocessor.map_row_to_col(chunk), source))
+        tables.append(from_columns(Preprocessor.map_row_to_col(chunk), source, len(tables) * _CHUNK))
     return join(tables, source)
 
 
-def from_columns(columns: Mapping[str, Sequence[Any]], source: str) -> Table:
+def from_columns(columns: Mapping[str, Sequence[Any]], source: str, first: int | None = 0) -> Table:
     """Return a table of columns of one length.
 
+    Args:
+        columns: the values by name.
+        source: how errors name where they come from.
+        first: the number of the first row, for errors; None where it is not known.
+
     Raises:
-        DataError: lengths differ, or one column mixes types that have no common one.
+        DataError: lengths differ, one column mixes types that have no common one, or a text is not valid Unicode.
     """
     import datasets
 
@@ -100,7 +105,7 @@ def from_columns(columns: Mapping[str, Sequence[Any]], source: str) -> Table:
     try:
         hf = datasets.Dataset.from_dict(arrow)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's own errors are among them
-        raise DataError(f"{source}: {_culprit(arrow) or error}") from error
+        raise DataError(f"{source}: {_culprit(arrow, first) or error}") from error
     return Table(hf, frozenset(packed))
 
 
@@ -190,13 +195,31 @@ def _plain(value: Any) -> Any:
     return to_list()
 
 
-def _culprit(columns: Mapping[str, Sequence[Any]]) -> str:
+def _culprit(columns: Mapping[str, Sequence[Any]], first: int | None) -> str:
     import pyarrow
 
     for name, values in columns.items():
         try:
             pyarrow.array(values)
+        except UnicodeEncodeError:
+            return _surrogate(name, values, first)
         except (pyarrow.ArrowException, TypeError, OverflowError) as error:
             kinds = sorted({type(value).__name__ for value in values if value is not None})
             return f"column {name!r} mixes types ({', '.join(kinds)}): {error}"
+    return ""
+
+
+def _surrogate(name: str, values: Sequence[Any], first: int | None) -> str:
+    import pyarrow
+
+    for place, value in enumerate(values):
+        try:
+            pyarrow.array([value])
+        except UnicodeEncodeError as error:
+            row = f"row {first + place}, " if first is not None else ""
+            around = error.object[max(error.start - 20, 0) : error.end + 20]
+            return (
+                f"{row}column {name!r}: not valid Unicode, a lone surrogate in {ascii(around)}; mend the text, for "
+                "example by text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            )
     return ""

@@ -77,7 +77,7 @@ class ColumnsCall:
         result = _checked(self.function(dict(columns), *extra, **fn_kwargs), self.what)
         if self.drop is not None:
             result = self._beside(columns, result)
-        part = from_columns(result, self.what)
+        part = from_columns(result, self.what, None)
         return {"table": [_write_cell(part)], "packed": [sorted(part.packed)]}
 
     def _beside(self, columns: dict[str, list[Any]], result: dict[str, Any]) -> dict[str, Any]:
