@@ -69,7 +69,7 @@ def test_logps_are_the_log_softmax_of_the_models_own_logits(
 ) -> None:
     folder = tiny_model(tmp_path, architecture)
     model = TransformersModel(model_id=str(folder), mixed_precision="no")
-    assert model._backbone.head is not None  # whole logits are not needed for any of these
+    assert model._backbone.splits  # whole logits are not needed for any of these
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     logps = model.forward_only(inputs=ROWS, temperature=temperature)["logps"]
     for row, ours in zip(ROWS, logps, strict=True):
@@ -93,7 +93,7 @@ def test_a_head_that_twinkle_does_not_know_is_computed_whole(folder: Path, caplo
 
     plain.forward = strange
     backbone = Backbone.of(plain)
-    assert backbone.head is None
+    assert not backbone.splits
     batch = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[6, 7, -100]])}
     with torch.no_grad():
         output = backbone(batch, torch.device("cpu"), Needs(predictions=True, entropies=True), 1.0)

@@ -14,7 +14,7 @@ class CrossEntropyLoss(Loss):
     token's own probability, held constant: `-sum_t sg(p_t) logp_t` (dynamic fine-tuning, arXiv:2508.05629, eq. 9).
 
     Args:
-        ignore_index: label of positions that are not trained.
+        ignore_index: a label that is not trained, beside -100, which never is.
         reduction: "mean" or "sum"; both are published and both mean the same here, because a loss never divides: the
             training loop divides the sum by the token count of the whole step, whatever the split.
         dft: weight tokens by their probability.
@@ -35,7 +35,8 @@ class CrossEntropyLoss(Loss):
             outputs: `logps` float32 `[B, T]`.
         """
         logps = outputs["logps"]
-        mask = inputs["labels"].to(logps.device) != self.ignore_index
+        labels = inputs["labels"].to(logps.device)
+        mask = (labels != self.ignore_index) & (labels != -100)
         chosen = logps[mask]
         terms = -chosen.detach().exp() * chosen if self.dft else -chosen
         if (scale := inputs.get("loss_scale")) is not None:

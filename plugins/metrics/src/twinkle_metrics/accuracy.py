@@ -25,7 +25,7 @@ class Accuracy(Metric):
         """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`."""
         predictions = outputs["predictions"]
         labels = inputs["labels"].to(predictions.device)
-        mask = labels != self.ignore_index
+        mask = (labels != self.ignore_index) & (labels != -100)
         self._correct += int(((predictions == labels) & mask).sum())
         self._total += int(mask.sum())
 

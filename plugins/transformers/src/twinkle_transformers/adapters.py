@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
+from twinkle_registry import check_keywords
+from twinkle_transformers.reading import read_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+_MEANING = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+"""Fields of a configuration that change what the same weights compute."""
 
 
 def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftModel, Any]:
@@ -41,6 +44,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         folder = Path(config_or_dir)
         config = read_config(folder)
     elif isinstance(config_or_dir, Mapping):
+        check_keywords(LoraConfig, config_or_dir, what=f"adapter {name!r}")
         config = LoraConfig(**config_or_dir)
     else:
         config = config_or_dir
@@ -70,21 +74,36 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         raise (CheckpointError if folder else ArgumentError)(
             f"adapter {name!r} does not fit the model: {error}"
         ) from error
-    if folder is not None:
-        try:
+    try:
+        _check_trained(wrapped, name, trainable if isinstance(model, PeftModel) else set(), config)
+        if folder is not None:
             load_weights(wrapped, name, folder)
-        except CheckpointError:
-            _take_back(model, wrapped, name, trainable)
-            raise
+    except (CheckpointError, Unsupported):
+        _take_back(model, wrapped, name, trainable)
+        raise
     wrapped.set_adapter(name)
     return wrapped, config
+
+
+def _check_trained(wrapped: PeftModel, name: str, before: set[str], config: Any) -> None:
+    active = wrapped.active_adapters
+    wrapped.set_adapter(name)
+    ours = {id(parameter) for _, parameter in named_parameters(wrapped, name)}
+    odd = [k for k, p in wrapped.named_parameters() if p.requires_grad and id(p) not in ours and k not in before]
+    wrapped.set_adapter(active[0] if len(active) == 1 else active)
+    if odd:
+        raise Unsupported(
+            f"adapter {name!r}: its configuration also trains {odd[0]} ({len(odd)} such parameters), which belong to "
+            f"the base model and not to the adapter; leave bias at 'none' (it is {config.bias!r}) and "
+            "trainable_token_indices out"
+        )
 
 
 def _take_back(model: nn.Module, wrapped: PeftModel, name: str, trainable: set[str]) -> None:
     if isinstance(model, PeftModel):
         wrapped.delete_adapter(name)
-        return
-    wrapped.unload()
+    else:
+        wrapped.unload()
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(key in trainable)
 
@@ -113,6 +132,7 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
         CheckpointError: the file is missing or corrupt, or belongs to another model or rank.
     """
     path = folder / WEIGHTS
+    _compare_configs(model.peft_config[name], read_config(folder), folder)
     own = get_peft_model_state_dict(model, adapter_name=name)
     try:
         with safe_open(path, framework="pt") as file:
@@ -126,7 +146,17 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
                 f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
                 f"{_shape(mine)} in this model; load the base model that it was trained on"
             )
-    set_peft_model_state_dict(model, load_file(path), adapter_name=name)
+    set_peft_model_state_dict(model, read_tensors(path), adapter_name=name)
+
+
+def _compare_configs(mine: Any, saved: Any, folder: Path) -> None:
+    for field in _MEANING:
+        if getattr(mine, field, None) != getattr(saved, field, None):
+            raise CheckpointError(
+                f"the adapter in {folder} was trained with {field}={getattr(saved, field, None)!r}, this one has "
+                f"{getattr(mine, field, None)!r}; the same weights would be another model. Add an adapter from the "
+                "folder itself: add_adapter_to_model(name, folder)"
+            )
 
 
 def named_parameters(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -144,10 +174,18 @@ def weights(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return {key: parameter.detach() for key, parameter in named_parameters(model, "")}
 
 
-def select(model: nn.Module, name: str) -> None:
-    """Make adapter `name` the active and trainable one; costs nothing when it already is."""
+def select(model: nn.Module, name: str, trainable: bool = True) -> None:
+    """Make adapter `name` the active one, trainable or not; costs nothing when it already is."""
     if isinstance(model, PeftModel) and name and model.active_adapters != [name]:
         model.set_adapter(name)
+        if not trainable:
+            freeze(model, name)
+
+
+def freeze(model: nn.Module, name: str) -> None:
+    """Take the gradients of adapter `name` away."""
+    for _, parameter in list(named_parameters(model, name)):
+        parameter.requires_grad_(False)
 
 
 def without_adapters(model: nn.Module, off: bool) -> AbstractContextManager[None]:

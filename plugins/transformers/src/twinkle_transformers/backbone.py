@@ -1,5 +1,6 @@
 """A causal language model seen as body, head and what lies between, so that whole logits need never exist."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,12 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
-from twinkle.errors import DataError
+from twinkle.errors import DataError, Unsupported
 from twinkle.logging import get_logger
 from twinkle.torch.head import LogitTransform, score_tokens, wide
 
 IGNORE = -100
-_BATCH_KEYS = ("labels", "length", "completion_mask", "loss_scale", "messages", "user_data")
+_NOT_DATA = frozenset(
+    {
+        "past_key_values", "inputs_embeds", "use_cache", "cache_position", "labels", "logits_to_keep", "kwargs",
+        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    }
+)  # fmt: skip
+"""Parameters of a model's forward that are switches or set here: a row's key of that name is no input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +37,35 @@ class Backbone:
 
     Attributes:
         model: the whole Hugging Face module.
-        head: its output projection, or None when logits cannot be had from hidden states; then whole logits are made.
+        splits: whether its logits are `transform(head(hidden))`; if not, whole logits are made.
         transform: what the model does to `head(hidden)`.
+        inputs: names of the tensors that its body takes.
     """
 
     model: Any
-    head: nn.Module | None
+    splits: bool
     transform: LogitTransform
+    inputs: frozenset[str]
 
     @classmethod
     def of(cls, model: Any) -> "Backbone":
         """Split `model`, and check on two tokens that body, head and transform give its own logits."""
-        head = model.get_output_embeddings()
-        found = cls(model, head, _transform(model.config.get_text_config()))
-        if head is not None and found._agrees():
+        config = model.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            raise Unsupported(
+                f"{type(model).__name__} asks for its router's auxiliary loss (output_router_logits=True), which is "
+                "not added to the loss here; leave it off"
+            )
+        taken = frozenset(inspect.signature(model.base_model.forward).parameters) - _NOT_DATA
+        found = cls(model, model.get_output_embeddings() is not None, _transform(config), taken)
+        if found.splits and found._agrees():
             return found
         get_logger().info(
             "%s does something to its logits that Twinkle does not know; whole logits will be made, which takes more "
             "memory but gives the same numbers",
             type(model).__name__,
         )
-        return cls(model, None, LogitTransform())
+        return cls(model, False, LogitTransform(), taken)
 
     @torch.no_grad()
     def _agrees(self) -> bool:
@@ -59,7 +74,7 @@ class Backbone:
         try:
             ids = torch.tensor([[1, 2]], device=self.model.device)
             whole = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.transform(self.head(self.body(input_ids=ids, use_cache=False).last_hidden_state).float())  # type: ignore[misc]
+            ours = self.transform(self.head(self.body(input_ids=ids, use_cache=False).last_hidden_state).float())
         finally:
             self.model.train(training)
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 0.05
@@ -70,26 +85,29 @@ class Backbone:
         """The model without its head."""
         return self.model.base_model
 
+    @property
+    def head(self) -> nn.Module:
+        """The output projection as it is now: an adapter or a resize puts another module in its place."""
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
+
     def __call__(self, batch: dict[str, Any], device: torch.device, needs: Needs, temperature: float) -> ModelOutput:
         """Run one collated micro-batch.
 
         Args:
-            batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` int64 `[B, T]`.
+            batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` int64 `[B, T]`. Whatever the
+                model does not take is left aside.
             device: where the model is.
             needs: what to prepare beside `logps`.
             temperature: divides the logits.
-
-        Raises:
-            DataError: a token id is outside the vocabulary.
         """
-        _check_tokens(batch, self.model.get_input_embeddings().weight.shape[0])
-        arguments = {key: value for key, value in batch.items() if key not in _BATCH_KEYS}
-        mask = arguments.get("attention_mask")
-        if mask is not None and bool(mask.all()):
-            del arguments["attention_mask"]  # the causal fast path of the attention kernels
-        arguments = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        arguments = {k: v for k, v in batch.items() if k in self.inputs and isinstance(v, Tensor)}
+        if _is_plain(arguments):
+            # The causal fast path of the attention kernels: nothing is masked and positions count from 0.
+            arguments = {k: v for k, v in arguments.items() if k not in ("attention_mask", "position_ids")}
+        arguments = {k: v.to(device) for k, v in arguments.items()}
         labels = batch.get("labels")
-        if self.head is None or needs.logits or labels is None:
+        if not self.splits or needs.logits or labels is None:
             return self._whole(arguments, labels, device, needs, temperature)
         hidden = self.body(**arguments, use_cache=False).last_hidden_state
         trained = (labels.reshape(-1) != IGNORE).nonzero().squeeze(-1)  # found on the CPU: no wait for the device
@@ -126,8 +144,14 @@ class Backbone:
         return output
 
 
-def _check_tokens(batch: dict[str, Any], vocabulary: int) -> None:
-    """Refuse ids that the embedding does not have; on a GPU they would end the process, not the call."""
+def check_batch(batch: dict[str, Any], model: Any) -> None:
+    """Refuse what the model would answer with wrong numbers or, on a GPU, with the end of the process.
+
+    Raises:
+        DataError: a token id is outside the vocabulary.
+        Unsupported: positions restart within a row (packed sub-sequences would attend to each other).
+    """
+    vocabulary = model.config.get_text_config().vocab_size
     labels = batch.get("labels")
     for name, ids in (("input_ids", batch["input_ids"]), ("labels", labels)):
         if ids is None:
@@ -141,6 +165,27 @@ def _check_tokens(batch: dict[str, Any], vocabulary: int) -> None:
                 f"row {row} of the batch: {name}[{position}] is {int(ids[row, position])}, but the model's vocabulary "
                 f"has {vocabulary} tokens; encode the rows with this model's own template"
             )
+
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if positions is not None and positions.ndim == 2:
+        back = positions[:, 1:] <= positions[:, :-1]
+        if mask is not None:
+            back &= (mask[:, 1:] * mask[:, :-1]) != 0
+        if bool(back.any()):
+            row, position = back.nonzero()[0].tolist()
+            raise Unsupported(
+                f"row {row} of the batch: position_ids restart at {position + 1}; packed rows are not trained by this "
+                "backend, give each sub-sequence as a row of its own"
+            )
+
+
+def _is_plain(arguments: dict[str, Tensor]) -> bool:
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if mask is not None and not bool(mask.all()):
+        return False
+    if positions is None:
+        return True
+    return positions.ndim == 2 and bool((positions == torch.arange(positions.shape[1])).all())
 
 
 def _spread(

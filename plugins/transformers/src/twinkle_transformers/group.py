@@ -1,12 +1,17 @@
 """What belongs to one adapter (or to the full model): optimizer, loss, template, counters, pending gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from twinkle import registry
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import TrainingStateError
+
+_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
 
 
 @dataclass
@@ -21,6 +26,8 @@ class Pass:
     step: int = 0
     usable: bool = True
     """False when its loss is not finite and is left out."""
+    counted: bool = False
+    """Whether evaluation metrics have seen it."""
 
 
 @dataclass
@@ -49,6 +56,7 @@ class OptimizerGroup:
 
     adapter_name: str
     adapter_config: Any = None
+    trainable: bool = True
     optimizer: Any = None
     lr_scheduler: Any = None
     loss_instance: Any = None
@@ -60,6 +68,7 @@ class OptimizerGroup:
     pending: int = 0
     denominator: float = 0.0
     divided: bool = False
+    measured: bool = False
     stepped: bool = False
     dropped: bool = False
     scheduled: int = 0
@@ -71,6 +80,26 @@ class OptimizerGroup:
     """Whether the last forward was one in training mode, which `calculate_loss` then scores."""
     train_status: Status = field(default_factory=Status)
     eval_status: Status = field(default_factory=Status)
+
+    def loss(self) -> Any:
+        """Return the loss; where none was set, cross entropy."""
+        if self.loss_instance is None:
+            self.loss_instance = registry().build("CrossEntropyLoss", "loss")
+        return self.loss_instance
+
+    def encoder(self, model_path: Path) -> Callable[[Any], Any]:
+        """Return what encodes trajectories: the template, by default the one that the model in `model_path` brings."""
+
+        def encode(trajectory: Any) -> Any:
+            if self.template is None:
+                self.template = registry().build("Template", "template", model_id=str(model_path))
+            return self.template.encode(trajectory)
+
+        return encode
+
+    def pads_left(self) -> bool:
+        """Return whether the processor pads rows on the left."""
+        return getattr(self.processor, "padding_side", "right") == "left"
 
     def due(self, flush: bool = False) -> bool:
         """Return whether an update is due: after k, 2k, 3k, ... backward calls, or at once with `flush`."""
@@ -88,6 +117,11 @@ class OptimizerGroup:
                 f"adapter {self.adapter_name!r}: backward after clip_grad_norm() or step(), but the old gradients are "
                 f"still there; call {done} first (clip_grad_and_step() does all of it)"
             )
+
+    def drop_passes(self) -> None:
+        """Forget the gradients, passes and numbers of an unfinished step."""
+        self.clear_gradients()
+        self.train_status.passes, self.train_status.unseen = [], []
 
     def count_backward(self, passes: list[Pass]) -> None:
         """Count one backward call and keep its passes for the metrics of their step."""
@@ -111,4 +145,12 @@ class OptimizerGroup:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         self.pending, self.denominator = 0, 0.0
-        self.divided = self.stepped = self.dropped = False
+        self.divided = self.measured = self.stepped = self.dropped = False
+
+
+def new_group(name: str) -> OptimizerGroup:
+    """Return the state of an adapter at its start: right padding and the usual metrics."""
+    group = OptimizerGroup(name, processor=registry().build("InputProcessor", "processor"))
+    for status in (group.train_status, group.eval_status):
+        status.metrics = [registry().build(metric, "metric") for metric in _METRICS]
+    return group

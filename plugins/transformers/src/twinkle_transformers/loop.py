@@ -50,7 +50,7 @@ def check_finite(group: OptimizerGroup, item: Pass, policy: str) -> None:
         return
     what = f"{loss_name(group.loss_instance)} of adapter {group.adapter_name!r} is {value} at step {group.updates + 1}"
     if policy == "raise":
-        group.clear_gradients()
+        group.drop_passes()
         raise NonFiniteError(
             f"{what}; the weights are untouched and the batch is in this error's `inputs` "
             "(on_nonfinite='skip' leaves such micro-batches out)",
@@ -103,13 +103,18 @@ def feed_metrics(group: OptimizerGroup, status: Status) -> None:
     status.unseen.clear()
 
 
-def join(outputs: Sequence[ModelOutput]) -> ModelOutput:
-    """Join micro-batches along the rows: tensors are padded on the right and concatenated, sums are added."""
+def join(outputs: Sequence[ModelOutput], *, left: bool = False) -> ModelOutput:
+    """Join micro-batches along the rows: tensors are padded to one width and concatenated, sums are added.
+
+    Args:
+        outputs: one output a micro-batch.
+        left: whether the rows are padded on the left, so that the outputs must be too.
+    """
     joined: dict[str, Any] = {}
     for key in outputs[0]:
         values: list[Any] = [output[key] for output in outputs]  # type: ignore[literal-required]
         if isinstance(values[0], torch.Tensor) and values[0].ndim:
-            joined[key] = _concatenate([value.detach() for value in values], _PADDING.get(key, 0))
+            joined[key] = _concatenate([value.detach() for value in values], _PADDING.get(key, 0), left)
     if "loss_sum" in outputs[0]:
         joined |= {"loss": loss_of(outputs), "num_tokens": sum(output["num_tokens"] for output in outputs)}
     return joined  # type: ignore[return-value]
@@ -121,18 +126,19 @@ def loss_of(outputs: Sequence[ModelOutput]) -> float:
     return sum(output["loss_sum"] for output in outputs) / count if count else 0.0
 
 
-def _concatenate(tensors: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+def _concatenate(tensors: Sequence[torch.Tensor], fill: int, left: bool) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     if tensors[0].ndim > 1:
         width = max(t.shape[1] for t in tensors)
-        tensors = [_widen(t, width, fill) for t in tensors]
+        tensors = [_widen(t, width, fill, left) for t in tensors]
     return torch.cat(list(tensors))
 
 
-def _widen(tensor: torch.Tensor, width: int, fill: int) -> torch.Tensor:
+def _widen(tensor: torch.Tensor, width: int, fill: int, left: bool) -> torch.Tensor:
     missing = width - tensor.shape[1]
-    return tensor if not missing else nn.functional.pad(tensor, [0, 0] * (tensor.ndim - 2) + [0, missing], value=fill)
+    sides = [missing, 0] if left else [0, missing]
+    return tensor if not missing else nn.functional.pad(tensor, [0, 0] * (tensor.ndim - 2) + sides, value=fill)
 
 
 def _detached(value: Any) -> Any:

@@ -15,17 +15,15 @@ from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle_registry import nearest
 from twinkle_transformers import adapters, loop, saving
-from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.backbone import Backbone, check_batch
 from twinkle_transformers.describe import describe
-from twinkle_transformers.group import OptimizerGroup, Pass, Status
+from twinkle_transformers.group import OptimizerGroup, Pass, Status, new_group
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.optimizers import build_optimizer, build_scheduler
-from twinkle_transformers.options import PRECISION, check_adapter, check_model_options, check_task
-from twinkle_transformers.rows import PER_ROW, as_rows, micro_batches
+from twinkle_transformers.options import PRECISION, check_adapter, check_call, check_model_options, check_name
+from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
-
-_DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
 
 
 @remote_class()
@@ -96,8 +94,7 @@ class TransformersModel(TwinkleModel):
             enable = getattr(self.model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 on
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
         self._backbone = Backbone.of(self.model)
-        self._default_template: Any = None
-        self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
+        self.optimizer_group: dict[str, OptimizerGroup] = {"": new_group("")}
         self.active_group = ""
 
     # components
@@ -114,11 +111,15 @@ class TransformersModel(TwinkleModel):
             adapter_name: whose; by default the active one.
             **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
         """
-        group = self._group(adapter_name)
-        if self.mixed_precision != "no":
-            self._keep_trained_in_float32(group)
+        group = self._trained(adapter_name)
+        self._widen(group)
         names = list(adapters.named_parameters(self.model, group.adapter_name))
         group.optimizer = build_optimizer(optimizer_cls, names, **kwargs)
+        if group.lr_scheduler is not None:
+            get_logger().warning(
+                "adapter %r: its scheduler followed the old optimizer; set it again", group.adapter_name
+            )
+            group.lr_scheduler = None
 
     def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the scheduler of the adapter's optimizer, which must have been set; kwargs go to the constructor."""
@@ -163,15 +164,15 @@ class TransformersModel(TwinkleModel):
             gradient_accumulation_steps: backward calls for each update.
         """
         check_adapter(adapter_name, self.optimizer_group)
-        group = self._new_group(adapter_name)
+        group = new_group(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
         self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
         group.adapter_config = config
         self.optimizer_group[adapter_name] = group
         self.active_group = adapter_name
+        group.trainable = is_trainable
         if not is_trainable:
-            for _, parameter in list(adapters.named_parameters(self.model, adapter_name)):
-                parameter.requires_grad_(False)
+            adapters.freeze(self.model, adapter_name)
 
     # forward and backward
 
@@ -197,11 +198,12 @@ class TransformersModel(TwinkleModel):
         Returns:
             `logps` `[B, T]`, and `logits` if asked for; with graph.
         """
-        check_task(task)
-        group = self._select(adapter_name)
-        rows = as_rows(inputs, self._encoder(group))
+        check_call(task, temperature)
+        group = self._trained(adapter_name)
+        rows = as_rows(inputs, group.encoder(self.model_path))
+        batch = self._batch(group, rows)
         group.training = True
-        group.train_status.passes = [self._pass(group, group.train_status, rows, temperature, return_logits)]
+        group.train_status.passes = [self._pass(group, group.train_status, rows, batch, temperature, return_logits)]
         return group.train_status.passes[0].outputs
 
     @remote_function(dispatch="slice_dp", collect="flatten")
@@ -221,18 +223,19 @@ class TransformersModel(TwinkleModel):
         `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. The other arguments are those of
         `forward`.
         """
-        check_task(task)
+        check_call(task, temperature)
         group = self._select(adapter_name)
-        rows = as_rows(inputs, self._encoder(group))
+        parts = split_rows(as_rows(inputs, group.encoder(self.model_path)), micro_batch_size)
+        batches = [self._batch(group, part) for part in parts]
         status = group.eval_status
         group.training = False
         base = disable_lora or not group.adapter_name
         with torch.no_grad(), adapters.without_adapters(self.model, base):
             status.passes = [
-                self._pass(group, status, part, temperature, return_logits)
-                for part, _ in micro_batches(rows, {}, PER_ROW, micro_batch_size)
+                self._pass(group, status, part, batch, temperature, return_logits)
+                for part, batch in zip(parts, batches, strict=True)
             ]
-        return loop.join([item.outputs for item in status.passes])
+        return loop.join([item.outputs for item in status.passes], left=group.pads_left())
 
     @remote_function(collect="mean")
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
@@ -247,24 +250,26 @@ class TransformersModel(TwinkleModel):
         status = group.train_status if group.training else group.eval_status
         if not status.passes:
             raise TrainingStateError("calculate_loss: there is no forward to score; call forward or forward_only first")
-        loss = self._loss(group)
+        loss = group.loss()
         check_loss_arguments(loss, loss_kwargs)
-        rows = [row for item in status.passes for row in item.rows]
-        shares = micro_batches(rows, loss_kwargs, _row_inputs(loss), len(status.passes[0].rows))
+        sizes = [batch_size(item.inputs) for item in status.passes]
+        shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=group.pads_left())
         with torch.set_grad_enabled(group.training):
-            for item, (_, share) in zip(status.passes, shares, strict=True):
+            for item, share in zip(status.passes, shares, strict=True):
                 loop.score(group, item, split=len(status.passes) > 1, loss_kwargs=share)
                 if group.training:
                     loop.check_finite(group, item, self.on_nonfinite)
         if not group.training:
-            status.unseen += loop.settled(status.passes)
+            status.unseen += loop.settled(item for item in status.passes if not item.counted)
+            for item in status.passes:
+                item.counted = True  # scoring the same forward again is no second evaluation
             loop.feed_metrics(group, status)
         return float(loop.join([item.outputs for item in status.passes])["loss"])
 
     @remote_function()
     def backward(self, *, adapter_name: str | None = None) -> None:
         """Add the gradients of the last calculated loss."""
-        group = self._select(adapter_name)
+        group = self._trained(adapter_name)
         status = group.train_status
         if not status.passes:
             raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
@@ -302,27 +307,37 @@ class TransformersModel(TwinkleModel):
 
         Raises:
             NonFiniteError: the loss is NaN or infinite and `on_nonfinite="raise"`; weights and optimizer are as before,
-                the gradients of the unfinished step are gone.
+                the gradients of the unfinished step are gone (as after any error once a gradient was added).
         """
-        check_task(task)
-        group = self._select(adapter_name)
+        check_call(task, temperature)
+        group = self._trained(adapter_name)
         group.begin_backward()
-        loss = self._loss(group)
+        loss = group.loss()
         check_loss_arguments(loss, loss_kwargs)
-        rows = as_rows(inputs, self._encoder(group))
-        split = micro_batch_size is not None and micro_batch_size < len(rows)
+        parts = split_rows(as_rows(inputs, group.encoder(self.model_path)), micro_batch_size)
+        batches = [self._batch(group, part) for part in parts]  # all of them first: a bad row must not cost a gradient
+        left = group.pads_left()
+        shares = share_arguments(loss_kwargs, row_inputs(loss), [batch_size(batch) for batch in batches], left=left)
         group.training, group.train_status.passes = True, []
         done: list[Pass] = []
-        for part, share in micro_batches(rows, loss_kwargs, _row_inputs(loss), micro_batch_size):
-            item = self._pass(group, group.train_status, part, temperature, return_logits)
-            loop.score(group, item, split=split, loss_kwargs=share)
-            loop.check_finite(group, item, self.on_nonfinite)
-            if item.usable:
-                loop.backward(group, item)
-                done.append(item)
-            loop.detach(item)
+        touched = False
+        try:
+            for part, batch, share in zip(parts, batches, shares, strict=True):
+                item = self._pass(group, group.train_status, part, batch, temperature, return_logits)
+                loop.score(group, item, split=len(parts) > 1, loss_kwargs=share)
+                loop.check_finite(group, item, self.on_nonfinite)
+                if item.usable:
+                    touched = True
+                    loop.backward(group, item)
+                    done.append(item)
+                loop.detach(item)
+        except BaseException:
+            if touched:
+                group.drop_passes()  # a part of a batch's gradient is the gradient of nothing
+            raise
         group.count_backward(loop.settled(done))
-        return loop.join([item.outputs for item in done]) if done else {"loss": float("nan"), "num_tokens": 0.0}
+        outputs = [item.outputs for item in done]
+        return loop.join(outputs, left=left) if done else {"loss": float("nan"), "num_tokens": 0.0}
 
     # the step
 
@@ -343,7 +358,7 @@ class TransformersModel(TwinkleModel):
         Raises:
             NonFiniteError: the norm is not finite and `on_nonfinite="raise"`; nothing was updated.
         """
-        group = self._group(adapter_name)
+        group = self._trained(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
         if not group.due(flush):
             return 0.0
@@ -369,9 +384,9 @@ class TransformersModel(TwinkleModel):
         Raises:
             TrainingStateError: nothing was accumulated, or the last update's gradients are still there.
         """
-        group = self._group(adapter_name)
+        group = self._trained(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
-        step_group(group, optim_params, flush)
+        step_group(group, optim_params, flush, self.on_nonfinite)
 
     @remote_function()
     def zero_grad(
@@ -468,15 +483,17 @@ class TransformersModel(TwinkleModel):
             consumed_train_samples: kept in `trainer_state.json`, from `DataLoader.get_state()`.
 
         Returns:
-            the directory, which is either absent or whole at every moment.
+            the directory, which is absent or whole at every moment. An older checkpoint of that name is replaced.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: it cannot be written, or something that is no checkpoint stands there.
         """
-        group = self._select(adapter_name)
+        group = self._trained(adapter_name, saving=True)
+        name = name or f"checkpoint-step-{group.cur_step}"
+        check_name(name, interval)
         if group.cur_step % interval:
             return None
-        target = Path(output_dir or "output", name or f"checkpoint-step-{group.cur_step}")
+        target = Path(output_dir or "output", name)
         saving.save(self, group, target, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples)
         return str(target)
 
@@ -499,7 +516,7 @@ class TransformersModel(TwinkleModel):
         if load_optimizer:
             self.resume_from_checkpoint(str(folder), adapter_name=adapter_name)
         else:
-            saving.load_weights(self, self._select(adapter_name), folder)
+            saving.load_weights(self, self._trained(adapter_name, saving=True), folder)
 
     @remote_function(collect="first")
     def resume_from_checkpoint(
@@ -515,15 +532,9 @@ class TransformersModel(TwinkleModel):
         Returns:
             `cur_step`, `consumed_train_samples`, `gradient_accumulation_steps`.
         """
-        return saving.resume(self, self._select(adapter_name), Path(checkpoint_dir), only_model=resume_only_model)
+        return saving.resume(self, self._trained(adapter_name), Path(checkpoint_dir), only_model=resume_only_model)
 
     # inside
-
-    def _new_group(self, name: str) -> OptimizerGroup:
-        group = OptimizerGroup(name, processor=registry().build("InputProcessor", "processor"))
-        for status in (group.train_status, group.eval_status):
-            status.metrics = [registry().build(metric, "metric") for metric in _DEFAULT_METRICS]
-        return group
 
     def _group(self, adapter_name: str | None) -> OptimizerGroup:
         name = self.active_group if adapter_name is None else adapter_name
@@ -537,42 +548,43 @@ class TransformersModel(TwinkleModel):
 
     def _select(self, adapter_name: str | None) -> OptimizerGroup:
         group = self._group(adapter_name)
-        adapters.select(self.model, group.adapter_name)
+        adapters.select(self.model, group.adapter_name, group.trainable)
         return group
 
-    def _loss(self, group: OptimizerGroup) -> Any:
-        if group.loss_instance is None:
-            group.loss_instance = registry().build("CrossEntropyLoss", "loss")
-        return group.loss_instance
+    def _trained(self, adapter_name: str | None, *, saving: bool = False) -> OptimizerGroup:
+        """Select what is to be trained (or, with `saving`, written or read), if it can be."""
+        group = self._select(adapter_name)
+        if not group.adapter_name and len(self.optimizer_group) > 1:
+            raise TrainingStateError(
+                "the full model is frozen since it has adapters, and its weights stay as they were loaded; name one of "
+                f"{sorted(set(self.optimizer_group) - {''})}"
+            )
+        if not group.trainable and not saving:
+            raise TrainingStateError(f"adapter {group.adapter_name!r} was added with is_trainable=False")
+        return group
 
-    def _encoder(self, group: OptimizerGroup) -> Any:
-        def encode(trajectory: Any) -> Any:
-            template = group.template or self._default_template
-            if template is None:
-                template = self._default_template = registry().build(
-                    "Template", "template", model_id=str(self.model_path)
-                )
-            return template.encode(trajectory)
+    def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
+        batch = group.processor(rows)
+        check_batch(batch, self._backbone.model)
+        return batch
 
-        return encode
-
-    def _pass(self, group: OptimizerGroup, status: Status, rows: Any, temperature: float, return_logits: bool) -> Pass:
+    def _pass(
+        self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool
+    ) -> Pass:
         training = status is group.train_status
         if training and group.optimizer is None:
             get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
             self.set_optimizer("AdamW", adapter_name=group.adapter_name)
-        self._loss(group)
-        batch = group.processor(rows)
+        group.loss()
         self.model.train(training)
         with self.autocast():
             outputs = self._backbone(batch, self.device, loop.needs_of(group, status, return_logits), temperature)
         return Pass(batch, outputs, list(rows))
 
-    def _keep_trained_in_float32(self, group: OptimizerGroup) -> None:
+    def _widen(self, group: OptimizerGroup) -> None:
+        """Keep what is trained in float32 under mixed precision."""
+        if self.mixed_precision == "no":
+            return
         for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
-
-
-def _row_inputs(loss: Any) -> frozenset[str]:
-    return PER_ROW | frozenset(getattr(loss, "row_inputs", ()))

@@ -76,16 +76,17 @@ def _needs_closure(optimizer: Any) -> bool:
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], decay: float | None) -> list[dict[str, Any]]:
     """Return torch parameter groups: matrices with weight decay, biases and norms without.
 
-    A group without members is left out; with `decay` None or 0 there is one group.
+    A group without members is left out; with `decay` None (an optimizer that has none) there is one group. The key
+    `decays` says which is which, so that a later weight decay finds its group.
     """
     named = list(named)
-    if not decay:
+    if decay is None:
         return [{"params": [p for _, p in named]}]
     plain = [p for name, p in named if p.ndim < 2 or any(word in name.lower() for word in _NO_DECAY)]
     kept = set(map(id, plain))
     groups = [
-        {"params": [p for _, p in named if id(p) not in kept], "weight_decay": decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": [p for _, p in named if id(p) not in kept], "weight_decay": decay, "decays": True},
+        {"params": plain, "weight_decay": 0.0, "decays": False},
     ]
     return [group for group in groups if group["params"]]
 
@@ -101,6 +102,11 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
     if not callable(found) or isinstance(found, torch.optim.lr_scheduler.LRScheduler):
         if kwargs:
             raise ArgumentError(f"set_lr_scheduler: {type(found).__name__} is an instance and takes no more arguments")
+        if found.optimizer is not optimizer:
+            raise ArgumentError(
+                f"set_lr_scheduler: this {type(found).__name__} was built on another optimizer; build it on the "
+                "model's, model.optimizer_group[name].optimizer, or give its name"
+            )
         return found
     if optimizer is None:
         raise TrainingStateError("set_lr_scheduler: set the optimizer first; a scheduler is built on it")
@@ -109,7 +115,7 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
 
 
 def override(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Overwrite `lr`, `weight_decay`, `betas` or `eps` of every parameter group (weight decay only where it is on).
+    """Overwrite `lr`, `weight_decay`, `betas` or `eps` of every parameter group; norms and biases never decay.
 
     Raises:
         ArgumentError: a name that the optimizer does not have.
@@ -121,5 +127,5 @@ def override(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Non
                     f"step(optim_params=...): {type(optimizer).__name__} has no {name!r}; "
                     f"it has {', '.join(sorted(set(group) - {'params'}))}"
                 )
-            if name != "weight_decay" or group[name] > 0:
+            if name != "weight_decay" or group.get("decays", True):
                 group[name] = value

@@ -1,6 +1,7 @@
 """What the constructor and the calls of `TransformersModel` accept on one device, and how the rest is refused."""
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -41,10 +42,21 @@ def check_model_options(given: Mapping[str, Any], precision: str, policy: str, m
         raise Unsupported(f"TransformersModel: a device mesh of {mesh.world_size} devices; this backend trains on one")
 
 
-def check_task(task: str) -> None:
-    """Refuse tasks other than language modelling."""
+def check_call(task: str, temperature: float) -> None:
+    """Refuse tasks other than language modelling, and temperatures that are none."""
+    if not temperature > 0:
+        raise ArgumentError(f"temperature={temperature}; a forward needs a number above 0")
     if task not in ("causal_lm", "fused_lm_ce"):
         raise Unsupported(f"task={task!r}; choose 'causal_lm' or 'fused_lm_ce'")
+
+
+def check_name(name: str, interval: int) -> None:
+    """Refuse checkpoint names that leave their folder, and intervals below 1."""
+    parts = PurePath(name).parts
+    if not parts or ".." in parts or PurePath(name).is_absolute():
+        raise ArgumentError(f"save: name {name!r} must lie below output_dir; give the parent as output_dir")
+    if interval < 1:
+        raise ArgumentError(f"save: interval={interval}; it must be at least 1")
 
 
 def check_adapter(name: str, taken: Mapping[str, Any]) -> None:

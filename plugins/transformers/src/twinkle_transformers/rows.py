@@ -1,6 +1,7 @@
 """From what a caller passes to rows, and from rows to micro-batches with their share of the per-row arguments."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from twinkle.errors import ArgumentError, DataError
@@ -27,6 +28,8 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
     Raises:
         DataError: there are no rows, or a row is neither encoded nor a trajectory.
     """
+    if not isinstance(inputs, Mapping) and (isinstance(inputs, str) or not hasattr(inputs, "__iter__")):
+        raise DataError(f"inputs is a {type(inputs).__name__}; give a row, a list of rows or a collated batch")
     rows = list(inputs) if not isinstance(inputs, Mapping) else _unbatch(inputs) if _is_batch(inputs) else [inputs]
     if not rows:
         raise DataError("the batch has no rows; a forward needs at least one")
@@ -61,32 +64,77 @@ def row_count(name: str, value: Any, rows: int) -> None:
         raise ArgumentError(f"{name} has {found}, the batch has {rows} rows; give one entry a row, in the same order")
 
 
-def micro_batches(
-    rows: Sequence[Any], loss_kwargs: Mapping[str, Any], per_row: frozenset[str], size: int | None
-) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
-    """Yield the rows in groups of at most `size`, each with its share of the loss arguments.
+def split_rows(rows: Sequence[Any], size: int | None) -> list[Sequence[Any]]:
+    """Return the rows in groups of at most `size`; None is one group.
+
+    Raises:
+        ArgumentError: `size` is not a whole number of at least 1.
+    """
+    if size is None:
+        return [rows]
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ArgumentError(
+            f"micro_batch_size={size!r}; it must be a whole number of at least 1, or None for the whole batch"
+        )
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def share_arguments(
+    arguments: Mapping[str, Any], per_row: frozenset[str], batches: Sequence[tuple[int, int]], *, left: bool
+) -> list[dict[str, Any]]:
+    """Return each micro-batch's share of the loss arguments.
 
     Args:
-        rows: encoded rows.
-        loss_kwargs: arguments of the loss; those named in `per_row` are cut, the others are passed whole.
+        arguments: arguments of the loss; those named in `per_row` are cut, the others are passed whole.
         per_row: names of the arguments that have one entry a row.
-        size: rows a micro-batch; None is all.
+        batches: rows and padded length of each micro-batch, in order.
+        left: whether rows are padded on the left.
+
+    A tensor `[B, T, ...]` as long as the longest micro-batch (what `forward_only` returned, say) is also narrowed to
+    each micro-batch's own length.
+
+    Raises:
+        ArgumentError: an argument has another number of rows.
     """
-    if size is not None and size < 1:
-        raise ArgumentError(f"micro_batch_size={size}; it must be at least 1, or None for the whole batch")
-    for name in per_row & loss_kwargs.keys():
-        if loss_kwargs[name] is not None:
-            row_count(name, loss_kwargs[name], len(rows))
-    step = size or len(rows)
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        yield rows[part], {k: _cut(v, part) if k in per_row else v for k, v in loss_kwargs.items()}
+    total, longest = sum(rows for rows, _ in batches), max(length for _, length in batches)
+    for name in sorted(per_row & arguments.keys()):
+        if arguments[name] is not None:
+            row_count(name, arguments[name], total)
+    shares, start = [], 0
+    for rows, length in batches:
+        cut = _Cut(slice(start, start + rows), longest, slice(longest - length, None) if left else slice(0, length))
+        shares.append({name: cut(value) if name in per_row else value for name, value in arguments.items()})
+        start += rows
+    return shares
 
 
-def _cut(value: Any, part: slice) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _cut(entry, part) if hasattr(entry, "__len__") else entry for key, entry in value.items()}
-    return value if value is None else value[part]
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Takes some rows of a value, and of a tensor as long as `longest` only `positions`."""
+
+    rows: slice
+    longest: int
+    positions: slice
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self(entry) if hasattr(entry, "__len__") else entry for key, entry in value.items()}
+        if value is None:
+            return None
+        part = value[self.rows]
+        shape: tuple[int, ...] = getattr(part, "shape", ())
+        return part[:, self.positions] if len(shape) > 1 and shape[1] == self.longest else part
+
+
+def row_inputs(loss: Any) -> frozenset[str]:
+    """Return the names of the arguments of `loss` that have one entry a row."""
+    return PER_ROW | frozenset(getattr(loss, "row_inputs", ()))
+
+
+def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of rows and the padded length of a collated batch."""
+    rows, length = batch["input_ids"].shape[:2]
+    return rows, length
 
 
 def _is_batch(inputs: Mapping[str, Any]) -> bool:

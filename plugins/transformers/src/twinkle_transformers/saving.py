@@ -2,17 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from twinkle.errors import CheckpointError
+from twinkle.errors import CheckpointError, OutputError
 from twinkle.hub.quiet import quiet_transformers
 from twinkle.paths import new_directory
 from twinkle.platform import Platform
 from twinkle_transformers import adapters, checkpoint
 from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.reading import read_tensors
 
 if TYPE_CHECKING:
     from twinkle_transformers.model import TransformersModel
@@ -41,6 +42,7 @@ def save(
 ) -> None:
     """Write weights, tokenizer files and training state to `target`, which never exists half-written."""
     names = dict(adapters.named_parameters(model.model, group.adapter_name))
+    _check_target(target)
     with new_directory(target) as work:
         if group.adapter_name:
             tensors = {
@@ -66,6 +68,17 @@ def save(
         )
 
 
+def _check_target(target: Path) -> None:
+    """Refuse to replace what is no checkpoint of ours."""
+    if target.is_dir() and (not any(target.iterdir()) or (target / checkpoint.STATE).is_file()):
+        return
+    if target.exists() or target.is_symlink():
+        raise OutputError(
+            f"cannot save to {target}: something that is no checkpoint stands there ({checkpoint.STATE} is missing); "
+            "choose another name or move it away"
+        )
+
+
 def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path) -> None:
     """Load an adapter's or a full model's weights; names and shapes are compared before anything is copied.
 
@@ -76,6 +89,7 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
         adapters.read_config(folder)
         adapters.load_weights(model.model, group.adapter_name, folder)
         return
+    model._widen(group)
     files = _weight_files(folder)
     own = model.model.state_dict()
     shapes: dict[str, list[int]] = {}
@@ -85,7 +99,8 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
                 shapes |= {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
         except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
             raise CheckpointError(f"{path} cannot be read ({error}); the file is truncated or corrupt") from error
-    tied = set(own) - set(shapes) if _ties(model.model) else set()
+    present = {own[key].data_ptr() for key in shapes if key in own}
+    tied = {key for key in own.keys() - shapes.keys() if own[key].data_ptr() in present}
     for key in sorted((own.keys() | shapes.keys()) - tied):
         mine = list(own[key].shape) if key in own else "absent"
         if mine != shapes.get(key, "absent"):
@@ -94,7 +109,7 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
                 f"files and {mine} in this model"
             )
     for path in files:
-        model.model.load_state_dict(load_file(path), strict=False)
+        model.model.load_state_dict(read_tensors(path), strict=False)
 
 
 def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, only_model: bool) -> dict[str, int]:
@@ -104,14 +119,16 @@ def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, o
         CheckpointError: something needed is missing or belongs to another model or optimizer.
     """
     state = checkpoint.read_state(folder)
+    names = dict(adapters.named_parameters(model.model, group.adapter_name))
+    # Everything is read and compared first, the weights included: an error leaves the model as it was.
+    training = None if only_model else checkpoint.read_training(folder, state, group, names, Platform.get_rank())
     load_weights(model, group, folder)
-    if not only_model:
-        names = dict(adapters.named_parameters(model.model, group.adapter_name))
-        group.clear_gradients()
-        checkpoint.read_optimizer(folder, state, group, names, Platform.get_rank())
+    group.drop_passes()
     group.cur_step, group.updates = state["cur_step"], state["updates"]
-    group.scheduled = group.updates
+    group.scheduled = state["scheduled"]
     group.gradient_accumulation_steps = state["gradient_accumulation_steps"]
+    if training is not None:
+        training.apply(group, names)
     return {key: state[key] for key in ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")}
 
 
@@ -138,7 +155,3 @@ def _weight_files(folder: Path) -> list[Path]:
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
         raise CheckpointError(f"no model weights at {folder}: model.safetensors is missing; found: {found}{hint}")
     return [single]
-
-
-def _ties(model: Any) -> bool:
-    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

@@ -22,11 +22,11 @@ def clip_group(group: OptimizerGroup, max_norm: float, norm_type: float, policy:
     """
     divide(group)
     norm = clip(gradients(group), max_norm, norm_type)
-    group.last_grad_norm = norm
+    group.last_grad_norm, group.measured = norm, True
     if norm - norm != 0.0:
         what = f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}"
         if policy == "raise":
-            group.clear_gradients()
+            group.drop_passes()
             raise NonFiniteError(f"{what}; the weights are untouched (on_nonfinite='skip' leaves such steps out)")
         get_logger().warning("%s; this step is left out", what)
         group.dropped = True
@@ -34,10 +34,13 @@ def clip_group(group: OptimizerGroup, max_norm: float, norm_type: float, policy:
     return norm
 
 
-def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, flush: bool) -> None:
+def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, flush: bool, policy: str) -> None:
     """Update the parameters if that is due, and give the metrics the passes of the step.
 
+    Gradients that nobody clipped are divided and their norm is looked at all the same.
+
     Raises:
+        NonFiniteError: as `clip_group`.
         TrainingStateError: nothing was accumulated, or this step was made already.
     """
     if not group.pending:
@@ -50,7 +53,8 @@ def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, fl
         raise TrainingStateError("step: this step was made already; call zero_grad() before the next backward")
     if not group.due(flush):
         return
-    divide(group)
+    if not group.measured:
+        clip_group(group, 0.0, 2.0, policy)
     if optim_params:
         override(group.optimizer, optim_params)
     if not group.dropped:
@@ -65,12 +69,14 @@ def schedule(group: OptimizerGroup, metrics: float | None) -> None:
     """Advance the scheduler by the updates that it has not followed; one that watches a number gets it."""
     scheduler = group.lr_scheduler
     if scheduler is not None and group.updates > group.scheduled:
-        if "metrics" in inspect.signature(scheduler.step).parameters:
-            scheduler.step(group.last_loss if metrics is None else metrics)
-        elif metrics is not None:
+        watches = "metrics" in inspect.signature(scheduler.step).parameters
+        if metrics is not None and not watches:
             raise ArgumentError(f"lr_step: {type(scheduler).__name__} watches no number; leave metrics= out")
-        else:
-            scheduler.step()
+        for _ in range(group.updates - group.scheduled):
+            if watches:
+                scheduler.step(group.last_loss if metrics is None else metrics)
+            else:
+                scheduler.step()
     group.scheduled = group.updates
 
 
@@ -82,8 +88,8 @@ def set_accumulation(group: OptimizerGroup, steps: int | None) -> None:
     """
     if steps is None:
         return
-    if steps < 1:
-        raise ArgumentError(f"gradient_accumulation_steps={steps}; it must be at least 1")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ArgumentError(f"gradient_accumulation_steps={steps!r}; it must be a whole number of at least 1")
     group.gradient_accumulation_steps = steps
 
 
