@@ -1,11 +1,12 @@
 """Encoding and checking by a template: what is dropped, and how a bad row is named."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from twinkle.dataset import Dataset, DatasetMeta
-from twinkle.errors import ArgumentError, ComponentTypeError, DataError, EncodeError, TrainingStateError
+from twinkle.errors import ArgumentError, ComponentTypeError, DataError, EncodeError, ModelLoadError, TrainingStateError
 from twinkle.preprocessor import Preprocessor
 
 
@@ -78,6 +79,23 @@ def test_an_unexpected_error_names_the_row_and_keeps_its_cause() -> None:
     with pytest.raises(EncodeError, match="row 1: KeyError: 'missing'") as caught:
         dataset.encode()
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("strategy", ["raise", "delete"])
+@pytest.mark.parametrize("made", [None, "config.json", "tokenizer.json"])
+def test_a_problem_of_the_templates_model_is_no_problem_of_a_row(
+    strategy: str, made: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    if made:
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}', "utf-8")
+        (folder / made).write_text('{"model_type": "llama"}', "utf-8")
+    dataset = conversations("ok", "fine")
+    dataset.set_template("Template", model_id=str(folder), truncation_strategy=strategy)
+    for action in (dataset.encode, dataset.check):
+        with pytest.raises(ModelLoadError, match=r"^model '.*model'"):
+            action()
 
 
 def test_with_strategy_delete_a_bad_row_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

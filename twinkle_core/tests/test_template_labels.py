@@ -257,6 +257,10 @@ def test_key_rounds_counts_the_rows_own_messages_also_behind_a_default_system() 
     encoder = template("chatml", default_system="be kind")
     row = talk("a", "b", "c", "d") | {"user_data": [("key_rounds", "[1]")]}
     assert trained(encoder, encoder.encode(row)) == ["b<|im_end|>"]
+    for rounds in ((1,), 1, [1]):
+        assert trained(encoder, encoder.encode(row | {"user_data": {"key_rounds": rounds}})) == ["b<|im_end|>"]
+    with pytest.raises(EncodeError, match=r"names 2, which is a user message; .* are \[1, 3\]"):
+        encoder.encode(row | {"user_data": {"key_rounds": 2}})
 
 
 @pytest.mark.parametrize(
@@ -276,6 +280,54 @@ def test_key_rounds_need_one_generated_part_a_turn() -> None:
     assert trained(encoder, encoder.encode(talk("a", "b", "c", "d"))) == ["d<|im_end|>"]
     with pytest.raises(EncodeError, match="1 generated parts for 2 assistant turns"):
         encoder.encode(talk("a", "b", "c", "d") | {"user_data": [("key_rounds", "[1]")]})
+
+
+# Turns that say themselves whether they are trained
+
+
+def marked(*marks: dict[str, Any]) -> dict[str, Any]:
+    row = talk("a", "b", "c", "d")
+    for message, mark in zip(row["messages"], marks, strict=True):
+        message.update(mark)
+    return row
+
+
+@pytest.mark.parametrize("off", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"weight": 0, "loss": False}])
+@pytest.mark.parametrize("shape", ["chatml", "generation", "llama3"])
+def test_a_turn_with_weight_zero_or_without_loss_is_not_trained(shape: str, off: dict[str, Any]) -> None:
+    encoder, end = TEMPLATES[shape], SHAPES[shape]["end"]
+    assert trained(encoder, encoder.encode(marked({}, off, {}, {}))) == ["d" + end]
+    assert trained(encoder, encoder.encode(marked(off, {"weight": 1}, {}, {"loss": True}))) == ["b" + end, "d" + end]
+    both = marked({}, off, {}, {}) | {"user_data": {"key_rounds": [1]}}
+    assert trained(encoder, encoder.encode(both)) == []
+
+
+def test_weights_hold_behind_a_default_system_and_without_a_chat_template() -> None:
+    encoder = template("chatml", default_system="be kind")
+    assert trained(encoder, encoder.encode(marked({}, {"weight": 0}, {}, {}))) == ["d<|im_end|>"]
+    with pytest.raises(EncodeError, match=r"message 2 \(user\) asks to be trained by weight or loss"):
+        encoder.encode(marked({}, {}, {"weight": 1}, {}))
+    plain: Any = template("chatml", use_chat_template=False)
+    message = {"role": "user", "content": "a"}
+    assert set(plain.encode({"messages": [message | {"loss": False}]})["labels"]) == {-100}
+    assert set(plain.encode({"messages": [message | {"content": "ab", "loss": True}]})["labels"]) != {-100}
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ({"weight": 2}, r"message 1 \(assistant\) has weight 2; it is 0"),
+        ({"weight": 0.5}, "has weight 0.5"),
+        ({"weight": "0"}, "has weight '0'"),
+        ({"weight": False}, "has weight False"),
+        ({"loss": 0}, "has loss 0; it is true"),
+        ({"loss": "false"}, "has loss 'false'"),
+        ({"weight": 1, "loss": False}, "weight 1 and loss False, which disagree"),
+    ],
+)
+def test_another_weight_or_loss_is_refused(mark: dict[str, Any], message: str) -> None:
+    with pytest.raises(EncodeError, match=message):
+        TEMPLATES["chatml"].encode(marked({}, mark, {}, {}))
 
 
 # Where turns cannot be found, nothing is guessed

@@ -36,7 +36,10 @@ class Tool(TypedDict, total=False):
 
 
 class Message(TypedDict, total=False):
-    """One turn. `content` is text or a list of OpenAI content parts."""
+    """One turn. `content` is text or a list of OpenAI content parts.
+
+    An assistant turn with `weight` 0 or `loss` false is not trained; 1 and true are the default.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     type: str
@@ -44,6 +47,8 @@ class Message(TypedDict, total=False):
     tool_calls: list[ToolCall]
     tool_call_id: str
     reasoning_content: str
+    weight: float
+    loss: bool
 
 
 class Trajectory(TypedDict, total=False):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinkle.errors import EncodeError
+from twinkle.errors import DataError, EncodeError, TwinkleError
 
 _NUMBERED = re.compile(r"row 0: ")
 _PAIRS = (("positive", "negative"), ("chosen", "rejected"))
@@ -14,7 +14,8 @@ class EncodeCall:
     """`template.batch_encode` for `map`, less the rows that come out without tokens.
 
     With the template's `truncation_strategy="delete"` a row that cannot be encoded is left out too; otherwise it is an
-    `EncodeError` with the number of the row in the data set.
+    `EncodeError` with the number of the row in the data set. Errors of ours that are no `DataError` (the template's
+    model is missing, or a package) are no row's problem and pass as they are.
     """
 
     def __init__(self, template: Any, options: Mapping[str, Any]) -> None:
@@ -25,6 +26,8 @@ class EncodeCall:
         try:
             encoded = self.template.batch_encode(columns, **self.options)
         except Exception as error:
+            if _of_template(error):
+                raise
             encoded = self._row_by_row(columns, indices, error)
         return _with_tokens(encoded, type(self.template).__name__)
 
@@ -40,6 +43,8 @@ class EncodeCall:
             try:
                 rows += Preprocessor.map_col_to_row(self.template.batch_encode(single, **self.options))
             except Exception as error:
+                if _of_template(error):
+                    raise
                 if forgiving and isinstance(error, EncodeError):
                     continue
                 raise EncodeError(f"row {index}: {_reason(error)}") from error
@@ -61,6 +66,10 @@ class CheckCall:
         rows = Preprocessor.map_col_to_row(columns)
         passed = [row for row in self.template.batch_check(rows) if row is not None]
         return Preprocessor.map_row_to_col(passed, keys=None if passed else columns)
+
+
+def _of_template(error: Exception) -> bool:
+    return isinstance(error, TwinkleError) and not isinstance(error, DataError)
 
 
 def _reason(error: Exception) -> str:

@@ -15,7 +15,7 @@ class DatasetMeta:
             `scheme://...` that a hub answers for (`builtin://self-cognition`, `hf://org/name`). With `data` it is only
             a name.
         subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
-        split: `train`, `test`, ...; in a local folder, the word in the file names.
+        split: `train`, `test`, ...; in a local folder, the folder or the word in a file's name that says so.
         data_slice: indices of the rows wanted, in this order: a range, a slice, a list or any other iterable of ints.
             An index i beyond the n rows of the set means row i mod n, so `range(500)` of 200 rows repeats rows.
         data: rows in memory instead: a list of dicts, a dict of columns, a `datasets.Dataset`, or a function without

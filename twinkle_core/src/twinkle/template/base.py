@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle._arguments import refuse_unknown
 from twinkle.data_format import InputFeature, ToolCall, Trajectory, user_data_get
-from twinkle.errors import ArgumentError, EncodeError, Unsupported
+from twinkle.errors import ArgumentError, EncodeError, ModelLoadError, Unsupported
 from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class
 from twinkle.template.completion import append_tokens, plain_list
@@ -27,8 +27,9 @@ class Template(TextOnly):
     """Encodes conversations by the chat template of a model's tokenizer.
 
     Labels cover what the assistant writes: its text and the token that ends each turn. `labels[i]` is the target of
-    position `i`, -100 is not trained, and the last position is always -100. The key `key_rounds` of `user_data` (a list
-    of message indices) restricts them to some turns. Reasoning in `<think>...</think>` at the start of a turn and
+    position `i`, -100 is not trained, and the last position is always -100. The key `key_rounds` of `user_data` (a message
+    index or a list of them) restricts them to some turns, and a turn with `"weight": 0` or `"loss": false` is never
+    trained. Reasoning in `<think>...</think>` at the start of a turn and
     `reasoning_content` are the same thing; the chat template decides where it is shown.
 
     It pickles without its tokenizer, which is loaded again where it is needed; one given as `tokenizer=` travels along.
@@ -88,7 +89,11 @@ class Template(TextOnly):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded on first use and kept."""
+        """The tokenizer, loaded on first use and kept.
+
+        Raises:
+            ModelLoadError: there is no such model, or its tokenizer is missing or corrupt.
+        """
         if self._given is not None:
             return self._given
         if self._loaded is None:
@@ -96,7 +101,13 @@ class Template(TextOnly):
 
             from twinkle.hub import local_model
 
-            self._loaded = AutoTokenizer.from_pretrained(local_model(self.model_id))
+            folder = local_model(self.model_id)
+            try:
+                self._loaded = AutoTokenizer.from_pretrained(folder)
+            except Exception as error:  # tokenizers raises bare ones
+                raise ModelLoadError(
+                    f"model {self.model_id!r}: the tokenizer in {folder} cannot be loaded: {error}"
+                ) from error
         return self._loaded
 
     @property
@@ -219,9 +230,8 @@ class Template(TextOnly):
         if add_generation_prompt:
             return prompt_tokens(chat, messages)
         rounds = user_data_get(trajectory.get("user_data"), "key_rounds")
-        if isinstance(rounds, list) and len(messages) > len(trajectory["messages"]):
-            rounds = [index + 1 if isinstance(index, int) else index for index in rounds]  # behind the default system
-        return conversation_tokens(chat, messages, rounds)
+        added = len(messages) - len(trajectory["messages"])  # 1 with the default system
+        return conversation_tokens(chat, messages, rounds, added)
 
     # Decoding
 

@@ -5,18 +5,21 @@ from typing import Any
 
 from twinkle.errors import EncodeError, Unsupported
 from twinkle.template.labels import assistant_spans, mark_tokens, shift
+from twinkle.template.messages import is_trained
 from twinkle.template.rendering import ChatRenderer
 from twinkle.template.truncation import Marked
 
 
-def conversation_tokens(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any) -> Marked:
+def conversation_tokens(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any, added: int = 0) -> Marked:
     """Return the tokens of a conversation and which of them are trained; the text is tokenized once.
+
+    The arguments are those of `assistant_spans`.
 
     Raises:
         EncodeError: the chat template refuses the conversation, or a turn cannot be found in its text.
         Unsupported: the tokenizer gives no offsets.
     """
-    text, spans = assistant_spans(chat, messages, rounds)
+    text, spans = assistant_spans(chat, messages, rounds, added)
     if not chat.tokenizer.is_fast:
         raise Unsupported(
             f"the tokenizer {type(chat.tokenizer).__name__} cannot say which text its tokens stand for; "
@@ -55,6 +58,7 @@ def text_tokens(tokenizer: Any, trajectory: Mapping[str, Any], trained: bool) ->
             "or tools; join them to one text, or use the chat template"
         )
     tokens = tokenizer(messages[0]["content"])["input_ids"]
+    trained = trained and is_trained(messages[0], "message 0") is not False
     return tokens, [trained] * len(tokens)
 
 

@@ -8,52 +8,71 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from twinkle.errors import EncodeError
+from twinkle.template.messages import is_trained
 from twinkle.template.rendering import ChatRenderer, Span
 
 IGNORE = -100
 
 
-def assistant_spans(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any) -> tuple[str, list[Span]]:
+def assistant_spans(
+    chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any, added: int = 0
+) -> tuple[str, list[Span]]:
     """Render a conversation and find its trained turns.
 
     Args:
         chat: the chat template.
         messages: the whole conversation, adapted to it.
-        rounds: a list of the indices of the messages to train; None is every assistant turn.
+        rounds: the index, or a list of the indices, of the messages to train; None is every assistant turn. Turns that
+            say of themselves that they are not trained (`weight`, `loss`) are left out either way.
+        added: how many messages were put before those of the row, whose indices `rounds` and errors name.
 
     Returns:
         The text, and the `(start, end)` characters of each trained turn, in order.
 
     Raises:
-        EncodeError: a turn cannot be found in the text, or `rounds` names no assistant turn.
+        EncodeError: a turn cannot be found in the text, `rounds` names no assistant turn, or another turn than the
+            assistant's wants to be trained.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = _wanted(turns, rounds, messages)
+    wanted = _wanted(turns, rounds, messages, added)
     if not chat.marks_generation:
         text = chat.render(messages)
         return text, [_turn_span(chat, messages, index, text) for index in wanted]
     text, spans = chat.render_marked(messages)
-    if rounds is None:
+    if wanted == turns:
         return text, spans
     if len(spans) != len(turns):
         raise EncodeError(
-            f"key_rounds: the chat template marks {len(spans)} generated parts for {len(turns)} assistant turns, so "
-            "they cannot be told apart; drop key_rounds, or use one {% generation %} block a turn"
+            f"the chat template marks {len(spans)} generated parts for {len(turns)} assistant turns, so they cannot be "
+            "told apart; drop key_rounds, weight and loss, or use one {% generation %} block a turn"
         )
     return text, [span for index, span in zip(turns, spans, strict=True) if index in wanted]
 
 
-def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    if rounds is None:
-        return turns
+def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]], added: int) -> list[int]:
+    chosen = turns if rounds is None else _chosen(rounds, messages[added:], added)
+    for index, message in enumerate(messages):
+        trained = is_trained(message, f"message {index - added}")
+        if trained and index not in turns:
+            raise EncodeError(
+                f"message {index - added} ({message['role']}) asks to be trained by weight or loss, but only what the "
+                "assistant writes is; drop the key"
+            )
+        if trained is False:
+            chosen = [turn for turn in chosen if turn != index]
+    return chosen
+
+
+def _chosen(rounds: Any, own: Sequence[dict[str, Any]], added: int) -> list[int]:
+    turns = [index for index, message in enumerate(own) if message["role"] == "assistant"]
     asked: list[Any] = list(rounds) if isinstance(rounds, list | tuple) else [rounds]
     for index in asked:
         if isinstance(index, bool) or not isinstance(index, int) or index not in turns:
-            found = "no message" if index not in range(len(messages)) else f"a {messages[index]['role']} message"
+            found = "no message" if index not in range(len(own)) else f"a {own[index]['role']} message"
             raise EncodeError(
                 f"user_data key_rounds names {index!r}, which is {found}; the assistant turns of this row are {turns}"
             )
-    return sorted(set(asked))
+    return sorted({index + added for index in asked})
 
 
 def _turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:

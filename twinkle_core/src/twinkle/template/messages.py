@@ -51,9 +51,29 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
             f"{where} ({role}): tool_calls is {plain['tool_calls']!r}; it must be a list of "
             "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
         )
+    is_trained(plain, f"{where} ({role})")
     for key in ("content", "reasoning_content"):
         _require_text(plain.get(key, ""), f"{where} ({role}): {key}")
     return plain
+
+
+def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
+    """Return what a message says of its own training, by OpenAI's `weight` (0 or 1) or by `loss` (true or false).
+
+    Returns:
+        None where it says nothing.
+
+    Raises:
+        EncodeError: another value, or the two disagree.
+    """
+    weight, loss = message.get("weight"), message.get("loss")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise EncodeError(f"{where} has weight {weight!r}; it is 0 (not trained) or 1 (trained)")
+    if loss is not None and not isinstance(loss, bool):
+        raise EncodeError(f"{where} has loss {loss!r}; it is true (trained) or false (not trained)")
+    if None not in (weight, loss) and bool(weight) != loss:
+        raise EncodeError(f"{where} has weight {weight!r} and loss {loss!r}, which disagree; drop one of the two")
+    return loss if weight is None else bool(weight)
 
 
 def plain_tools(trajectory: Mapping[str, Any]) -> list[Any] | None:
