@@ -109,3 +109,19 @@ def test_a_root_that_is_a_file_is_an_output_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="choose another with --runs DIR"):
         Run("trial", root=tmp_path / "file")
+
+
+def test_a_run_that_fails_before_it_writes_leaves_no_folder_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="early"), Run("trial", root=tmp_path / "runs"):
+        raise ValueError("early")
+    assert list((tmp_path / "runs").iterdir()) == []
+    late = Run("trial", root=tmp_path / "runs")
+    (late.folder / "note").write_text("why")
+    with pytest.raises(ValueError, match="late"), late:
+        raise ValueError("late")
+    assert (late.folder / "note").is_file()
+    own = tmp_path / "own"
+    own.mkdir()
+    with pytest.raises(ValueError, match="again"), Run("trial", folder=own):
+        raise ValueError("again")
+    assert own.is_dir()

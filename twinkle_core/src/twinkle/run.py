@@ -50,12 +50,14 @@ class Run:
         self.step = 0
         self._attached = contextlib.ExitStack()
         self._trackers = [registry().build(tracker, "tracker") for tracker in trackers]
+        self._is_fresh = folder is None
         self.folder = _existing(Path(folder)) if folder is not None else _fresh(Path(root), name)
 
     def __enter__(self) -> "Run":
         from twinkle._registry import registry
 
         with contextlib.ExitStack() as attached:  # if one cannot be attached, none stays
+            attached.push(self._forget_empty)
             for index, tracker in enumerate(self._trackers):
                 name = f"run:{self.folder.name}:{index}"
                 registry().attach(tracker, name)
@@ -88,7 +90,15 @@ class Run:
                 registry().hook("twinkle_run_error")(run=self, error=error)
             registry().hook("twinkle_run_end")(run=self)
         finally:
-            self._attached.close()
+            self._attached.__exit__(kind, error, trace)
+
+    def _forget_empty(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the fresh folder of a run that failed before it wrote anything."""
+        if error is not None and self._is_fresh:
+            with contextlib.suppress(OSError):  # it is not empty
+                self.folder.rmdir()
 
 
 def _fresh(root: Path, name: str) -> Path:
