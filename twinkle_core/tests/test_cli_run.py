@@ -388,6 +388,18 @@ def test_ctrl_c_ends_with_130_and_the_tracker_knows() -> None:
     assert next(Path("runs").glob("*/error.txt")).read_text() == "KeyboardInterrupt"
 
 
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('C code was interrupted') from None"])
+def test_ctrl_c_while_a_recipe_is_imported_ends_with_130_even_if_the_import_swallows_it(then: str) -> None:
+    Path("mine.py").write_text(
+        "import os, signal\nfrom acme_recipes.toy import toy as train\n"
+        f"try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    {then}\n"
+    )
+    command = [sys.executable, "-m", "twinkle.cli", "run", "./mine.py:train", "--model.id", "x"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "Interrupted\n")
+    assert not Path("runs").exists()
+
+
 def test_help_of_a_recipe_does_not_import_it() -> None:
     code = textwrap.dedent(
         """

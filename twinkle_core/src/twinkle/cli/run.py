@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twinkle.cli.interrupt import interrupt_afterwards
 from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
     if args[0].startswith("-"):
         raise ConfigError(f"the name of the recipe comes first, {args[0]!r} was found; {_known_recipes()}")
     recipe, rest = args[0], ["--help" if arg == "-h" else arg for arg in args[1:]]
-    model = config_model(recipe)
-    options = _options(model, recipe)
-    if "--help" in rest:
-        click.echo(_help(recipe, options))
-        return
-    _start(recipe, rest, model, options)
+    with interrupt_afterwards():
+        model = config_model(recipe)
+        options = _options(model, recipe)
+        if "--help" in rest:
+            click.echo(_help(recipe, options))
+            return
+        prepared = _prepare(recipe, rest, model, options)
+    _run(*prepared)
 
 
 def config_model(recipe: str) -> "type[BaseModel] | None":
@@ -91,7 +94,10 @@ def _options(model: "type[BaseModel] | None", recipe: str) -> "dict[str, Option]
     return options
 
 
-def _start(recipe: str, args: list[str], model: "type[BaseModel] | None", options: "Mapping[str, Option]") -> None:
+def _prepare(
+    recipe: str, args: list[str], model: "type[BaseModel] | None", options: "Mapping[str, Option]"
+) -> tuple[Any, Any, str, str]:
+    """Return the recipe, its checked configuration, the name of the run and where its folder is made."""
     from twinkle._registry import registry
     from twinkle.cli.flags import merge, parse_flags
     from twinkle.cli.validate import validate
@@ -115,7 +121,7 @@ def _start(recipe: str, args: list[str], model: "type[BaseModel] | None", option
     elif problems := [*flags.problems, *(f"{key}: {recipe!r} takes no configuration" for key in values)]:
         raise ConfigError("\n  ".join([f"{what}: {len(problems)} problems", *problems]))
     function = registry().build(recipe, "recipe")
-    _run(function, config, flags.reserved.get("name") or _run_name(recipe), flags.reserved.get("runs") or "runs")
+    return function, config, flags.reserved.get("name") or _run_name(recipe), flags.reserved.get("runs") or "runs"
 
 
 def _run(recipe: Any, config: Any, name: str, runs: str) -> None:
