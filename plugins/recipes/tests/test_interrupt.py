@@ -22,6 +22,14 @@ def test_the_first_signal_asks_and_tells() -> None:
     assert heard == [True]
 
 
+def test_a_check_stops_only_once_asked() -> None:
+    with StopRequest() as stop:
+        stop.check()
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            stop.check()
+
+
 def test_the_second_signal_stops_at_once() -> None:
     with StopRequest() as stop:
         press()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from twinkle.errors import CheckpointError, ComponentNotFound, DataError, NonFiniteError, OutputError, Unsupported
+from twinkle.errors import (
+    CheckpointError,
+    ComponentNotFound,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    OutputError,
+    Unsupported,
+)
 from twinkle.run import Run
 from twinkle.testing import tiny_model
 from twinkle_recipes.config import SFTConfig
@@ -186,7 +195,7 @@ def test_the_batch_size_in_memory_changes_no_number(values: dict[str, Any]) -> N
 
 
 def test_an_interrupted_run_goes_on_in_the_same_numbers(
-    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = train(values, questions=["say 2"])
     capsys.readouterr()
@@ -202,7 +211,9 @@ def test_an_interrupted_run_goes_on_in_the_same_numbers(
     assert (stopped / "loss.png").is_file()
     command = f"twinkle run sft --config {stopped}/config.yaml --resume-from {stopped}"
     assert command in out
-    train(values, questions=["say 2"], resume_from=str(stopped))
+    loss = {"name": "./losses.py:Eventful", "args": {"at": 5, "event": "interrupt"}}
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    train(values, questions=["say 2"], loss=loss, resume_from=str(stopped))
     assert timeless(stopped) == timeless(whole)
     for name in ("adapter/adapter_model.safetensors", "answers.json"):
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
@@ -221,10 +232,78 @@ def test_resuming_from_nothing_says_what_to_give(values: dict[str, Any], tmp_pat
         train(values, resume_from=str(tmp_path / "absent"))
 
 
-def test_resuming_with_another_accumulation_is_refused(values: dict[str, Any]) -> None:
+def test_a_checkpoint_of_another_accumulation_is_refused_wherever_it_lies(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
     folder, _ = train(values, max_steps=2)
-    with pytest.raises(CheckpointError, match="gradient_accumulation_steps"):
-        train(values, resume_from=str(folder), gradient_accumulation_steps=2)
+    moved = (folder / "checkpoints" / "step-2").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="gradient_accumulation_steps 1"):
+        train(values, resume_from=str(moved), gradient_accumulation_steps=2)
+
+
+def test_a_run_goes_on_only_as_it_began_and_nothing_is_touched(values: dict[str, Any]) -> None:
+    folder, _ = train(values, max_steps=2)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"seed: 42 in .*config\.yaml, 7 now") as caught:
+        train(values, resume_from=str(folder), max_steps=2, seed=7)
+    assert f"--resume-from {folder}/checkpoints/step-2" in str(caught.value)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_stopping_earlier_this_time_shortens_neither_the_run_nor_its_schedule(values: dict[str, Any]) -> None:
+    whole, _ = train(values)
+    parts, _ = train(values, save_every=2, save_total_limit=None)
+    (parts / "checkpoints" / "last").write_text("step-6\n")
+    train(values, resume_from=str(parts), max_steps=8, log_every=5)
+    assert [line["learning_rate"] for line in lines(parts)] == [line["learning_rate"] for line in lines(whole)[:8]]
+    train(values, resume_from=str(parts))
+    assert [line["loss"] for line in lines(parts)] == [line["loss"] for line in lines(whole)]
+
+
+def test_a_start_from_a_checkpoint_takes_optimizer_and_schedule_from_it(values: dict[str, Any]) -> None:
+    folder, _ = train(values, max_steps=2)
+    checkpoint = str(folder / "checkpoints" / "step-2")
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.01 in .*, 0.5 now"):
+        train(values, resume_from=checkpoint, max_steps=2, optimizer={"lr": 0.5})
+    fresh, _ = train(values, resume_from=checkpoint, max_steps=2, seed=7)
+    assert fresh != folder
+
+
+def test_a_run_stopped_while_it_starts_makes_no_step(
+    values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pressing.py").write_text(
+        "import os, signal\nfrom twinkle.loss import CrossEntropyLoss\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        "Loss = CrossEntropyLoss\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(values, loss={"name": "./pressing.py:Loss"})
+    assert {path.name for path in newest().iterdir()} == {"config.yaml", "plugins.json"}
+    assert "interrupted before the first checkpoint" in capsys.readouterr().out
+
+
+def test_rows_that_teach_nothing_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"no token of its \d+ encoded rows is trained.*max_length 3"):
+        train(values, data={"max_length": 3})
+    assert {path.name for path in newest().iterdir()} == {"config.yaml", "plugins.json"}
+
+
+def test_a_few_rows_that_teach_nothing_are_counted(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ab"}]
+    rows = [{"messages": turns}] * 6 + [{"messages": [{**turns[0], "content": "hi" * 200}, turns[1]]}] * 2
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(values, data={"id": "long.jsonl", "max_length": 100, "eval_fraction": 0}, max_steps=1)
+    (warned,) = [record.getMessage() for record in caplog.records if "no token is trained" in record.getMessage()]
+    assert "in 2 of 8 encoded rows" in warned
+
+
+def test_a_start_that_fails_before_anything_is_written_leaves_no_folder(values: dict[str, Any]) -> None:
+    with pytest.raises(ComponentNotFound):
+        train(values, loss={"name": "CrossEntropyLos"})
+    assert list(Path("runs").iterdir()) == []
 
 
 def test_a_nan_loss_stops_and_keeps_the_batch(values: dict[str, Any]) -> None:

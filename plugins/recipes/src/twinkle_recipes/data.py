@@ -8,6 +8,8 @@ from typing import Any
 
 from twinkle._registry import registry
 from twinkle.errors import DataError
+from twinkle.logging import get_logger
+from twinkle.template.labels import IGNORE
 from twinkle_recipes.config import DataConfig, SFTConfig, parse_slice
 
 
@@ -62,6 +64,12 @@ def groups_of_batches(loader: Any, epochs: int, size: int) -> Iterator[list[Any]
         yield group
 
 
+def count_steps(config: SFTConfig, batches: int) -> int:
+    """Return the number of optimizer steps in a run with `batches` batches an epoch."""
+    steps = -(-config.epochs * batches // config.gradient_accumulation_steps)
+    return min(steps, config.max_steps or steps)
+
+
 def count_tokens(batch: Sequence[Any]) -> int:
     """Return the number of tokens of all rows of a batch."""
     return sum(len(row["input_ids"]) for row in batch)
@@ -101,5 +109,26 @@ def _loader(dataset: Any, config: SFTConfig, shuffle: bool) -> Any:
     dataset.encode()
     if len(dataset) == 0:
         raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
+    _check_labels(dataset, data)
     options = {"batch_size": config.batch_size, "shuffle": shuffle, "num_workers": 0}
     return registry().build(data.loader, "dataloader", dataset, **options, **({"seed": config.seed} if shuffle else {}))
+
+
+def _check_labels(dataset: Any, data: DataConfig) -> None:
+    """Refuse rows that teach nothing, and warn of some; where a template makes no labels, nobody knows.
+
+    Raises:
+        DataError: no token of any row is trained.
+    """
+    rows = (dataset[index] for index in range(len(dataset)))
+    empty = sum("labels" in row and all(label == IGNORE for label in row["labels"]) for row in rows)
+    cause = f"what would be trained may lie behind max_length {data.max_length} (truncation: {data.truncation})"
+    if empty == len(dataset):
+        raise DataError(
+            f"data set {data.id}: no token of its {len(dataset)} encoded rows is trained; {cause}, or the "
+            "conversations have no assistant turn; give a larger max_length, or rows with answers"
+        )
+    if empty:
+        get_logger(__name__).warning(
+            "data set %s: no token is trained in %d of %d encoded rows; %s", data.id, empty, len(dataset), cause
+        )

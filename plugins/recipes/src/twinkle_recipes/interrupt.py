@@ -1,4 +1,4 @@
-"""Ctrl-C during training: the first one asks for a stop after the current step, the second one stops at once."""
+"""Ctrl-C during a run: the first one asks for a stop after the current step, the second one stops at once."""
 
 import signal
 import threading
@@ -37,6 +37,15 @@ class StopRequest:
         if self._listening:
             signal.signal(signal.SIGINT, self._previous)
             self._listening = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a stop was requested.
+
+        For places where stopping is safe. An exception out of the signal itself may come while a library is imported,
+        which can swallow it, or turn it into an error of its own.
+        """
+        if self.requested:
+            raise KeyboardInterrupt
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -2,6 +2,8 @@
 
 import math
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import yaml
 from twinkle.errors import CheckpointError
 from twinkle.paths import write_text
 from twinkle.run import Run
-from twinkle_recipes.checkpoints import find_checkpoint, run_folder_of
+from twinkle_recipes.checkpoints import Checkpoints, find_checkpoint, run_folder_of
 from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.plots import History
 from twinkle_recipes.progress import Display
@@ -59,13 +61,19 @@ def write_config(config: SFTConfig, folder: Path) -> None:
     write_text(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-def say_how_to_resume(show: Display, folder: Path, checkpoint: Path | None) -> None:
-    """Tell where the last checkpoint is and which command continues from it."""
-    if checkpoint is None:
-        show.say("interrupted before the first checkpoint; nothing to continue from")
-        return
-    show.say(f"interrupted; checkpoint: {checkpoint}")
-    show.say(f"continue with: {resume_command(folder)}")
+@contextmanager
+def say_how_to_resume(show: Display, folder: Path) -> Iterator[None]:
+    """After Ctrl-C within the block, tell where the last checkpoint is and which command continues from it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        checkpoint = Checkpoints(folder / "checkpoints").path("last")
+        if checkpoint is None:
+            show.say("interrupted before the first checkpoint; nothing to continue from")
+        else:
+            show.say(f"interrupted; checkpoint: {checkpoint}")
+            show.say(f"continue with: {resume_command(folder)}")
+        raise
 
 
 def resume_command(folder: Path) -> str:

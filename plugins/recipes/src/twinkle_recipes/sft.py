@@ -15,7 +15,7 @@ from twinkle.run import Run
 from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.data import count_tokens, groups_of_batches, loaders
+from twinkle_recipes.data import count_steps, count_tokens, groups_of_batches, loaders
 from twinkle_recipes.interrupt import StopRequest
 from twinkle_recipes.numbers import is_due, losses_of, plain, readable
 from twinkle_recipes.plan import write_plan
@@ -24,6 +24,7 @@ from twinkle_recipes.precision import mixed_precision
 from twinkle_recipes.progress import display
 from twinkle_recipes.questions import answers_before, ask, write_answers
 from twinkle_recipes.resuming import resume, say_how_to_resume, score_of, write_config
+from twinkle_recipes.unchanged import whole_run
 
 
 def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
@@ -39,33 +40,48 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         Unsupported: there are several processes.
         NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`; the rows are kept in
             `nonfinite_batch.json`.
-        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+        ConfigError: it goes on in a run folder, but not as the run began (`whole_run`).
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands; before the first
+            step, once what is being loaded stands.
     """
     if Platform.get_world_size() > 1:
         raise Unsupported("recipe sft runs in one process; start it without torchrun")
     show = display(config.log_every)
-    plan = write_plan(config, run.folder)
-    write_config(config, run.folder)
-    show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+    with (
+        say_how_to_resume(show, run.folder),
+        StopRequest(lambda: show.say("stopping before the first step; Ctrl-C again stops at once")) as stop,
+    ):
+        whole = whole_run(config)
+        plan = write_plan(config, run.folder)
+        write_config(whole, run.folder)
+        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+        stop.check()
 
-    seed_everything(config.seed)
-    training, held_out = loaders(config)
-    batches = config.epochs * len(training)
-    steps = -(-batches // config.gradient_accumulation_steps)
-    steps = min(steps, config.max_steps or steps)
-    show.say(f"data: {len(training)} batches an epoch, {len(held_out) if held_out else 0} held out for evaluation")
-    model = build_model(config, steps)
-    done, history = resume(config, model, training, run)
-    checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit)
-    checkpoints.best_score = score_of(history, checkpoints.path("best"))
+        seed_everything(config.seed)
+        training, held_out = loaders(config)
+        steps = count_steps(whole, len(training))
+        show.say(f"data: {len(training)} batches an epoch, {len(held_out) if held_out else 0} held out for evaluation")
+        stop.check()
 
-    before = answers_before(run.folder / "answers.json", config.questions) or ask(model, config)
-    write_answers(run.folder / "answers.json", config.questions, before)
+        model = build_model(config, steps)
+        done, history = resume(config, model, training, run)
+        steps = count_steps(config, len(training))
+        checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit)
+        checkpoints.best_score = score_of(history, checkpoints.path("best"))
+        stop.check()
+
+        before = answers_before(run.folder / "answers.json", config.questions) or ask(model, config)
+        write_answers(run.folder / "answers.json", config.questions, before)
+        stop.check()
 
     metrics: dict[str, float] = {}
     remaining = groups_of_batches(training, config.epochs, config.gradient_accumulation_steps)
     try:
-        with StopRequest(lambda: show.say("stopping after this step; Ctrl-C again stops at once")) as stop, show:
+        with (
+            say_how_to_resume(show, run.folder),
+            StopRequest(lambda: show.say("stopping after this step; Ctrl-C again stops at once")) as stop,
+            show,
+        ):
             show.begin(done + 1, steps)
             for step, group in zip(range(done + 1, steps + 1), remaining, strict=False):
                 metrics = train(model, group, config, run.folder)
@@ -81,11 +97,8 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
                     consumed = training.get_state()["consumed_train_samples"]
                     write = functools.partial(model.save, save_optimizer=True, consumed_train_samples=consumed)
                     run.checkpoint_saved(checkpoints.save(step, score, write), step)
-                if stop.requested and not last:
-                    raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        say_how_to_resume(show, run.folder, checkpoints.path("last"))
-        raise
+                if not last:
+                    stop.check()
     finally:
         write_loss_curve(history, run.folder / "loss.png", run.folder.name)
 
