@@ -1,6 +1,7 @@
 """From a name to one component: the nearest name, two providers, and plugins that cannot be used."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from twinkle_registry import (
     PluginIncompatible,
     PluginRecord,
     Registry,
+    installed_plugins,
     nearest,
 )
 
@@ -158,7 +160,53 @@ def test_two_plugins_of_one_name_are_told_apart(site: Any, table: Any, house: Ho
     manifest.write_text(manifest.read_text().replace('name = "zeta"', 'name = "Acme"'))
     registry = house()
     assert [r.status for r in registry.records] == ["ok", "broken"]
-    assert f"the name 'Acme' is taken by acme 1.0 at {registry.records[0].location}" in registry.records[1].reason
+    reason = registry.records[1].reason
+    assert reason.startswith(f"{manifest}: the name 'Acme' of this plugin (distribution zeta 1.0) is taken by acme 1.0")
+    assert f"at {registry.records[0].location}" in reason
+
+
+def claim(manifest: Path, name: str) -> None:
+    head, _, rest = manifest.read_text().partition('name = "')
+    manifest.write_text(f'{head}name = "{name}"{rest.partition(chr(34))[2]}')
+
+
+@pytest.mark.parametrize("pretender", ["psame", "zsame"])
+def test_a_name_belongs_to_the_distribution_that_bears_it(
+    pretender: str, site: Any, table: Any, house: House, loss_source: str
+) -> None:
+    site.plugin("puni", table("Real", "puni.a:PlainLoss"), a=loss_source)
+    manifest = site.plugin(pretender, table("False", f"{pretender}.a:PlainLoss"), a=loss_source)
+    claim(manifest, "puni")
+    registry = house()
+    assert {r.dist: r.status for r in registry.records} == {"puni": "ok", pretender: "broken"}
+    assert registry.names("loss") == ["Real"]
+    assert registry.resolve("puni/Real", "loss").__module__ == "puni.a"
+    with pytest.raises(PluginBroken, match=rf"distribution {pretender} 1.0\) is taken by puni 1.0 at "):
+        registry.find("False", "loss")
+
+
+def test_a_pretender_that_was_used_already_loses_its_components_and_hooks(
+    site: Any, table: Any, house: House, loss_source: str
+) -> None:
+    hooks = "import twinkle_registry\n@twinkle_registry.hookimpl\ndef twinkle_run_end(run): return '{}'\n"
+    registry = house()
+    declared = 'hooks = {{ module = "{0}.hooks", implements = ["twinkle_run_end"] }}\n'
+    for name in ("psame", "puni"):
+        body = declared.format(name) + table(name.title(), f"{name}.a:PlainLoss")
+        claim(site.plugin(name, body, a=loss_source, hooks=hooks.format(name)), "puni")
+    early, real = installed_plugins()
+    registry.add(early)
+    assert registry.names("loss") == ["Psame"]
+    assert registry.hook("twinkle_run_end")(run=None).results == {"puni": "psame"}
+    registry.add(real)
+    assert registry.names("loss") == ["Puni"]
+    assert registry.hook("twinkle_run_end")(run=None).results == {"puni": "puni"}
+
+
+def test_where_the_owner_of_a_name_cannot_be_used_another_may_have_it(site: Any, table: Any, house: House) -> None:
+    site.plugin("puni", table("L", "puni.a:L"), core=">=2")
+    claim(site.plugin("psame", table("L", "psame.a:L")), "puni")
+    assert {r.dist: r.status for r in house().records} == {"psame": "ok", "puni": "incompatible"}
 
 
 def test_an_unknown_hook_in_a_manifest_breaks_the_plugin(site: Any, house: House) -> None:

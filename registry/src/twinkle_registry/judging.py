@@ -40,7 +40,7 @@ class House:
         # A manifest for another core may well name kinds that this one does not have.
         problems = [*_twins(record, others), *self._unknown(record)] if judged.status == "ok" else []
         if problems:
-            return broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
+            return unusable(record, *problems)
         return judged
 
     def _why_disabled(self, record: PluginRecord) -> str:
@@ -66,6 +66,21 @@ class House:
         ]
 
 
+def pretenders(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
+    """Return the usable plugins that bear the name of `record`, where it is that of its distribution and not theirs."""
+    if record.status != "ok" or not _bears_own_name(record):
+        return []
+    return [twin for twin in _namesakes(record, others) if not _bears_own_name(twin)]
+
+
+def taken(record: PluginRecord, owner: PluginRecord) -> str:
+    """Say that a plugin cannot have the name that another has, and name both."""
+    return (
+        f"the name {record.name!r} of this plugin (distribution {record.dist} {record.version}) is taken by "
+        f"{owner.dist} {owner.version} at {owner.location}"
+    )
+
+
 def broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
     """Return the record as one that cannot be used, for the reason that the error gives."""
     return replace(record, status="broken", reason=str(error), cause=error)
@@ -79,9 +94,19 @@ def lifecycle_hooks(hookspecs: Any, kinds: Iterable[str]) -> list[str]:
     return sorted(set(marked) - of_kinds)
 
 
+def unusable(record: PluginRecord, *problems: str) -> PluginRecord:
+    """Return the record as broken by these problems of what its manifest says."""
+    return broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
+
+
 def _twins(record: PluginRecord, others: Sequence[PluginRecord]) -> list[str]:
-    return [
-        f"the name {record.name!r} is taken by {twin.dist} {twin.version} at {twin.location}"
-        for twin in others
-        if twin.status == "ok" and canonical(twin.name) == canonical(record.name)
-    ]
+    yielding = pretenders(record, others)
+    return [taken(record, twin) for twin in _namesakes(record, others) if twin not in yielding]
+
+
+def _namesakes(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
+    return [twin for twin in others if twin.status == "ok" and canonical(twin.name) == canonical(record.name)]
+
+
+def _bears_own_name(record: PluginRecord) -> bool:
+    return canonical(record.name) == canonical(record.dist)

@@ -32,9 +32,11 @@ class PluginSet:
         providers = {f"twinkle_{kind}": _provider(specs) for kind, specs in by_kind.items()}
         self._manager.register(_Synthetic(providers), f"manifest:{plugin}")
 
-    def drop_manifest(self, plugin: str) -> None:
-        """Forget the components of a plugin that turned out to be broken."""
-        self._manager.unregister(name=f"manifest:{plugin}")
+    def drop(self, plugin: str) -> None:
+        """Forget the components and hooks of a plugin that turned out to be broken."""
+        for key in (f"manifest:{plugin}", f"hooks:{plugin}"):
+            if self._manager.has_plugin(key):
+                self._manager.unregister(name=key)
 
     def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
         """Ask every plugin for its components of one kind; by name, in order of registration."""

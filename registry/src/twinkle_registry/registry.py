@@ -12,7 +12,7 @@ from . import explain
 from .contracts import check_contract, missing_methods
 from .errors import ArgumentError, ComponentConflict, ComponentNotFound, ComponentTypeError, PluginBroken
 from .importing import import_failed, import_object
-from .judging import House, broken, lifecycle_hooks
+from .judging import House, broken, lifecycle_hooks, pretenders, taken, unusable
 from .manifest import CommandSpec, ComponentSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
@@ -83,11 +83,16 @@ class Registry:
             warnings.warn(notice, stacklevel=2)
 
     def add(self, record: PluginRecord) -> PluginRecord:
-        """Add one plugin and return its record as judged: core version, settings, kinds and hooks are checked here."""
+        """Add one plugin and return its record as judged: core version, settings, kinds and hooks are checked here.
+
+        Of two plugins of one name the first has it, but one whose distribution is called so has it before others.
+        """
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
                 return known
             judged = self._house.judge(record, self._records)
+            for pretender in pretenders(judged, self._records):
+                self._replace(pretender, unusable(pretender, taken(pretender, judged)))
             self._records.append(judged)
             self._index.clear()
             return judged
@@ -301,7 +306,7 @@ class Registry:
                 self._import_hooks(record)
             except PluginBroken as error:
                 failed[record.name] = error
-                self._mark_broken(record, error)
+                self._replace(record, broken(record, error))
         with self._lock:
             return Implementers(self._plugins().implementations(hook), failed)
 
@@ -319,12 +324,14 @@ class Registry:
                 self._plugins().add_hooks(record.name, module, declared, self._lifecycle)
                 self._hooked.add(record.name)
 
-    def _mark_broken(self, record: PluginRecord, error: PluginBroken) -> None:
+    def _replace(self, record: PluginRecord, by: PluginRecord) -> None:
+        """Put a record that is not usable in the place of one that was."""
         with self._lock:
-            self._records = [broken(r, error) if r is record else r for r in self._records]
-            if record.name in self._registered:
-                self._plugins().drop_manifest(record.name)
-                self._registered.discard(record.name)
+            self._records = [by if r is record else r for r in self._records]
+            if record.name in self._registered | self._hooked:
+                self._plugins().drop(record.name)
+            self._registered.discard(record.name)
+            self._hooked.discard(record.name)
             self._index.clear()
 
 
