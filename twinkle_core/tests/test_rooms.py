@@ -36,7 +36,7 @@ def test_every_hook_spec_is_documented_and_typed(name: str) -> None:
 def test_every_kind_has_a_documented_room(kind: str) -> None:
     room = importlib.import_module(f"twinkle.{kind}")
     assert room.__doc__
-    assert set(registry().names(kind)) <= set(dir(room))
+    assert dir(room) == sorted({*registry().names(kind), *getattr(room, "__all__", ())})
 
 
 @pytest.mark.parametrize("kind", [kind for kind, found in KINDS.items() if found.contract])
@@ -57,7 +57,7 @@ def test_a_name_that_nobody_offers_is_an_attribute_error_with_the_nearest() -> N
     assert not hasattr(room, "__no_such_dunder__")
 
 
-@pytest.mark.parametrize("name", [name for name in twinkle.__all__ if name not in CLIENT])
+@pytest.mark.parametrize("name", twinkle.__all__)
 def test_every_public_name_of_twinkle_is_there(name: str) -> None:
     assert getattr(twinkle, name) is not None
     assert name in dir(twinkle)
@@ -68,7 +68,14 @@ def test_the_typed_names_are_the_lazy_ones() -> None:
     typed = {
         line.split(" as ")[-1] for line in source.splitlines() if line.strip().startswith("from ") and " as " in line
     }
-    assert typed == set(twinkle.__all__) - {*CLIENT, "__version__", "__release_datetime__"}
+    assert typed == set(twinkle.__all__) - {"__version__", "__release_datetime__"}
+
+
+def test_everything_can_be_imported_at_once_without_the_client() -> None:
+    names: dict[str, Any] = {}
+    exec("from twinkle import *", names)
+    assert set(twinkle.__all__) <= set(names)
+    assert set(dir(twinkle)) == {*twinkle.__all__, *CLIENT}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("twinkle_client") is not None, reason="the client is installed")

@@ -30,7 +30,8 @@ _WHERE = {
 }
 _CLIENT = ("init_tinker_client", "init_twinkle_client")
 
-__all__ = [*sorted(_WHERE), *_CLIENT, "__release_datetime__", "__version__"]
+# Not those of _CLIENT: `from twinkle import *` must not need twinkle-client.
+__all__ = [*sorted(_WHERE), "__release_datetime__", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -62,7 +63,7 @@ def _client(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_CLIENT]
 
 
 if TYPE_CHECKING:

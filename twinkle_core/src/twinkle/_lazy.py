@@ -30,7 +30,6 @@ def room(module: str, kind: str) -> tuple[Callable[[str], Any], Callable[[], lis
     def __dir__() -> list[str]:
         from twinkle._registry import registry
 
-        own = (name for name in namespace if not name.startswith("_"))
-        return sorted({*own, *registry().names(kind)})
+        return sorted({*namespace.get("__all__", ()), *registry().names(kind)})
 
     return __getattr__, __dir__
