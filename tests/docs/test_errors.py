@@ -164,6 +164,16 @@ def _() -> None:
     model().forward_backward(inputs=[{"input_ids": [1, 2, 3]}])
 
 
+@mistake("a token outside the vocabulary")
+def _() -> None:
+    model().forward_backward(inputs=[{"input_ids": [5, 999], "labels": [6, -100]}])
+
+
+@mistake("packed rows")
+def _() -> None:
+    model().forward_backward(inputs=[{**ROW, "position_ids": [0, 1, 0, 1][: len(ROW["input_ids"])]}])
+
+
 @mistake("a step before any backward")
 def _() -> None:
     fresh = model()
@@ -200,6 +210,23 @@ def _() -> None:
     saved = model()
     saved.set_optimizer("SGD")
     saved.resume_from_checkpoint(saved.save("weights-only", output_dir="."))
+
+
+@mistake("weights of an adapter with another scale")
+def _() -> None:
+    for alpha in (64, 8):
+        adapted = model()
+        adapted.add_adapter_to_model("default", {"r": 2, "lora_alpha": alpha, "target_modules": ["q_proj"]})
+        if alpha == 64:
+            adapted.save("alpha", output_dir=".")
+    adapted.load("alpha", output_dir=".")
+
+
+@mistake("a folder of something else where a checkpoint should go")
+def _() -> None:
+    Path("notes").mkdir()
+    write("notes/mine.txt", "x")
+    model().save("notes", output_dir=".")
 
 
 @mistake("an output folder that is a file")
