@@ -251,6 +251,20 @@ def test_the_doctor_finds_everything_that_is_wrong(make_plugin: Make, monkeypatc
     assert text.endswith(" problems found\n")
 
 
+def test_the_doctor_looks_for_modules_without_importing_their_parents(make_plugin: Make) -> None:
+    refs = ("acme_deep.sub.there:A", "acme_deep.sub.absent:B", "acme_deep.space.there:C", "acme_deep.none.at.all:D")
+    parts = [f'[[component]]\nkind = "optimizer"\nname = "{ref[-1]}"\nref = "{ref}"\n' for ref in refs]
+    folder = make_plugin("acme_deep", "".join(parts))
+    for file in ("sub/__init__.py", "sub/there.py", "space/there.py"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("raise RuntimeError('imported')\n")
+    result = twinkle("plugins", "doctor", "--json")
+    broken = [problem["what"] for problem in json.loads(result.output) if problem["kind"] == "broken component"]
+    assert [text.split("'")[1] for text in broken] == ["B", "D"]
+    assert "there is no module 'acme_deep.sub.absent'" in broken[0]
+    assert "acme_deep" not in sys.modules
+
+
 def test_a_preference_settles_a_duplicate(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_plugin("acme_a", LOSSES, parts=PARTS)
     make_plugin("acme_b", LOSSES, parts=PARTS)

@@ -37,13 +37,25 @@ HELP = "from click.testing import CliRunner; from twinkle.cli import main; CliRu
 LISTING = (
     "from click.testing import CliRunner; from twinkle.cli import main; CliRunner().invoke(main, ['plugins', 'list'])"
 )
+DOCTOR = (
+    "from click.testing import CliRunner; from twinkle.cli import main; CliRunner().invoke(main, ['plugins', 'doctor'])"
+)
 
 
 @pytest.mark.parametrize("folder", [ROOT, Path("/")], ids=["repository root", "elsewhere"])
 @pytest.mark.parametrize(
     "code",
-    ["import twinkle", "import twinkle.cli", "import twinkle.runtime", "import twinkle.errors", ROOMS, HELP, LISTING],
-    ids=["twinkle", "cli", "runtime", "errors", "rooms", "help", "list"],
+    [
+        "import twinkle",
+        "import twinkle.cli",
+        "import twinkle.runtime",
+        "import twinkle.errors",
+        ROOMS,
+        HELP,
+        LISTING,
+        DOCTOR,
+    ],
+    ids=["twinkle", "cli", "runtime", "errors", "rooms", "help", "list", "doctor"],
 )
 def test_nothing_heavy_is_loaded(code: str, folder: Path) -> None:
     assert heavy_after(code, folder) == []

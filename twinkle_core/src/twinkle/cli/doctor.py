@@ -75,18 +75,33 @@ def _missing(registry: Registry) -> Iterator[Problem]:
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
-    """Yield components whose module or attribute is not there; nothing is imported but parent packages."""
-    from importlib.util import find_spec
-
+    """Yield components whose module is not there; nothing is imported, so attributes are not checked."""
     for spec in _specs(registry):
         module = spec.ref.partition(":")[0]
-        try:
-            absent = find_spec(module) is None
-        except (ImportError, ValueError, AttributeError):
-            absent = True
-        if absent:
+        if not _exists(module):
             error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but there is no module {module!r}")
             yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+
+
+def _exists(module: str) -> bool:
+    """Say whether there is such a module, from the folders of its parents: `find_spec` would import these."""
+    import sys
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    if module in sys.modules:
+        return True
+    name, *rest = module.split(".")
+    try:
+        spec = find_spec(name)
+        for part in rest:
+            name = f"{name}.{part}"
+            spec = PathFinder.find_spec(name, spec.submodule_search_locations or ()) if spec else None
+    except KeyError:  # a namespace in a package that is not imported: its folders are not known yet
+        return True
+    except (ImportError, ValueError, AttributeError):
+        return False
+    return spec is not None
 
 
 def _specs(registry: Registry) -> Iterator[ComponentSpec]:
