@@ -2,12 +2,14 @@
 
 import ast
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from environments import View, closure, import_all
+from hatchling.builders.sdist import SdistBuilder
 from house import MEMBERS, ROOT, Member, imported, modules_below
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -93,6 +95,7 @@ def test_a_wheel_says_what_it_is(member: Member, wheels: Path) -> None:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
     assert "License-Expression: Apache-2.0\n" in metadata
+    assert "License-File: LICENSE\n" in metadata
     assert "Requires-Python: >=3.11\n" in metadata
     assert "Description-Content-Type: text/markdown\n" in metadata
 
@@ -101,3 +104,18 @@ def test_a_wheel_says_what_it_is(member: Member, wheels: Path) -> None:
 def test_no_heavy_engine_is_forced_on_anyone(member: Member) -> None:
     plain = member.project.get("dependencies", ())
     assert not {"torch", "transformers", "ray", "vllm", "megatron-core", "datasets", "pandas"} & {*closure(plain)}
+
+
+@each_member
+def test_a_wheel_and_a_source_archive_carry_the_text_of_the_licence(
+    member: Member, unpacked: dict[str, Path], tmp_path: Path
+) -> None:
+    text = (ROOT / "LICENSE").read_bytes()
+    (licence,) = unpacked[member.name].glob("*.dist-info/licenses/LICENSE")
+    assert licence.read_bytes() == text
+    (archive,) = SdistBuilder(str(member.folder)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(archive) as opened:
+        (name,) = (name for name in opened.getnames() if name.endswith("/LICENSE"))
+        packed = opened.extractfile(name)
+        assert packed is not None
+        assert packed.read() == text
