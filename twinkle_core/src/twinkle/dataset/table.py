@@ -70,7 +70,8 @@ def from_rows(rows: Iterable[Mapping[str, Any]], source: str) -> Table:
     """Return a table of rows; a key that a row lacks is None there."""
     from twinkle.preprocessor.base import Preprocessor
 
-    tables, chunk = [], list[Mapping[str, Any]]()
+    tables: list[Table] = []
+    chunk: list[Mapping[str, Any]] = []
     for row in rows:
         chunk.append(row)
         if len(chunk) == _CHUNK:
@@ -219,7 +220,7 @@ def _surrogate(name: str, values: Sequence[Any], first: int | None) -> str:
             row = f"row {first + place}, " if first is not None else ""
             around = error.object[max(error.start - 20, 0) : error.end + 20]
             return (
-                f"{row}column {name!r}: not valid Unicode, a lone surrogate in {ascii(around)}; mend the text, for "
+                f"{row}column {name!r}: not valid Unicode, a lone surrogate in {around!a}; mend the text, for "
                 "example by text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
             )
     return ""

@@ -27,10 +27,10 @@ class Template(TextOnly):
     """Encodes conversations by the chat template of a model's tokenizer.
 
     Labels cover what the assistant writes: its text and the token that ends each turn. `labels[i]` is the target of
-    position `i`, -100 is not trained, and the last position is always -100. The key `key_rounds` of `user_data` (a message
-    index or a list of them) restricts them to some turns, and a turn with `"weight": 0` or `"loss": false` is never
-    trained. Reasoning in `<think>...</think>` at the start of a turn and
-    `reasoning_content` are the same thing; the chat template decides where it is shown.
+    position `i`, -100 is not trained, and the last position is always -100. The key `key_rounds` of `user_data` (a
+    message index or a list of them) restricts them to some turns, and a turn with `"weight": 0` or `"loss": false` is
+    never trained. Reasoning in `<think>...</think>` at the start of a turn and `reasoning_content` are the same thing;
+    the chat template decides where it is shown.
 
     It pickles without its tokenizer, which is loaded again where it is needed; one given as `tokenizer=` travels along.
     """
