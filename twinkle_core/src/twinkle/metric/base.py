@@ -10,8 +10,9 @@ from twinkle.data_format import InputBatch, ModelOutput
 class Metric(ABC):
     """Accumulates over calls, then gives numbers and starts afresh.
 
-    `outputs` never holds whole logits; what a metric needs from them it asks for by a class attribute. Values are plain Python numbers of the step they name; nothing is formatted. `accumulate` is called once for each
-    backward (training) or `calculate_loss` (evaluation) with the state of that very call.
+    Values are plain Python numbers of the step they name; nothing is formatted. `accumulate` is called once for each
+    backward (training) or `calculate_loss` (evaluation) with the state of that very call. `outputs` never holds whole
+    logits; what a metric needs from them it asks for by a class attribute.
 
     Args:
         device_mesh: the mesh of the model; None on one device.
