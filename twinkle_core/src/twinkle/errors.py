@@ -13,6 +13,7 @@ TwinkleError
 ├── SettingsError (ValueError)           twinkle.toml or TWINKLE_* is wrong
 ├── ConfigError (ValueError)             a recipe's configuration is wrong
 ├── MeshError (ValueError)               sizes of a device mesh do not fit
+├── RankError (RuntimeError)             ranks do not make the same calls, or one has left
 ├── DataError (ValueError)               a data set or a row cannot be used
 │   └── EncodeError                      a template cannot encode a row
 ├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
@@ -56,6 +57,7 @@ __all__ = [
     "OutputError",
     "PluginBroken",
     "PluginIncompatible",
+    "RankError",
     "RequirementMissing",
     "SettingsError",
     "TrainingStateError",
@@ -70,6 +72,10 @@ class ConfigError(TwinkleError, ValueError):
 
 class MeshError(TwinkleError, ValueError):
     """The sizes of a device mesh do not multiply to the world size, or a batch does not divide by it."""
+
+
+class RankError(TwinkleError, RuntimeError):
+    """The ranks that train one model are not at the same call, or one of them has failed or left."""
 
 
 class DataError(TwinkleError, ValueError):

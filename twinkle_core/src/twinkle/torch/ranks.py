@@ -1,0 +1,165 @@
+"""The ranks that train one model: what they tell each other, and how they notice that one went another way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twinkle.errors import MeshError, RankError, Unsupported
+from twinkle.mesh import DeviceMesh
+from twinkle.platform import Platform
+
+_TEXT = 160
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The data ranks of a model; alone, every method is a plain call.
+
+    Each exchange begins with the name of the call that makes it. Ranks that are at different calls get a `RankError`
+    which says who is where, instead of waiting for each other without end or mixing up their numbers.
+
+    Attributes:
+        size: number of ranks.
+        index: this one, from 0.
+        group: process group of tensors on the model's device; None is the world.
+        control: process group of tensors on the CPU.
+    """
+
+    size: int = 1
+    index: int = 0
+    group: Any = None
+    control: Any = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> "Ranks":
+        """Return the ranks of a mesh whose dimensions are `dp` and `fsdp`; collective.
+
+        Raises:
+            MeshError: several processes run, but no mesh says how they belong together.
+            Unsupported: the mesh divides the model in other ways.
+        """
+        world = Platform.get_world_size()
+        if mesh is None or mesh.world_size == 1:
+            if mesh is None and world > 1:
+                raise MeshError(
+                    f"{world} processes run, but they do not know of each other; call twinkle.initialize(mode='local') "
+                    "first, or give device_mesh="
+                )
+            return cls()
+        for name in ("tp", "pp", "cp"):
+            if mesh.get_dim_size(name) > 1:
+                raise Unsupported(f"the mesh {mesh} has {name}_size > 1; this backend divides by dp and fsdp alone")
+        for name in ("ulysses_size", "ep_size"):
+            if (getattr(mesh, name) or 1) > 1:
+                raise Unsupported(f"the mesh has {name}={getattr(mesh, name)}; this backend divides by dp and fsdp")
+        whole = mesh.world_size == world
+        group = None if whole else mesh.get_dim_group(("dp", "fsdp"))
+        control = group
+        if Platform.device_backend() != "gloo":
+            ranks = sorted(mesh.mesh.ravel().tolist())
+            control = dist.new_group(ranks, backend="gloo")
+        return cls(mesh.data_world_size, mesh.data_rank, group, control)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank only."""
+        return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes what all share."""
+        return self.index == 0
+
+    def agree(self, what: str, *numbers: float) -> Tensor:
+        """Tell all ranks where this one is, and some numbers.
+
+        Args:
+            what: the call, in words; the first 160 bytes are compared.
+            numbers: up to what a caller needs, the same count on every rank.
+
+        Returns:
+            float64 `[size, len(numbers)]`: the numbers of all ranks.
+
+        Raises:
+            RankError: a rank is at another call, or has left.
+        """
+        own = torch.tensor(numbers, dtype=torch.float64)
+        if self.alone:
+            return own[None]
+        text = what.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        sent = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), own.view(torch.uint8)])
+        # One length for every call: ranks at different calls must still understand each other.
+        sent = torch.nn.functional.pad(sent, (0, _TEXT + 64 - sent.numel()))
+        received = torch.empty(self.size, sent.numel(), dtype=torch.uint8)
+        self._exchange(what, lambda: dist.all_gather_into_tensor(received, sent, group=self.control))
+        texts = [bytes(row[:_TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in received]
+        if len(set(texts)) > 1:
+            raise RankError(_apart(texts))
+        return received[:, _TEXT : _TEXT + 8 * len(numbers)].contiguous().view(torch.float64)
+
+    def gather(self, what: str, value: T) -> list[T]:
+        """Return the value of every rank, in order; values must pickle."""
+        if self.alone:
+            return [value]
+        self.agree(what)
+        values: list[Any] = [None] * self.size
+        self._exchange(what, lambda: dist.all_gather_object(values, value, group=self.control))
+        return values
+
+    def on_first(self, what: str, function: Callable[[], T]) -> T:
+        """Run `function` on the first rank; all get its result, or an error if it raised there."""
+        if self.alone:
+            return function()
+        result: Any = None
+        error: BaseException | None = None
+        if self.is_first:
+            try:
+                result = function()
+            except Exception as caught:
+                error = caught
+        told = self.gather(what, (result, error and _told(error)))
+        if error is not None:
+            raise error
+        result, problem = told[0]
+        if problem:
+            raise RankError(f"{what} failed on rank 0: {problem}")
+        return result  # type: ignore[no-any-return]
+
+    def together(self, what: str, function: Callable[[], T]) -> T:
+        """Run `function` on every rank; if it raises on one, every rank raises, and nothing that follows is begun."""
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        problems = [] if self.alone else self.gather(what, error and _told(error))
+        if error is not None:
+            raise error
+        for index, problem in enumerate(problems):
+            if problem:
+                raise RankError(f"{what} failed on rank {index}: {problem}")
+        return result  # type: ignore[no-any-return]
+
+    def _exchange(self, what: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise RankError(
+                f"{what}: another rank has left or failed ({error}). If it failed, its own message says why; if not, "
+                "the ranks made unequal numbers of calls, for example of steps"
+            ) from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _apart(texts: Sequence[str]) -> str:
+    places = ", ".join(f"rank {index} at {text!r}" for index, text in enumerate(texts))
+    return f"the ranks are not at the same call: {places}; every rank must make the same calls in the same order"
