@@ -38,7 +38,8 @@ class Tool(TypedDict, total=False):
 class Message(TypedDict, total=False):
     """One turn. `content` is text or a list of OpenAI content parts.
 
-    An assistant turn with `weight` 0 or `loss` false is not trained; 1 and true are the default.
+    An assistant turn with `weight` 0 or `loss` false is not trained; 1 and true are the default. With a loss scale
+    `weight` is any number from 0, and multiplies what the loss scale says.
     """
 
     role: Literal["system", "user", "assistant", "tool"]

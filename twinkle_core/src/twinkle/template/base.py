@@ -15,11 +15,18 @@ from twinkle.template.messages import plain_messages, plain_tools
 from twinkle.template.rendering import ChatRenderer, special_tokens
 from twinkle.template.tool_calls import find_parser
 from twinkle.template.truncation import STRATEGIES, Marked, Strategy, fit
+from twinkle.template.weighting import turn_weights
 
 if TYPE_CHECKING:
     from twinkle.mesh import DeviceMesh
 
 _PAIR = ("positive", "negative")
+
+
+def _built(loss_scale: Any) -> Any:
+    from twinkle._registry import registry
+
+    return registry().build(loss_scale, "loss_scale")
 
 
 @remote_class()
@@ -44,6 +51,7 @@ class Template(TextOnly):
         default_system: str | None = None,
         enable_thinking: bool = True,
         *,
+        loss_scale: Any = None,
         tokenizer: Any = None,
         device_mesh: "DeviceMesh | None" = None,
         **kwargs: Any,
@@ -58,6 +66,8 @@ class Template(TextOnly):
                 `delete` (an empty row, which data sets drop).
             default_system: a system message for conversations that have none.
             enable_thinking: the chat template's variable of that name.
+            loss_scale: weights the tokens of a conversation, in any form of component argument (`"RoleLossScale"`);
+                encoded rows then carry `loss_scale`, see `twinkle.loss_scale.LossScale`.
             tokenizer: a transformers tokenizer to use instead of loading `model_id`'s.
             device_mesh: where the rows will be used; encoding does not depend on it.
             **kwargs: none; an unknown name is an error.
@@ -72,6 +82,8 @@ class Template(TextOnly):
             raise ArgumentError(f"max_length is {max_length!r}; it is a number of tokens from 1, or None for no limit")
         if default_system is not None and not use_chat_template:
             raise ArgumentError("default_system has no place with use_chat_template=False; drop one of the two")
+        if loss_scale is not None and not use_chat_template:
+            raise ArgumentError("loss_scale weights turns, and use_chat_template=False knows none; drop one of the two")
         if not model_id and tokenizer is None:
             raise ArgumentError("a template needs model_id= (a folder or a Hub id) or tokenizer=")
         self.model_id = model_id
@@ -80,6 +92,7 @@ class Template(TextOnly):
         self.truncation_strategy = truncation_strategy
         self.default_system = default_system
         self.enable_thinking = enable_thinking
+        self.loss_scale = None if loss_scale is None else _built(loss_scale)
         self.device_mesh = device_mesh
         self._given, self._loaded = tokenizer, None
         self._special: tuple[int, frozenset[str]] | None = None
@@ -128,8 +141,9 @@ class Template(TextOnly):
             **kwargs: none; an unknown name is an error.
 
         Returns:
-            `input_ids`, `labels`, `attention_mask` (ones) and `position_ids` as lists of int `[T]`, `length`, and the
-            keys of the trajectory. A list of such features with `truncation_strategy="split"`.
+            `input_ids`, `labels`, `attention_mask` (ones) and `position_ids` as lists of int `[T]`, `length`, with a
+            loss scale `loss_scale` as a list of float `[T]`, and the keys of the trajectory. A list of such features
+            with `truncation_strategy="split"`.
 
         Raises:
             EncodeError: the conversation cannot be encoded; the message says why and what to do.
@@ -141,7 +155,7 @@ class Template(TextOnly):
             return self._encode_pair(trajectory, add_generation_prompt)
         tokens, trained = self._tokenize(trajectory, add_generation_prompt)
         parts = fit(tokens, trained, self.max_length, self.truncation_strategy)
-        features: list[Any] = [feature_of(trajectory, part) for part in parts]
+        features: list[Any] = [feature_of(trajectory, part, self.loss_scale is not None) for part in parts]
         return features if self.truncation_strategy == "split" else features[0]
 
     def batch_encode(
@@ -192,7 +206,7 @@ class Template(TextOnly):
             trajectory: the conversation.
             add_default_system: put `default_system` first where there is no system message.
         """
-        messages = plain_messages(trajectory)
+        messages = plain_messages(trajectory, any_weight=self.loss_scale is not None)
         if add_default_system and self.default_system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.default_system}, *messages]
         if self.use_chat_template:
@@ -219,7 +233,7 @@ class Template(TextOnly):
                 raise EncodeError(f"{side}: {error}") from error
         if any(not encoded[side]["input_ids"] for side in _PAIR):
             for side in _PAIR:  # half a pair is of no use
-                encoded[side] = feature_of(pair[side], ((), ()))
+                encoded[side] = feature_of(pair[side], ((), ()), self.loss_scale is not None)
         return encoded  # type: ignore[no-any-return]
 
     def _tokenize(self, trajectory: Mapping[str, Any], add_generation_prompt: bool) -> Marked:
@@ -231,7 +245,8 @@ class Template(TextOnly):
             return prompt_tokens(chat, messages)
         rounds = user_data_get(trajectory.get("user_data"), "key_rounds")
         added = len(messages) - len(trajectory["messages"])  # 1 with the default system
-        return conversation_tokens(chat, messages, rounds, added)
+        weights = None if self.loss_scale is None else turn_weights(self.loss_scale, trajectory, rounds)
+        return conversation_tokens(chat, messages, rounds, added, weights)
 
     # Decoding
 

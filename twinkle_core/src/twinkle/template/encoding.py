@@ -4,29 +4,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle.errors import EncodeError, Unsupported
+from twinkle.loss_scale import TurnWeight
 from twinkle.template.labels import assistant_spans, mark_tokens, shift
 from twinkle.template.messages import is_trained
 from twinkle.template.rendering import ChatRenderer
 from twinkle.template.truncation import Marked
+from twinkle.template.weighting import weighted_spans
 
 
-def conversation_tokens(chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any, added: int = 0) -> Marked:
+def conversation_tokens(
+    chat: ChatRenderer,
+    messages: Sequence[dict[str, Any]],
+    rounds: Any,
+    added: int = 0,
+    weights: Sequence[TurnWeight] | None = None,
+) -> Marked:
     """Return the tokens of a conversation and which of them are trained; the text is tokenized once.
 
-    The arguments are those of `assistant_spans`.
+    The arguments are those of `assistant_spans`; with `weights`, one for each message of the row, these alone say what
+    is trained, and how much.
 
     Raises:
         EncodeError: the chat template refuses the conversation, or a turn cannot be found in its text.
         Unsupported: the tokenizer gives no offsets.
     """
-    text, spans = assistant_spans(chat, messages, rounds, added)
+    numbers: Sequence[float] | None = None
+    if weights is None:
+        text, spans = assistant_spans(chat, messages, rounds, added)
+    else:
+        text, spans, numbers = weighted_spans(chat, messages, weights, added)
     if not chat.tokenizer.is_fast:
         raise Unsupported(
             f"the tokenizer {type(chat.tokenizer).__name__} cannot say which text its tokens stand for; "
             "labels need a fast tokenizer (tokenizer.json)"
         )
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return encoded["input_ids"], mark_tokens(encoded["offset_mapping"], spans)
+    return encoded["input_ids"], mark_tokens(encoded["offset_mapping"], spans, numbers)
 
 
 def prompt_tokens(chat: ChatRenderer, messages: Sequence[dict[str, Any]]) -> Marked:
@@ -62,13 +75,21 @@ def text_tokens(tokenizer: Any, trajectory: Mapping[str, Any], trained: bool) ->
     return tokens, [trained] * len(tokens)
 
 
-def feature_of(row: Mapping[str, Any], part: Marked) -> dict[str, Any]:
-    """Return one encoded row: the model's inputs as lists, beside the keys of `row`, which ride along."""
+def feature_of(row: Mapping[str, Any], part: Marked, weighted: bool = False) -> dict[str, Any]:
+    """Return one encoded row: the model's inputs as lists, beside the keys of `row`, which ride along.
+
+    Args:
+        row: the conversation.
+        part: its tokens.
+        weighted: add `loss_scale`, the weight of each position's label; 0 where it is -100.
+    """
     tokens, trained = part
+    scale = {"loss_scale": [*map(float, trained[1:]), 0.0][: len(tokens)]} if weighted else {}
     return {
         **row,
         "input_ids": list(tokens),
         "labels": shift(tokens, trained),
+        **scale,
         "attention_mask": [1] * len(tokens),
         "position_ids": list(range(len(tokens))),
         "length": len(tokens),

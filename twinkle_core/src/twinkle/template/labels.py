@@ -37,7 +37,7 @@ def assistant_spans(
     wanted = _wanted(turns, rounds, messages, added)
     if not chat.marks_generation:
         text = chat.render(messages)
-        return text, [_turn_span(chat, messages, index, text) for index in wanted]
+        return text, [turn_span(chat, messages, index, text) for index in wanted]
     text, spans = chat.render_marked(messages)
     if wanted == turns:
         return text, spans
@@ -50,7 +50,7 @@ def assistant_spans(
 
 
 def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]], added: int) -> list[int]:
-    chosen = turns if rounds is None else _chosen(rounds, messages[added:], added)
+    chosen = turns if rounds is None else chosen_turns(rounds, messages[added:], added)
     for index, message in enumerate(messages):
         trained = is_trained(message, f"message {index - added}")
         if trained and index not in turns:
@@ -63,7 +63,8 @@ def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]], a
     return chosen
 
 
-def _chosen(rounds: Any, own: Sequence[dict[str, Any]], added: int) -> list[int]:
+def chosen_turns(rounds: Any, own: Sequence[dict[str, Any]], added: int) -> list[int]:
+    """Return the assistant turns that `rounds` names, checked, counted from `added`; `own` are the row's messages."""
     turns = [index for index, message in enumerate(own) if message["role"] == "assistant"]
     asked: list[Any] = list(rounds) if isinstance(rounds, list | tuple) else [rounds]
     for index in asked:
@@ -75,7 +76,7 @@ def _chosen(rounds: Any, own: Sequence[dict[str, Any]], added: int) -> list[int]
     return sorted({index + added for index in asked})
 
 
-def _turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
+def turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
     """Find one turn: its start by the generation prompt, its end by a stand-in for what the turn says."""
     before, after = _surroundings(chat, messages, index, text)
     start = _start(chat, messages[:index], text, before)
@@ -166,29 +167,35 @@ def _not_found(index: int) -> str:
     )
 
 
-def mark_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Say for each token whether it is trained.
+def mark_tokens(
+    offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[float] | None = None
+) -> Sequence[float]:
+    """Say for each token whether it is trained, or how much.
 
     Args:
         offsets: the characters of each token, in order. Tokens of one character share it; an empty range (a tokenizer
             that trims white space off its offsets) stands for what lies between its neighbours.
         spans: the trained characters, in order and disjoint.
+        weights: one for each span; by default they are just trained.
 
     Returns:
-        True for each token that holds a trained character, also one that reaches over the edge of a span.
+        True for each token that holds a trained character, also one that reaches over the edge of a span. With
+        `weights` the weight of the first span of which it holds a character, else 0.
     """
-    marks, place, previous = [], 0, 0
+    marks: list[float] = []
+    place, previous = 0, 0
     for start, end in offsets:
         if start >= end:
             start = min(previous, end)
         while place < len(spans) and spans[place][1] <= start:
             place += 1
-        marks.append(place < len(spans) and spans[place][0] < end)
+        inside = place < len(spans) and spans[place][0] < end
+        marks.append(inside if weights is None else weights[place] if inside else 0.0)
         previous = max(previous, end)
     return marks
 
 
-def shift(tokens: Sequence[int], trained: Sequence[bool]) -> list[int]:
+def shift(tokens: Sequence[int], trained: Sequence[float]) -> list[int]:
     """Return labels: at each position the next token where that is trained, else -100; the last is always -100."""
     targets = [token if train else IGNORE for token, train in zip(tokens, trained, strict=True)]
     return [*targets[1:], IGNORE][: len(targets)]

@@ -1,6 +1,7 @@
 """Checks a conversation and brings its messages into the plain form that chat templates expect."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,12 @@ _THINKING = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 _MEDIA = ("images", "videos", "audios")
 
 
-def plain_messages(trajectory: Mapping[str, Any]) -> list[dict[str, Any]]:
+def plain_messages(trajectory: Mapping[str, Any], any_weight: bool = False) -> list[dict[str, Any]]:
     """Return the messages of a trajectory, checked: no None-valued keys, and `content` always text.
+
+    Args:
+        trajectory: the row.
+        any_weight: `weight` may be any number from 0, because a loss scale multiplies by it.
 
     Raises:
         EncodeError: there is no usable conversation; the message says which turn is wrong and what to do.
@@ -33,10 +38,10 @@ def plain_messages(trajectory: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key in _MEDIA:
         if any(item is not None for item in trajectory.get(key) or ()):
             raise EncodeError(f"the row has {key}, and this template reads text only; use a multimodal template")
-    return [_plain_message(message, f"message {index}") for index, message in enumerate(messages)]
+    return [_plain_message(message, f"message {index}", any_weight) for index, message in enumerate(messages)]
 
 
-def _plain_message(message: Any, where: str) -> dict[str, Any]:
+def _plain_message(message: Any, where: str, any_weight: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise EncodeError(f"{where} is a {type(message).__name__}; it must be {{'role': ..., 'content': ...}}")
     plain = {key: without_none(value) for key, value in message.items() if value is not None}
@@ -51,13 +56,13 @@ def _plain_message(message: Any, where: str) -> dict[str, Any]:
             f"{where} ({role}): tool_calls is {plain['tool_calls']!r}; it must be a list of "
             "{'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
         )
-    is_trained(plain, f"{where} ({role})")
+    is_trained(plain, f"{where} ({role})", any_weight)
     for key in ("content", "reasoning_content"):
         _require_text(plain.get(key, ""), f"{where} ({role}): {key}")
     return plain
 
 
-def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
+def is_trained(message: Mapping[str, Any], where: str, any_weight: bool = False) -> bool | None:
     """Return what a message says of its own training, by OpenAI's `weight` (0 or 1) or by `loss` (true or false).
 
     Returns:
@@ -67,13 +72,21 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
         EncodeError: another value, or the two disagree.
     """
     weight, loss = message.get("weight"), message.get("loss")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise EncodeError(f"{where} has weight {weight!r}; it is 0 (not trained) or 1 (trained)")
+    if weight is not None and any_weight and not _is_weight(weight):
+        raise EncodeError(f"{where} has weight {weight!r}; with a loss scale it is a finite number from 0")
+    if weight is not None and not any_weight and (isinstance(weight, bool) or weight not in (0, 1)):
+        way_out = "; other weights need a loss scale: loss_scale='MessageWeightLossScale'" if _is_weight(weight) else ""
+        raise EncodeError(f"{where} has weight {weight!r}; it is 0 (not trained) or 1 (trained){way_out}")
     if loss is not None and not isinstance(loss, bool):
         raise EncodeError(f"{where} has loss {loss!r}; it is true (trained) or false (not trained)")
     if None not in (weight, loss) and bool(weight) != loss:
         raise EncodeError(f"{where} has weight {weight!r} and loss {loss!r}, which disagree; drop one of the two")
     return loss if weight is None else bool(weight)
+
+
+def _is_weight(weight: Any) -> bool:
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    return number and weight >= 0 and math.isfinite(weight)
 
 
 def plain_tools(trajectory: Mapping[str, Any]) -> list[Any] | None:

@@ -7,15 +7,16 @@ from twinkle.errors import EncodeError
 
 Strategy: TypeAlias = Literal["raise", "left", "right", "split", "delete"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-Marked: TypeAlias = tuple[Sequence[int], Sequence[bool]]
+Marked: TypeAlias = tuple[Sequence[int], Sequence[float]]
+"""Token ids, and for each whether it is trained: false and true, or a weight."""
 
 
-def fit(tokens: Sequence[int], trained: Sequence[bool], max_length: int | None, strategy: Strategy) -> list[Marked]:
+def fit(tokens: Sequence[int], trained: Sequence[float], max_length: int | None, strategy: Strategy) -> list[Marked]:
     """Cut a row so that each part has at most `max_length` tokens.
 
     Args:
         tokens: token ids `[T]`.
-        trained: whether each token is trained, `[T]`.
+        trained: whether each token is trained, or its weight, `[T]`.
         max_length: in tokens; None is no limit.
         strategy: `left` and `right` say which end is cut off; `split` makes several parts, `delete` one empty part.
 
