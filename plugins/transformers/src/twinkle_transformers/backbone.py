@@ -48,8 +48,13 @@ class Backbone:
     inputs: frozenset[str]
 
     @classmethod
-    def of(cls, model: Any) -> "Backbone":
-        """Split `model`, and check on two tokens that body, head and transform give its own logits."""
+    def of(cls, model: Any, splits: bool | None = None) -> "Backbone":
+        """Split `model`, and check on two tokens that body, head and transform give its own logits.
+
+        Args:
+            model: the causal language model.
+            splits: the result of that check where it was made already, for a model without weights.
+        """
         config = model.config.get_text_config()
         if getattr(config, "output_router_logits", False):
             raise Unsupported(
@@ -58,7 +63,7 @@ class Backbone:
             )
         taken = frozenset(inspect.signature(model.base_model.forward).parameters) - _NOT_DATA
         found = cls(model, model.get_output_embeddings() is not None, _transform(config), taken)
-        if found.splits and found._agrees():
+        if found.splits and (found._agrees() if splits is None else splits):
             return found
         get_logger().info(
             "%s does something to its logits that Twinkle does not know; whole logits will be made, which takes more "

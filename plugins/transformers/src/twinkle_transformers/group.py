@@ -1,5 +1,6 @@
 """What belongs to one adapter (or to the full model): optimizer, loss, template, counters, pending gradients."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,8 @@ class OptimizerGroup:
     adapter_name: str
     adapter_config: Any = None
     trainable: bool = True
+    placed: bool = False
+    """Whether its parameters lie where the ranks want them."""
     optimizer: Any = None
     lr_scheduler: Any = None
     loss_instance: Any = None
@@ -148,9 +151,26 @@ class OptimizerGroup:
         self.divided = self.measured = self.stepped = self.dropped = False
 
 
-def new_group(name: str) -> OptimizerGroup:
-    """Return the state of an adapter at its start: right padding and the usual metrics."""
+def new_group(name: str, mesh: Any = None, ranks: Any = None) -> OptimizerGroup:
+    """Return the state of an adapter at its start: right padding and the usual metrics.
+
+    Args:
+        name: of the adapter; "" is the full model.
+        mesh: the device mesh of the model.
+        ranks: process group over which metrics are gathered.
+    """
     group = OptimizerGroup(name, processor=registry().build("InputProcessor", "processor"))
     for status in (group.train_status, group.eval_status):
-        status.metrics = [registry().build(metric, "metric") for metric in _METRICS]
+        status.metrics = [build_metric(metric, mesh, ranks) for metric in _METRICS]
     return group
+
+
+def build_metric(metric: Any, mesh: Any, ranks: Any, **kwargs: Any) -> Any:
+    """Build a metric; one that takes `device_mesh` and `process_group` gets the model's."""
+    found = registry().resolve(metric, "metric")
+    if isinstance(found, type):
+        taken = inspect.signature(found).parameters
+        for name, value in (("device_mesh", mesh), ("process_group", ranks)):
+            if name in taken:
+                kwargs.setdefault(name, value)
+    return registry().build(found, "metric", **kwargs)

@@ -33,6 +33,7 @@ def load_model(
     config: Any = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    skeleton: torch.dtype | None = None,
     **from_pretrained_kwargs: Any,
 ) -> tuple[Any, Path]:
     """Load a model in evaluation mode, and return it with the local folder it came from.
@@ -45,6 +46,8 @@ def load_model(
         config: a transformers configuration to use instead of the folder's.
         device: where the model goes; None leaves it on the CPU.
         trust_remote_code: run Python code that lies in the model's folder.
+        skeleton: build the model without weights, on the meta device and in this dtype, for weights that come from
+            elsewhere.
         **from_pretrained_kwargs: `attn_implementation` and the like, and fields of the configuration to change;
             `revision` and `token` go to the hub.
 
@@ -62,6 +65,8 @@ def load_model(
         config = _config(folder, config, trust_remote_code)
         config, options = _with_fields(config, from_pretrained_kwargs)
         cls = _model_class(model_cls, config, trust_remote_code)
+        if skeleton is not None:
+            return _without_weights(cls, config, skeleton, options), folder
         options |= {"config": config, "dtype": wanted}
         model = _load(cls, folder, options, trust_remote_code)
         if device is not None:
@@ -197,6 +202,13 @@ def _load(cls: Any, folder: Path, options: dict[str, Any], trust_remote_code: bo
     model, report = loaded
     _check_report(report, folder, type(model).__name__)
     return model
+
+
+def _without_weights(cls: Any, config: Any, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+    attention = {k: v for k, v in options.items() if k == "attn_implementation"}
+    with torch.device("meta"):
+        make = cls.from_config if cls.__name__.startswith("Auto") else cls._from_config
+        return make(config, dtype=dtype, **attention).eval()
 
 
 def _check_report(report: Mapping[str, Any], folder: Path, name: str) -> None:

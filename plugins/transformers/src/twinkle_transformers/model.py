@@ -1,52 +1,63 @@
 """`TransformersModel`: a Hugging Face model with its adapters, trained by a loop that the user writes."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from twinkle import get_logger, registry, remote_class, remote_function
+from twinkle import get_logger, remote_class, remote_function
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, TrainingStateError
-from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
-from twinkle_registry import nearest
 from twinkle_transformers import adapters, loop, saving
-from twinkle_transformers.backbone import Backbone, check_batch
+from twinkle_transformers.backbone import check_batch
+from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status, new_group
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.optimizers import build_optimizer, build_scheduler
-from twinkle_transformers.options import PRECISION, check_adapter, check_call, check_model_options, check_name
+from twinkle_transformers.options import PRECISION, check_call, check_model_options, check_name
+from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 
 
 @remote_class()
-class TransformersModel(TwinkleModel):
-    """A causal language model from a Hugging Face folder (or GGUF file), on one device.
+class TransformersModel(Components):
+    """A causal language model from a Hugging Face folder (or GGUF file), on one device or on the ranks of a mesh.
 
     Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods
     have the meaning that `TwinkleModel` documents. Defaults until set: `CrossEntropyLoss`, AdamW at 1e-5, the model's
     own chat template, right padding, `LossMetric`, `Accuracy` and `TrainMetric`.
 
+    On several ranks every rank makes the same calls with its own rows. A mesh with `fsdp` shards every parameter
+    (FSDP2; `dp` beside it makes replicas), one without keeps the whole model on each rank (DDP). The update is that of
+    one process with all rows, whatever the split.
+
     Args:
         model_cls: class (or its name in transformers) to load with; by default by the model's configuration.
         model_id: local folder, GGUF file, or `scheme://` reference.
         config: transformers configuration to use instead of the folder's.
-        device_mesh: None, or a mesh of one device.
-        mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "no" computes in
-            `dtype`.
-        gradient_checkpointing: recompute activations in the backward: less memory, a third more time.
+        device_mesh: by default the one given to `twinkle.initialize`.
+        mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "fp16" likewise in
+            float16, with a loss scale; "no" computes in `dtype`.
+        strategy: both published names mean this backend's own; the mesh says how parameters lie.
+        ddp_config: for meshes without fsdp: `bucket_cap_mb` (64) of the flat buffers that gradients travel in. What
+            torch's wrapper needs to be told (`find_unused_parameters`, ...) is always so here.
+        fsdp_config: for meshes with fsdp: `reshard_after_forward` (True), `cpu_offload` (False), `reduce_dtype`
+            ("float32"), `transformer_cls_names_to_wrap` (the model's `_no_split_modules`).
+        grad_scaler_config: for fp16, in the words of `torch.amp.GradScaler`.
+        memory_efficient_init: with fsdp, load on the first rank alone and send each layer to the others.
+        gradient_checkpointing: recompute activations in the backward: less memory, a third more time. "auto" does so
+            when the activations of a pass would not fit.
         on_nonfinite: "raise" stops at a loss or gradient norm that is not finite and keeps the batch in the error;
             "skip" leaves the micro-batch (or the step) out and counts it in `nonfinite_skipped`.
         dtype: of the loaded weights; by default the checkpoint's own with mixed precision, else float32. Whatever is
             trained is kept in float32 under mixed precision.
-        strategy, ddp_config, fsdp_config, grad_scaler_config, memory_efficient_init: for several devices; refused here.
         **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).
 
     Attributes:
@@ -56,6 +67,7 @@ class TransformersModel(TwinkleModel):
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or corrupt.
+        Unsupported: the mesh divides the model by other dimensions than dp and fsdp.
     """
 
     def __init__(
@@ -71,14 +83,12 @@ class TransformersModel(TwinkleModel):
         grad_scaler_config: dict[str, Any] | None = None,
         memory_efficient_init: bool = False,
         *,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
         on_nonfinite: Literal["raise", "skip"] = "raise",
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
-        given = {"strategy": strategy, "ddp_config": ddp_config, "fsdp_config": fsdp_config,
-                 "grad_scaler_config": grad_scaler_config, "memory_efficient_init": memory_efficient_init}  # fmt: skip
-        check_model_options(given, mixed_precision, on_nonfinite, device_mesh)
+        check_model_options(mixed_precision, strategy, on_nonfinite, grad_scaler_config)
         if model_id is None:
             raise ArgumentError("TransformersModel: model_id is missing; give a folder, a GGUF file or a reference")
         self.model_id = str(model_id)
@@ -86,94 +96,20 @@ class TransformersModel(TwinkleModel):
         self.mixed_precision = mixed_precision
         self.on_nonfinite = on_nonfinite
         self.device = torch.device(Platform.get_local_device())
+        self.parallel = parallel_of(device_mesh, ddp_config, fsdp_config)
         dtype = dtype or ("float32" if mixed_precision == "no" else "auto")
-        self.model, self.model_path = load_model(
-            model_id, dtype=dtype, model_cls=model_cls, config=config, device=self.device, **kwargs
+        # What will be sharded is loaded into host memory and moved layer by layer.
+        place = None if self.parallel.in_lockstep else self.device
+        load = functools.partial(
+            load_model, model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
         )
-        if gradient_checkpointing:
+        self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
+        if gradient_checkpointing is True:
             enable = getattr(self.model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 on
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-        self._backbone = Backbone.of(self.model)
-        self.optimizer_group: dict[str, OptimizerGroup] = {"": new_group("")}
+        ranks = self.parallel.ranks.control
+        self.optimizer_group: dict[str, OptimizerGroup] = {"": new_group("", device_mesh, ranks)}
         self.active_group = ""
-
-    # components
-
-    def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set the loss; keyword arguments go to its constructor."""
-        self._group(adapter_name).loss_instance = registry().build(loss_cls, "loss", **kwargs)
-
-    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set the optimizer over the adapter's parameters, or over the whole model's.
-
-        Args:
-            optimizer_cls: any form of component argument; every optimizer of `torch.optim` has its name there.
-            adapter_name: whose; by default the active one.
-            **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
-        """
-        group = self._trained(adapter_name)
-        self._widen(group)
-        names = list(adapters.named_parameters(self.model, group.adapter_name))
-        group.optimizer = build_optimizer(optimizer_cls, names, **kwargs)
-        if group.lr_scheduler is not None:
-            get_logger().warning(
-                "adapter %r: its scheduler followed the old optimizer; set it again", group.adapter_name
-            )
-            group.lr_scheduler = None
-
-    def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set the scheduler of the adapter's optimizer, which must have been set; kwargs go to the constructor."""
-        group = self._group(adapter_name)
-        group.lr_scheduler = build_scheduler(scheduler_cls, group.optimizer, **kwargs)
-
-    def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set the template that encodes trajectories; `model_id` is this model's unless given."""
-        found = registry().resolve(template_cls, "template")
-        if isinstance(found, type) and "tokenizer" not in kwargs:
-            kwargs.setdefault("model_id", str(self.model_path))
-        self._group(adapter_name).template = registry().build(found, "template", **kwargs)
-
-    def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set the processor that collates rows; keyword arguments go to its constructor."""
-        self._group(adapter_name).processor = registry().build(processor_cls, "processor", **kwargs)
-
-    def add_metric(
-        self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
-    ) -> None:
-        """Add a metric for training, for evaluation, or (None) one for each."""
-        group = self._group(adapter_name)
-        for status, wanted in ((group.train_status, True), (group.eval_status, False)):
-            if is_training is None or is_training is wanted:
-                status.metrics.append(registry().build(metric_cls, "metric", **kwargs))
-
-    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
-        """Apply a patch to the Hugging Face module."""
-        from twinkle.patch import apply_patch
-
-        apply_patch(self.model, patch_cls, **kwargs)
-
-    def add_adapter_to_model(
-        self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1
-    ) -> None:
-        """Add a LoRA adapter, freeze the base model, and make the adapter the active one.
-
-        Args:
-            adapter_name: letters, digits, `_` and `-`.
-            config_or_dir: `peft.LoraConfig`, a dict of its fields, or the folder of a saved adapter.
-            is_trainable: False adds it for `forward_only` and sampling alone.
-            gradient_accumulation_steps: backward calls for each update.
-        """
-        check_adapter(adapter_name, self.optimizer_group)
-        group = new_group(adapter_name)
-        set_accumulation(group, gradient_accumulation_steps)
-        self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
-        group.adapter_config = config
-        self.optimizer_group[adapter_name] = group
-        self.active_group = adapter_name
-        group.trainable = is_trainable
-        if not is_trainable:
-            adapters.freeze(self.model, adapter_name)
-
     # forward and backward
 
     @remote_function(dispatch="slice_dp", collect="flatten")
@@ -536,33 +472,6 @@ class TransformersModel(TwinkleModel):
 
     # inside
 
-    def _group(self, adapter_name: str | None) -> OptimizerGroup:
-        name = self.active_group if adapter_name is None else adapter_name
-        if name not in self.optimizer_group:
-            hint = nearest(name, self.optimizer_group)
-            raise ArgumentError(
-                f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; "
-                f"there are {sorted(self.optimizer_group)} ('' is the full model)"
-            )
-        return self.optimizer_group[name]
-
-    def _select(self, adapter_name: str | None) -> OptimizerGroup:
-        group = self._group(adapter_name)
-        adapters.select(self.model, group.adapter_name, group.trainable)
-        return group
-
-    def _trained(self, adapter_name: str | None, *, saving: bool = False) -> OptimizerGroup:
-        """Select what is to be trained (or, with `saving`, written or read), if it can be."""
-        group = self._select(adapter_name)
-        if not group.adapter_name and len(self.optimizer_group) > 1:
-            raise TrainingStateError(
-                "the full model is frozen since it has adapters, and its weights stay as they were loaded; name one of "
-                f"{sorted(set(self.optimizer_group) - {''})}"
-            )
-        if not group.trainable and not saving:
-            raise TrainingStateError(f"adapter {group.adapter_name!r} was added with is_trainable=False")
-        return group
-
     def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
         batch = group.processor(rows)
         check_batch(batch, self._backbone.model)
@@ -580,11 +489,3 @@ class TransformersModel(TwinkleModel):
         with self.autocast():
             outputs = self._backbone(batch, self.device, loop.needs_of(group, status, return_logits), temperature)
         return Pass(batch, outputs, list(rows))
-
-    def _widen(self, group: OptimizerGroup) -> None:
-        """Keep what is trained in float32 under mixed precision."""
-        if self.mixed_precision == "no":
-            return
-        for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.float()

@@ -11,35 +11,26 @@ from twinkle.errors import ArgumentError, Unsupported
 PRECISION = {"no": None, "bf16": torch.bfloat16}
 """Autocast dtype of each mixed precision."""
 
-_OTHER_BACKENDS = {
-    "strategy": "accelerate",
-    "ddp_config": None,
-    "fsdp_config": None,
-    "grad_scaler_config": None,
-    "memory_efficient_init": False,
-}
+_STRATEGIES = ("accelerate", "native_fsdp")
 
 
-def check_model_options(given: Mapping[str, Any], precision: str, policy: str, mesh: Any) -> None:
-    """Refuse what needs several devices, and values that do not exist.
+def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapping[str, Any] | None) -> None:
+    """Refuse options that do not exist or that would be ignored.
 
     Args:
-        given: options for several devices, by name; each must have its default.
         precision: mixed precision.
+        strategy: the published name of a way to train on several devices.
         policy: what happens to numbers that are not finite.
-        mesh: the device mesh.
+        scaler: options of the loss scale of fp16.
     """
-    for name, default in _OTHER_BACKENDS.items():
-        if given[name] != default:
-            raise Unsupported(
-                f"TransformersModel: {name}={given[name]!r} is for several devices; leave it at {default!r}"
-            )
     if precision not in PRECISION:
         raise Unsupported(f"TransformersModel: mixed_precision={precision!r}; choose from {sorted(PRECISION)}")
+    if strategy not in _STRATEGIES:
+        raise ArgumentError(f"TransformersModel: strategy={strategy!r}; choose 'accelerate' or 'native_fsdp'")
     if policy not in ("raise", "skip"):
         raise ArgumentError(f"TransformersModel: on_nonfinite={policy!r}; choose 'raise' or 'skip'")
-    if mesh is not None and mesh.world_size > 1:
-        raise Unsupported(f"TransformersModel: a device mesh of {mesh.world_size} devices; this backend trains on one")
+    if scaler and precision != "fp16":
+        raise ArgumentError(f"TransformersModel: grad_scaler_config is for mixed_precision='fp16', not {precision!r}")
 
 
 def check_call(task: str, temperature: float) -> None:

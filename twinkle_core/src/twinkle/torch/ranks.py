@@ -25,7 +25,7 @@ class Ranks:
 
     Attributes:
         size: number of ranks.
-        index: this one, from 0.
+        index: this one, from 0, in the order of `control`.
         group: process group of tensors on the model's device; None is the world.
         control: process group of tensors on the CPU.
     """
@@ -63,7 +63,7 @@ class Ranks:
         if Platform.device_backend() != "gloo":
             ranks = sorted(mesh.mesh.ravel().tolist())
             control = dist.new_group(ranks, backend="gloo")
-        return cls(mesh.data_world_size, mesh.data_rank, group, control)
+        return cls(mesh.data_world_size, dist.get_rank(control), group, control)
 
     @property
     def alone(self) -> bool:

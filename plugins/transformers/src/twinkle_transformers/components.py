@@ -1,0 +1,156 @@
+"""The methods of `TransformersModel` that choose its components: loss, optimizer, template, adapters and the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle import get_logger, registry
+from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.model import TwinkleModel
+from twinkle_registry import nearest
+from twinkle_transformers import adapters
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.group import OptimizerGroup, build_metric, new_group
+from twinkle_transformers.optimizers import build_optimizer, build_scheduler
+from twinkle_transformers.options import PRECISION, check_adapter
+from twinkle_transformers.parallel import Replicated
+from twinkle_transformers.stepping import set_accumulation
+
+
+class Components(TwinkleModel):
+    """Everything that is set before (or between) steps; each method is for one adapter, by default the active one."""
+
+    model: Any
+    model_path: Path
+    device_mesh: Any
+    mixed_precision: str
+    parallel: Replicated
+    optimizer_group: dict[str, OptimizerGroup]
+    active_group: str
+    _backbone: Backbone
+
+    def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the loss; keyword arguments go to its constructor."""
+        self._group(adapter_name).loss_instance = registry().build(loss_cls, "loss", **kwargs)
+
+    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the optimizer over the adapter's parameters, or over the whole model's.
+
+        Args:
+            optimizer_cls: any form of component argument; every optimizer of `torch.optim` has its name there.
+            adapter_name: whose; by default the active one.
+            **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
+        """
+        group = self._trained(adapter_name)
+        self._place(group)
+        names = list(adapters.named_parameters(self.model, group.adapter_name))
+        group.optimizer = build_optimizer(optimizer_cls, names, **kwargs)
+        if group.lr_scheduler is not None:
+            get_logger().warning(
+                "adapter %r: its scheduler followed the old optimizer; set it again", group.adapter_name
+            )
+            group.lr_scheduler = None
+
+    def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the scheduler of the adapter's optimizer, which must have been set; kwargs go to the constructor."""
+        group = self._group(adapter_name)
+        group.lr_scheduler = build_scheduler(scheduler_cls, group.optimizer, **kwargs)
+
+    def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the template that encodes trajectories; `model_id` is this model's unless given."""
+        found = registry().resolve(template_cls, "template")
+        if isinstance(found, type) and "tokenizer" not in kwargs:
+            kwargs.setdefault("model_id", str(self.model_path))
+        self._group(adapter_name).template = registry().build(found, "template", **kwargs)
+
+    def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the processor that collates rows; keyword arguments go to its constructor."""
+        self._group(adapter_name).processor = registry().build(processor_cls, "processor", **kwargs)
+
+    def add_metric(
+        self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """Add a metric for training, for evaluation, or (None) one for each."""
+        group = self._group(adapter_name)
+        for status, wanted in ((group.train_status, True), (group.eval_status, False)):
+            if is_training is None or is_training is wanted:
+                status.metrics.append(build_metric(metric_cls, self.device_mesh, self.parallel.ranks.control, **kwargs))
+
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """Apply a patch to the Hugging Face module."""
+        from twinkle.patch import apply_patch
+
+        apply_patch(self.model, patch_cls, **kwargs)
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """Add a LoRA adapter, freeze the base model, and make the adapter the active one.
+
+        Args:
+            adapter_name: letters, digits, `_` and `-`.
+            config_or_dir: `peft.LoraConfig`, a dict of its fields, or the folder of a saved adapter.
+            is_trainable: False adds it for `forward_only` and sampling alone.
+            gradient_accumulation_steps: backward calls for each update.
+        """
+        check_adapter(adapter_name, self.optimizer_group)
+        if self._is_sharded:
+            raise TrainingStateError(
+                f"adapter {adapter_name!r}: the model is sharded already; add adapters before set_optimizer and before "
+                "the first forward"
+            )
+        group = new_group(adapter_name, self.device_mesh, self.parallel.ranks.control)
+        set_accumulation(group, gradient_accumulation_steps)
+        self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
+        group.adapter_config = config
+        self.optimizer_group[adapter_name] = group
+        self.active_group = adapter_name
+        group.trainable = is_trainable
+        if not is_trainable:
+            adapters.freeze(self.model, adapter_name)
+
+    # inside
+
+    def _group(self, adapter_name: str | None) -> OptimizerGroup:
+        name = self.active_group if adapter_name is None else adapter_name
+        if name not in self.optimizer_group:
+            hint = nearest(name, self.optimizer_group)
+            raise ArgumentError(
+                f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; "
+                f"there are {sorted(self.optimizer_group)} ('' is the full model)"
+            )
+        return self.optimizer_group[name]
+
+    def _select(self, adapter_name: str | None) -> OptimizerGroup:
+        group = self._group(adapter_name)
+        adapters.select(self.model, group.adapter_name, group.trainable)
+        return group
+
+    def _trained(self, adapter_name: str | None, *, saving: bool = False) -> OptimizerGroup:
+        """Select what is to be trained (or, with `saving`, written or read), if it can be."""
+        group = self._select(adapter_name)
+        if not group.adapter_name and len(self.optimizer_group) > 1:
+            raise TrainingStateError(
+                "the full model is frozen since it has adapters, and its weights stay as they were loaded; name one of "
+                f"{sorted(set(self.optimizer_group) - {''})}"
+            )
+        if not group.trainable and not saving:
+            raise TrainingStateError(f"adapter {group.adapter_name!r} was added with is_trainable=False")
+        return group
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.parallel.in_lockstep and any(group.placed for group in self.optimizer_group.values())
+
+    def _place(self, group: OptimizerGroup) -> None:
+        """Put the parameters where the ranks want them, before anything is built on them or computed with them."""
+        if group.placed or self._is_sharded:
+            return
+        group.placed = True
+        if self.mixed_precision != "no" and group.trainable and (group.adapter_name or len(self.optimizer_group) == 1):
+            for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
+                if parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()  # what is trained is kept in float32
+        causal = self._backbone.model
+        self.parallel.place(causal, list(causal._no_split_modules or ()), PRECISION[self.mixed_precision])

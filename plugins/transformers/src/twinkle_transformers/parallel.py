@@ -1,0 +1,267 @@
+"""How a model's parameters lie on its data ranks: whole on each (DDP), or in shards (FSDP2)."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle.logging import get_logger
+from twinkle.mesh import DeviceMesh
+from twinkle.platform import Platform
+from twinkle.torch.ranks import Ranks
+from twinkle.torch.reduce import BUCKET_BYTES, sum_over_ranks
+from twinkle_registry import nearest
+from twinkle_transformers.backbone import Backbone
+
+_RUN = "twinkle_run"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DDP = {"bucket_cap_mb": BUCKET_BYTES >> 20}
+# What torch's wrapper needs to be told and a sum at the step does not: each has its effect here anyway.
+_DDP_WITHOUT_EFFECT = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
+_FSDP = {
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "reduce_dtype": "float32",
+    "transformer_cls_names_to_wrap": None,
+}
+T = TypeVar("T")
+
+
+class Replicated:
+    """Every rank holds the whole model. Gradients are summed over ranks once, when a step is made.
+
+    Attributes:
+        ranks: the data ranks.
+        in_lockstep: whether every rank must make the same number of passes.
+    """
+
+    in_lockstep = False
+
+    def __init__(self, ranks: Ranks, options: Mapping[str, Any] | None = None) -> None:
+        self.ranks = ranks
+        self.options = _checked("ddp_config", options, {**_DDP, **dict.fromkeys(_DDP_WITHOUT_EFFECT)})
+
+    def place(self, model: Any, blocks: Sequence[str], dtype: torch.dtype | None) -> None:
+        """Give every rank the first one's trainable weights.
+
+        Args:
+            model: the causal language model.
+            blocks: class names of its layers.
+            dtype: in which sharded parameters are gathered; None is their own.
+        """
+        if not self.ranks.alone:
+            with torch.no_grad():
+                _broadcast((p for p in model.parameters() if p.requires_grad), self.ranks)
+
+    def run(self, model: Any, call: Callable[[], T]) -> T:
+        """Make a pass that uses the parameters of `model`."""
+        return call()
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum gradients over ranks; a parameter that got none on some rank counts as zero there."""
+        if self.ranks.alone:
+            return
+        own = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.ranks.control)
+        for parameter, somewhere in zip(parameters, own.tolist(), strict=True):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        sum_over_ranks(grads, self.ranks.group, int(self.options["bucket_cap_mb"]) << 20)
+
+    def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
+        """Return the norm of a gradient from the norm of what this rank holds of it."""
+        return norm
+
+
+class Sharded(Replicated):
+    """Each rank holds a part of every parameter (FSDP2); with `dp` too, each group of `fsdp` ranks holds a copy.
+
+    The backward of each pass sums gradients over ranks and leaves each rank its part.
+    """
+
+    in_lockstep = True
+
+    def __init__(self, ranks: Ranks, mesh: DeviceMesh, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__(ranks)
+        self.options = _checked("fsdp_config", options, _FSDP)
+        if self.options["reduce_dtype"] not in _DTYPES:
+            raise ArgumentError(f"fsdp_config: reduce_dtype is {self.options['reduce_dtype']!r}, not {list(_DTYPES)}")
+        self.mesh = _torch_mesh(mesh)
+        self._shards = self.mesh.get_group(self.mesh.ndim - 1)
+
+    def place(self, model: Any, blocks: Sequence[str], dtype: torch.dtype | None) -> None:
+        """Shard the model, layer by layer; layers on the meta device get the first rank's weights before."""
+        reduce = None if dtype is None else _DTYPES[self.options["reduce_dtype"]]
+        offload: OffloadPolicy = OffloadPolicy()
+        if self.options["cpu_offload"]:
+            offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        settings = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.options["reshard_after_forward"],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce),
+            "offload_policy": offload,
+        }
+        lacking = self.ranks.gather("sharding the model", any(p.is_meta for p in model.parameters()))
+        for module in [*self._blocks(model, blocks), model]:
+            if any(lacking):
+                self._fill(module)
+            fully_shard(module, **settings)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # losses are sums: what divides them is known at the step
+                module.set_force_sum_reduction_for_comms(True)
+        setattr(model, _RUN, lambda call: call())
+        register_fsdp_forward_method(model, _RUN)
+
+    def run(self, model: Any, call: Callable[[], T]) -> T:
+        """Make a pass while the parameters outside the layers (embeddings, norm, head) are gathered."""
+        return getattr(model, _RUN)(call)  # type: ignore[no-any-return]
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Do nothing: every backward summed them."""
+
+    def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
+        """Combine the norms of the shards."""
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._shards)
+            return norm
+        powers = norm**norm_type
+        dist.all_reduce(powers, group=self._shards)
+        return powers ** (1.0 / norm_type)
+
+    def _blocks(self, model: Any, names: Sequence[str]) -> list[nn.Module]:
+        wanted = self.options["transformer_cls_names_to_wrap"] or names
+        wanted = {wanted} if isinstance(wanted, str) else set(wanted)
+        found = [module for module in model.modules() if type(module).__name__ in wanted]
+        if not found:
+            lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+            found = [module for module in max(lists, key=len, default=[])]  # type: ignore[arg-type]
+            get_logger().warning(
+                "%s has no module called %s; it is sharded by its %d %s",
+                type(model).__name__, sorted(wanted), len(found), type(found[0]).__name__ if found else "parts",
+            )  # fmt: skip
+        return found
+
+    def _fill(self, module: nn.Module) -> None:
+        """Give parameters and buffers of the meta device memory, and all of them the first rank's numbers."""
+        device = local_device()
+        made: dict[int, tuple[Tensor, Any]] = {}  # tied parameters stay tied; the old ones stay alive, so do their ids
+        for part in module.modules():
+            for store in (part._parameters, part._buffers):
+                for name, tensor in list(store.items()):
+                    if tensor is None or isinstance(tensor, DTensor):
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, _on_device(tensor, device)
+                    store[name] = made[id(tensor)][1]
+        with torch.no_grad():
+            _broadcast([real for _, real in made.values()], self.ranks)
+
+
+def parallel_of(
+    mesh: DeviceMesh | None, ddp_config: Mapping[str, Any] | None, fsdp_config: Mapping[str, Any] | None
+) -> Replicated:
+    """Return how a model lies on the ranks of a mesh: sharded where it has the dimension `fsdp`.
+
+    Raises:
+        ArgumentError: an option that is not known, or for the other way.
+        Unsupported: the mesh divides the model in other ways.
+    """
+    ranks = Ranks.of(mesh)
+    if mesh is not None and mesh.has_dim("fsdp") and dist.is_initialized():
+        if ddp_config:
+            raise ArgumentError(f"ddp_config={dict(ddp_config)} is for meshes without fsdp; this one is {mesh}")
+        return Sharded(ranks, mesh, fsdp_config)
+    if fsdp_config:
+        raise ArgumentError(
+            f"fsdp_config={dict(fsdp_config)} shards over the mesh's dimension fsdp, and "
+            + (f"{mesh} has none" if mesh is not None else "there is no mesh")
+            + "; give DeviceMesh.from_sizes(fsdp_size=...) and start with torchrun"
+        )
+    return Replicated(ranks, ddp_config)
+
+
+def load_on_ranks(
+    load: Callable[..., tuple[Any, Path]], parallel: Replicated, on_first_alone: bool
+) -> tuple[Any, Path, Backbone]:
+    """Load a model on every rank, or on the first alone; the others then have it without weights until it is placed.
+
+    Args:
+        load: `load_model` with all its arguments.
+        parallel: how the parameters will lie.
+        on_first_alone: whether only the first rank reads the weights.
+    """
+    ranks = parallel.ranks
+    if on_first_alone and not parallel.in_lockstep:
+        raise ArgumentError("memory_efficient_init=True needs a mesh with fsdp; elsewhere every rank holds the model")
+    if ranks.alone or not on_first_alone:
+        model, path = ranks.together("loading the model", load)
+        return model, path, Backbone.of(model)
+    loaded: list[tuple[Any, Path, Backbone]] = []
+
+    def read() -> tuple[torch.dtype, bool]:
+        model, path = load()
+        loaded.append((model, path, Backbone.of(model)))
+        return model.dtype, loaded[0][2].splits
+
+    dtype, splits = ranks.on_first("loading the model", read)
+    if not loaded:
+        model, path = load(skeleton=dtype)
+        loaded.append((model, path, Backbone.of(model, splits)))
+    return loaded[0]
+
+
+def _checked(what: str, given: Mapping[str, Any] | None, known: Mapping[str, Any]) -> dict[str, Any]:
+    for name in given or {}:
+        if name == "expert_parallel":
+            raise Unsupported(f"{what}: expert_parallel is not offered by this backend yet")
+        if name not in known:
+            close = nearest(name, known, 1)
+            hint = f", nearest: {close[0]!r}" if close else ""
+            raise ArgumentError(f"{what}: unknown option {name!r}{hint}; there are {', '.join(known)}")
+    return {**known, **(given or {})}
+
+
+def _torch_mesh(mesh: DeviceMesh) -> Any:
+    """Return torch's mesh with the replicas outside and the shards inside, as FSDP2 wants it."""
+    device = mesh.device_type or Platform.device_prefix()
+    grid = mesh.mesh
+    names = mesh.mesh_dim_names
+    order = [names.index(name) for name in ("dp", "fsdp") if name in names]
+    rest = [axis for axis in range(grid.ndim) if axis not in order]
+    grid = grid.transpose([*rest, *order])[(0,) * len(rest)]
+    kept = tuple(names[axis] for axis in order)
+    if len(kept) == 2 and grid.shape[0] == 1:
+        grid, kept = grid[0], kept[1:]
+    return TorchDeviceMesh(device, grid.tolist(), mesh_dim_names=kept)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Any:
+    real = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+
+
+def local_device() -> torch.device:
+    """Return this process's device."""
+    return torch.device(Platform.get_local_device())
+
+
+def _broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+    source = dist.get_global_rank(ranks.group, 0) if ranks.group is not None else 0
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=source, group=ranks.group)
