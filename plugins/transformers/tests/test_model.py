@@ -512,12 +512,15 @@ def test_adapters_that_make_no_sense_are_refused(model: TransformersModel) -> No
     ("options", "error", "message"),
     [
         ({"mixed_precision": "fp8"}, Unsupported, "mixed_precision='fp8'"),
-        ({"strategy": "native_fsdp"}, Unsupported, "strategy='native_fsdp' is for several devices"),
-        ({"memory_efficient_init": True}, Unsupported, "memory_efficient_init"),
+        ({"strategy": "deepspeed"}, ArgumentError, "choose 'accelerate' or 'native_fsdp'"),
+        ({"memory_efficient_init": True}, ArgumentError, "memory_efficient_init=True needs a mesh with fsdp"),
+        ({"fsdp_config": {"cpu_offload": True}}, ArgumentError, "there is no mesh; give DeviceMesh.from_sizes"),
+        ({"ddp_config": {"bucket_cap": 1}}, ArgumentError, "unknown option 'bucket_cap', nearest: 'bucket_cap_mb'"),
+        ({"grad_scaler_config": {"init_scale": 1.0}}, ArgumentError, "grad_scaler_config is for mixed_precision='fp16'"),
         ({"on_nonfinite": "ignore"}, ArgumentError, "choose 'raise' or 'skip'"),
     ],
 )
-def test_options_that_one_device_does_not_have_are_refused(
+def test_options_that_make_no_sense_are_refused(
     folder: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle_registry import check_keywords
 from twinkle_transformers.reading import read_tensors
+from twinkle_transformers.sharding import copy_into
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -146,7 +147,8 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
                 f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
                 f"{_shape(mine)} in this model; load the base model that it was trained on"
             )
-    set_peft_model_state_dict(model, read_tensors(path), adapter_name=name)
+    for key, tensor in read_tensors(path).items():
+        copy_into(own[key], tensor)
 
 
 def _compare_configs(mine: Any, saved: Any, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Training state beside the weights: optimizer in safetensors by parameter name, scheduler, counters, random state."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from twinkle.errors import CheckpointError
+from twinkle.logging import get_logger
+from twinkle.torch.ranks import Ranks
 from twinkle_transformers import plain
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.random_state import RandomState, read_random, write_random
+from twinkle_transformers.parallel import Replicated
+from twinkle_transformers.random_state import RandomState, capture_random, fresh_random, read_random, write_random
 from twinkle_transformers.reading import read_json, read_tensors
+from twinkle_transformers.sharding import local, placed_like, whole
 
 VERSION = 1
 STATE = "trainer_state.json"
@@ -24,24 +28,37 @@ _COUNTERS = ("cur_step", "updates", "scheduled", "gradient_accumulation_steps", 
 Names = Mapping[str, torch.nn.Parameter]
 
 
-def write_state(
-    folder: Path,
-    group: OptimizerGroup,
-    names: Names,
-    *,
-    rank: int,
-    consumed_train_samples: int,
-    optimizer: bool,
-) -> None:
-    """Write what training needs to go on, beside the weights.
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a checkpoint holds beside the weights, gathered from all ranks; tensors are on the first rank alone."""
+
+    state: dict[str, Any]
+    optimizer: dict[str, torch.Tensor] | None = None
+    gradients: dict[str, torch.Tensor] | None = None
+    random: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write it into an existing folder."""
+        if self.optimizer is not None:
+            save_file(self.optimizer, folder / OPTIMIZER)
+        if self.gradients is not None:
+            save_file(self.gradients, folder / GRADIENTS)
+        for rank, captured in enumerate(self.random):
+            write_random(folder, rank, captured)
+        (folder / STATE).write_text(json.dumps(self.state, indent=2) + "\n", "utf-8")
+
+
+def take_snapshot(
+    group: OptimizerGroup, names: Names, parallel: Replicated, *, consumed_train_samples: int, optimizer: bool
+) -> Snapshot:
+    """Gather what training needs to go on; collective.
 
     Args:
-        folder: an existing folder.
         group: whose state.
         names: the trained parameters by saved name.
-        rank: the process whose random state is written.
+        parallel: how they lie on the ranks.
         consumed_train_samples: how far the data has been read.
-        optimizer: also write optimizer, scheduler, random state and gradients of an unfinished accumulation.
+        optimizer: also take optimizer, scheduler, random state and gradients of an unfinished accumulation.
     """
     state: dict[str, Any] = {
         "checkpoint_version": VERSION,
@@ -52,19 +69,38 @@ def write_state(
         "gradient_accumulation_steps": group.gradient_accumulation_steps,
         "consumed_train_samples": consumed_train_samples,
     }
-    if optimizer and group.optimizer is not None:
-        tensors, state["optimizer"] = _pack_optimizer(group.optimizer, names)
-        save_file(tensors, folder / OPTIMIZER)
-        if (scheduler := group.lr_scheduler) is not None:
-            name = type(scheduler).__name__
-            state["scheduler"] = {"class": name, "state": plain.encode(scheduler.state_dict(), name)}
-        if group.pending and not group.stepped:
-            pending = ("pending", "denominator", "divided", "dropped")
-            state["accumulation"] = {field: getattr(group, field) for field in pending}
-            grads = {name: p.grad.contiguous() for name, p in names.items() if p.grad is not None}
-            save_file(grads, folder / GRADIENTS)
-        write_random(folder, rank)
-    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", "utf-8")
+    if not optimizer or group.optimizer is None:
+        return Snapshot(state)
+    keep = parallel.ranks.is_first
+    tensors, state["optimizer"] = _pack_optimizer(group.optimizer, names)
+    packed = gathered(tensors, keep)
+    if (scheduler := group.lr_scheduler) is not None:
+        name = type(scheduler).__name__
+        state["scheduler"] = {"class": name, "state": plain.encode(scheduler.state_dict(), name)}
+    if group.loss_scale is not None:
+        state["loss_scale"] = group.loss_scale.state_dict()
+    gradients = None
+    if group.pending and not group.stepped:
+        state["accumulation"] = {field: getattr(group, field) for field in ("pending", "divided", "dropped")}
+        total = parallel.ranks.agree("saving an unfinished step", group.denominator).sum()
+        state["accumulation"]["denominator"] = float(total)
+        gradients = gathered(parallel.summed_gradients(names, group.divided), keep)
+    return Snapshot(state, packed, gradients, parallel.ranks.gather("random state", capture_random()))
+
+
+def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Return tensors whole and on the CPU where `keep` is true; collective if they are sharded."""
+    kept: dict[str, torch.Tensor] = {}
+    seen: dict[Any, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        key = (part.data_ptr(), tensor.shape, part.stride()) if part.numel() else name
+        if key not in seen:  # tied weights are gathered once, and stay one tensor
+            full = whole(tensor)
+            seen[key] = full.cpu().contiguous() if keep else full.new_empty(0)
+        if keep:
+            kept[name] = seen[key]
+    return kept
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -98,21 +134,31 @@ class Training:
     accumulation: dict[str, Any]
     gradients: dict[str, torch.Tensor]
     random: RandomState
+    loss_scale: dict[str, Any] | None
 
-    def apply(self, group: OptimizerGroup, names: Names) -> None:
+    def apply(self, group: OptimizerGroup, names: Names, parallel: Replicated) -> None:
         """Make it the state of `group`, whose pending gradients are gone already."""
         _unpack_optimizer(group.optimizer, self.optimizer, self.tensors, names)
         if self.scheduler is not None:
             group.lr_scheduler.load_state_dict(self.scheduler)
         for field, value in self.accumulation.items():
             setattr(group, field, value)
-        for name, grad in self.gradients.items():
-            names[name].grad = grad.to(names[name].device)
+        if group.loss_scale is not None and self.loss_scale is not None:
+            group.loss_scale.load_state_dict(self.loss_scale)
+        if not parallel.ranks.is_first:
+            group.denominator = 0.0  # the first rank's stands for all until the step adds them up
+        if parallel.in_lockstep or parallel.ranks.is_first or group.divided:
+            for name, grad in self.gradients.items():
+                names[name].grad = placed_like(grad, names[name])
         self.random.apply()
 
 
-def read_training(folder: Path, state: Mapping[str, Any], group: OptimizerGroup, names: Names, rank: int) -> Training:
-    """Read optimizer, scheduler, pending gradients and random state, and compare them with `group`.
+def read_training(
+    folder: Path, state: Mapping[str, Any], group: OptimizerGroup, names: Names, ranks: Ranks
+) -> Training:
+    """Read optimizer, scheduler, pending gradients and this rank's random state, and compare them with `group`.
+
+    A rank that the checkpoint does not have begins its random numbers anew; the log says so.
 
     Raises:
         CheckpointError: the checkpoint has none, is damaged, or is for another optimizer, scheduler or parameters.
@@ -135,8 +181,22 @@ def read_training(folder: Path, state: Mapping[str, Any], group: OptimizerGroup,
         scheduler=plain.decode(state["scheduler"]["state"]) if "scheduler" in state else None,
         accumulation=accumulation,
         gradients=gradients,
-        random=read_random(folder, rank),
+        random=_random_of(folder, state, ranks),
+        loss_scale=state.get("loss_scale"),
     )
+
+
+def _random_of(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> RandomState:
+    saved = len(list(folder.glob("rng_state_*.safetensors")))
+    if saved != ranks.size and ranks.is_first:
+        get_logger().warning(
+            "%s was saved by %d ranks and goes on with %d: weights and optimizer state are the same, random numbers "
+            "(dropout) are others",
+            folder, saved, ranks.size,
+        )  # fmt: skip
+    if 0 < saved <= ranks.index:
+        return fresh_random(state["cur_step"] * 1_000_003 + ranks.index)
+    return read_random(folder, ranks.index)
 
 
 def _compare_optimizers(folder: Path, saved: Mapping[str, Any], optimizer: Any, names: Names) -> None:
@@ -179,7 +239,7 @@ def _pack_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dic
         name = name_of[id(parameter)]
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{key}/{name}"] = value.detach().contiguous()
+                tensors[f"{key}/{name}"] = value.detach()
             else:
                 values.setdefault(name, {})[key] = value
     groups = [
@@ -197,8 +257,9 @@ def _unpack_optimizer(
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
         parameter = names[name]
-        device = parameter.device if tensor.shape == parameter.shape else tensor.device
-        optimizer.state.setdefault(parameter, {})[field] = tensor.to(device)
+        optimizer.state.setdefault(parameter, {})[field] = (
+            placed_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
+        )
     for name, values in saved["values"].items():
         optimizer.state.setdefault(names[name], {}).update(values)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):

@@ -39,6 +39,8 @@ class Status:
     metrics: list[Any] = field(default_factory=list)
     unseen: list[Pass] = field(default_factory=list)
     """Passes whose metrics wait for the step that they belong to."""
+    idle: bool = False
+    """Whether the last forward had no rows on this rank."""
     skipped: int = 0
     """Micro-batches left out because their loss was not finite."""
 
@@ -62,6 +64,8 @@ class OptimizerGroup:
     """Whether its parameters lie where the ranks want them."""
     optimizer: Any = None
     lr_scheduler: Any = None
+    loss_scale: Any = None
+    """The loss scale of fp16."""
     loss_instance: Any = None
     template: Any = None
     processor: Any = None

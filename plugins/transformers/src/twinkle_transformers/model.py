@@ -14,7 +14,7 @@ from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle_transformers import adapters, loop, saving
-from twinkle_transformers.backbone import check_batch
+from twinkle_transformers.backbone import IGNORE, check_batch
 from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status, new_group
@@ -23,6 +23,7 @@ from twinkle_transformers.options import PRECISION, check_call, check_model_opti
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments
+from twinkle_transformers.sharding import whole
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 
 
@@ -161,17 +162,21 @@ class TransformersModel(Components):
         """
         check_call(task, temperature)
         group = self._select(adapter_name)
-        parts = split_rows(as_rows(inputs, group.encoder(self.model_path)), micro_batch_size)
+        parts = split_rows(self._rows(group, inputs), micro_batch_size)
         batches = [self._batch(group, part) for part in parts]
         status = group.eval_status
         group.training = False
         base = disable_lora or not group.adapter_name
         with torch.no_grad(), adapters.without_adapters(self.model, base):
+            idle = self._idle_passes("forward_only", len(parts))
             status.passes = [
                 self._pass(group, status, part, batch, temperature, return_logits)
                 for part, batch in zip(parts, batches, strict=True)
             ]
-        return loop.join([item.outputs for item in status.passes], left=group.pads_left())
+            for _ in range(idle):
+                self._idle_pass(group, status)
+        status.idle = not parts
+        return loop.join([item.outputs for item in status.passes], left=group.pads_left()) if parts else {}
 
     @remote_function(collect="mean")
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
@@ -184,6 +189,8 @@ class TransformersModel(Components):
         """
         group = self._select(adapter_name)
         status = group.train_status if group.training else group.eval_status
+        if not status.passes and status.idle:
+            return 0.0
         if not status.passes:
             raise TrainingStateError("calculate_loss: there is no forward to score; call forward or forward_only first")
         loss = group.loss()
@@ -250,30 +257,36 @@ class TransformersModel(Components):
         group.begin_backward()
         loss = group.loss()
         check_loss_arguments(loss, loss_kwargs)
-        parts = split_rows(as_rows(inputs, group.encoder(self.model_path)), micro_batch_size)
+        parts = split_rows(self._rows(group, inputs), micro_batch_size)
         batches = [self._batch(group, part) for part in parts]  # all of them first: a bad row must not cost a gradient
         left = group.pads_left()
         shares = share_arguments(loss_kwargs, row_inputs(loss), [batch_size(batch) for batch in batches], left=left)
         group.training, group.train_status.passes = True, []
         done: list[Pass] = []
         touched = False
+        idle = self._idle_passes("forward_backward", len(parts))
         try:
             for part, batch, share in zip(parts, batches, shares, strict=True):
                 item = self._pass(group, group.train_status, part, batch, temperature, return_logits)
                 loop.score(group, item, split=len(parts) > 1, loss_kwargs=share)
                 loop.check_finite(group, item, self.on_nonfinite)
+                item.usable = self._counts(item.usable)
                 if item.usable:
                     touched = True
                     loop.backward(group, item)
                     done.append(item)
                 loop.detach(item)
+            for _ in range(idle):
+                self._idle_pass(group, group.train_status)
         except BaseException:
             if touched:
                 group.drop_passes()  # a part of a batch's gradient is the gradient of nothing
             raise
         group.count_backward(loop.settled(done))
         outputs = [item.outputs for item in done]
-        return loop.join(outputs, left=left) if done else {"loss": float("nan"), "num_tokens": 0.0}
+        if not done:
+            return {"loss": float("nan") if parts else 0.0, "num_tokens": 0.0}
+        return loop.join(outputs, left=left)
 
     # the step
 
@@ -298,7 +311,7 @@ class TransformersModel(Components):
         set_accumulation(group, gradient_accumulation_steps)
         if not group.due(flush):
             return 0.0
-        return clip_group(group, max_grad_norm, norm_type, self.on_nonfinite)
+        return clip_group(group, self.parallel, max_grad_norm, norm_type, self.on_nonfinite)
 
     @remote_function()
     def step(
@@ -322,7 +335,7 @@ class TransformersModel(Components):
         """
         group = self._trained(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
-        step_group(group, optim_params, flush, self.on_nonfinite)
+        step_group(group, self.parallel, optim_params, flush, self.on_nonfinite)
 
     @remote_function()
     def zero_grad(
@@ -364,13 +377,13 @@ class TransformersModel(Components):
         group = self._group(adapter_name)
         status = group.train_status if is_training else group.eval_status
         loop.feed_metrics(group, status)
+        skipped = self.parallel.ranks.agree(f"calculate_metric({is_training})", status.skipped).sum()
         values: dict[str, float] = {}
         for metric in status.metrics:
             values |= metric.calculate()
-        if status.skipped:
-            values["nonfinite_skipped"] = status.skipped
-            status.skipped = 0
-        status.passes = []
+        if skipped:
+            values["nonfinite_skipped"] = int(skipped)
+        status.skipped, status.passes = 0, []
         return values
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
@@ -379,9 +392,9 @@ class TransformersModel(Components):
         return describe(self.model, group, precision=self.mixed_precision, source=self.model_id)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
-        """Return the trained weights by saved name (PEFT's names for an adapter)."""
+        """Return the trained weights by saved name (PEFT's names for an adapter), whole; collective if sharded."""
         group = self._select(adapter_name)
-        return adapters.weights(self.model, group.adapter_name)
+        return {name: whole(tensor) for name, tensor in adapters.weights(self.model, group.adapter_name).items()}
 
     def get_peft_config_dict(self, adapter_name: str | None = None) -> dict[str, Any] | None:
         """Return the adapter's PEFT configuration as a dict, or None for the full model."""
@@ -472,6 +485,31 @@ class TransformersModel(Components):
 
     # inside
 
+    def _rows(self, group: OptimizerGroup, inputs: Inputs) -> list[Any]:
+        """Return encoded rows; one of several ranks may have none."""
+        if not self.parallel.ranks.alone and isinstance(inputs, list | tuple) and not inputs:
+            return []
+        return as_rows(inputs, group.encoder(self.model_path))
+
+    def _idle_passes(self, call: str, passes: int) -> int:
+        """Return how many passes without rows this rank must make so that sharded ranks stay together."""
+        if not self.parallel.in_lockstep:
+            return 0
+        return int(self.parallel.ranks.agree(call, passes).max()) - passes
+
+    def _idle_pass(self, group: OptimizerGroup, status: Status) -> None:
+        """Make a pass that adds nothing: the other ranks need this one's shards."""
+        row = {"input_ids": [0, 0], "labels": [0, IGNORE]}
+        outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False).outputs
+        if status is group.train_status and self._counts(True):
+            (outputs["logps"].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
+    def _counts(self, usable: bool) -> bool:
+        """Return whether a pass is counted; where ranks go in lockstep, only if all can count theirs."""
+        if self.parallel.in_lockstep and self.on_nonfinite == "skip":
+            return bool(self.parallel.ranks.agree("losses are finite", usable).all())
+        return usable
+
     def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
         batch = group.processor(rows)
         check_batch(batch, self._backbone.model)
@@ -485,7 +523,11 @@ class TransformersModel(Components):
             get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
             self.set_optimizer("AdamW", adapter_name=group.adapter_name)
         group.loss()
+        self._place(group)
         self.model.train(training)
+        needs = loop.needs_of(group, status, return_logits)
         with self.autocast():
-            outputs = self._backbone(batch, self.device, loop.needs_of(group, status, return_logits), temperature)
+            outputs = self.parallel.run(
+                self._backbone.model, lambda: self._backbone(batch, self.device, needs, temperature)
+            )
         return Pass(batch, outputs, list(rows))

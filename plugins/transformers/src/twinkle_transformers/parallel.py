@@ -83,6 +83,19 @@ class Replicated:
         grads = [p.grad for p in parameters if p.grad is not None]
         sum_over_ranks(grads, self.ranks.group, int(self.options["bucket_cap_mb"]) << 20)
 
+    def summed_gradients(self, names: Mapping[str, nn.Parameter], summed: bool) -> dict[str, Tensor]:
+        """Return pending gradients over all ranks without changing this rank's; collective.
+
+        Args:
+            names: parameters by name.
+            summed: whether the ranks' gradients were summed already.
+        """
+        if summed or self.ranks.alone:
+            return {name: p.grad for name, p in names.items() if p.grad is not None}
+        copies = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in names.items()}
+        sum_over_ranks(list(copies.values()), self.ranks.group)
+        return copies
+
     def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
         """Return the norm of a gradient from the norm of what this rank holds of it."""
         return norm
@@ -135,8 +148,13 @@ class Sharded(Replicated):
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do nothing: every backward summed them."""
 
+    def summed_gradients(self, names: Mapping[str, nn.Parameter], summed: bool) -> dict[str, Tensor]:
+        """Return pending gradients, in shards."""
+        return {name: p.grad for name, p in names.items() if p.grad is not None}
+
     def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine the norms of the shards."""
+        norm = norm.to(local_device())
         if norm_type == float("inf"):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._shards)
             return norm
@@ -150,7 +168,7 @@ class Sharded(Replicated):
         found = [module for module in model.modules() if type(module).__name__ in wanted]
         if not found:
             lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-            found = [module for module in max(lists, key=len, default=[])]  # type: ignore[arg-type]
+            found = list(max(lists, key=len, default=[]))  # type: ignore[arg-type]
             get_logger().warning(
                 "%s has no module called %s; it is sharded by its %d %s",
                 type(model).__name__, sorted(wanted), len(found), type(found[0]).__name__ if found else "parts",

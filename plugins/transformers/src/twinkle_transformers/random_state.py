@@ -34,8 +34,8 @@ class RandomState:
         random.setstate(self.python)
 
 
-def write_random(folder: Path, rank: int) -> None:
-    """Write this process's random state."""
+def capture_random() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this process's random state, as tensors and as plain values."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
@@ -43,10 +43,24 @@ def write_random(folder: Path, rank: int) -> None:
     tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
     version, internal, gauss = random.getstate()
     tensors["python"] = torch.tensor(internal, dtype=torch.int64)
+    return tensors, {"numpy": [name, *rest], "python": [version, gauss]}
+
+
+def write_random(folder: Path, rank: int, captured: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    """Write what `capture_random` returned on a rank."""
     base = _NAME.format(rank=rank)
-    save_file(tensors, folder / f"{base}.safetensors")
-    (folder / f"{base}.json").write_text(
-        json.dumps({"numpy": [name, *rest], "python": [version, gauss]}) + "\n", "utf-8"
+    save_file(captured[0], folder / f"{base}.safetensors")
+    (folder / f"{base}.json").write_text(json.dumps(captured[1]) + "\n", "utf-8")
+
+
+def fresh_random(seed: int) -> RandomState:
+    """Return the state after seeding every generator with `seed`, without touching this process's."""
+    generator = torch.Generator().manual_seed(seed)
+    return RandomState(
+        cpu=generator.get_state(),
+        cuda=torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_available() else None,
+        numpy=tuple(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
+        python=random.Random(seed).getstate(),
     )
 
 

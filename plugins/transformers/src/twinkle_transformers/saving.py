@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from twinkle.errors import CheckpointError, OutputError
 from twinkle.hub.quiet import quiet_transformers
 from twinkle.paths import new_directory
-from twinkle.platform import Platform
 from twinkle_transformers import adapters, checkpoint
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.reading import read_tensors
+from twinkle_transformers.sharding import copy_into, local
 
 if TYPE_CHECKING:
     from twinkle_transformers.model import TransformersModel
@@ -41,31 +41,32 @@ def save(
     consumed_train_samples: int,
 ) -> None:
     """Write weights, tokenizer files and training state to `target`, which never exists half-written."""
+    ranks = model.parallel.ranks
+    ranks.agree(f"save to {target}", group.cur_step)
     names = dict(adapters.named_parameters(model.model, group.adapter_name))
-    _check_target(target)
-    with new_directory(target) as work:
-        if group.adapter_name:
-            tensors = {
-                k: v.detach().cpu().contiguous()
-                for k, v in model.get_state_dict(adapter_name=group.adapter_name).items()
-            }
-            save_file(tensors, work / adapters.WEIGHTS, metadata={"format": "pt"})
-            _write_adapter_config(model, group, work)
-        else:
-            with quiet_transformers():
-                model.model.save_pretrained(work)
-        for name in _TOKENIZER_FILES:
-            source = model.model_path / name
-            if source.is_file() and not (work / name).exists():
-                (work / name).write_bytes(source.read_bytes())
-        checkpoint.write_state(
-            work,
-            group,
-            names,
-            rank=Platform.get_rank(),
-            consumed_train_samples=consumed_train_samples,
-            optimizer=save_optimizer,
-        )
+    held = adapters.weights(model.model, group.adapter_name) if group.adapter_name else model.model.state_dict()
+    sharded_or_small = bool(group.adapter_name) or model.parallel.in_lockstep
+    tensors = checkpoint.gathered(held, ranks.is_first) if sharded_or_small else None
+    snapshot = checkpoint.take_snapshot(
+        group, names, model.parallel, consumed_train_samples=consumed_train_samples, optimizer=save_optimizer
+    )
+
+    def write() -> None:
+        _check_target(target)
+        with new_directory(target) as work:
+            if group.adapter_name:
+                save_file(tensors, work / adapters.WEIGHTS, metadata={"format": "pt"})
+                _write_adapter_config(model, group, work)
+            else:
+                with quiet_transformers():
+                    model.model.save_pretrained(work, **({} if tensors is None else {"state_dict": tensors}))
+            for name in _TOKENIZER_FILES:
+                source = model.model_path / name
+                if source.is_file() and not (work / name).exists():
+                    (work / name).write_bytes(source.read_bytes())
+            snapshot.write(work)
+
+    ranks.on_first(f"saving to {target}", write)
 
 
 def _check_target(target: Path) -> None:
@@ -86,10 +87,10 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
         CheckpointError: missing, incomplete, or of another model.
     """
     if group.adapter_name:
-        adapters.read_config(folder)
+        model._place(group)
         adapters.load_weights(model.model, group.adapter_name, folder)
         return
-    model._widen(group)
+    model._place(group)
     files = _weight_files(folder)
     own = model.model.state_dict()
     shapes: dict[str, list[int]] = {}
@@ -99,8 +100,8 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
                 shapes |= {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
         except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
             raise CheckpointError(f"{path} cannot be read ({error}); the file is truncated or corrupt") from error
-    present = {own[key].data_ptr() for key in shapes if key in own}
-    tied = {key for key in own.keys() - shapes.keys() if own[key].data_ptr() in present}
+    present = {local(own[key]).data_ptr() for key in shapes if key in own}
+    tied = {key for key in own.keys() - shapes.keys() if local(own[key]).data_ptr() in present}
     for key in sorted((own.keys() | shapes.keys()) - tied):
         mine = list(own[key].shape) if key in own else "absent"
         if mine != shapes.get(key, "absent"):
@@ -109,7 +110,8 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
                 f"files and {mine} in this model"
             )
     for path in files:
-        model.model.load_state_dict(read_tensors(path), strict=False)
+        for key, tensor in read_tensors(path).items():
+            copy_into(own[key], tensor)
 
 
 def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, only_model: bool) -> dict[str, int]:
@@ -118,17 +120,24 @@ def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, o
     Raises:
         CheckpointError: something needed is missing or belongs to another model or optimizer.
     """
-    state = checkpoint.read_state(folder)
+    ranks = model.parallel.ranks
+    ranks.agree(f"resume from {folder}")
+    model._place(group)
     names = dict(adapters.named_parameters(model.model, group.adapter_name))
+
+    def read() -> tuple[dict[str, Any], checkpoint.Training | None]:
+        state = checkpoint.read_state(folder)
+        return state, None if only_model else checkpoint.read_training(folder, state, group, names, ranks)
+
     # Everything is read and compared first, the weights included: an error leaves the model as it was.
-    training = None if only_model else checkpoint.read_training(folder, state, group, names, Platform.get_rank())
-    load_weights(model, group, folder)
+    state, training = ranks.together(f"reading {folder}", read)
+    ranks.together(f"loading weights from {folder}", lambda: load_weights(model, group, folder))
     group.drop_passes()
     group.cur_step, group.updates = state["cur_step"], state["updates"]
     group.scheduled = state["scheduled"]
     group.gradient_accumulation_steps = state["gradient_accumulation_steps"]
     if training is not None:
-        training.apply(group, names)
+        training.apply(group, names, model.parallel)
     return {key: state[key] for key in ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")}
 
 

@@ -12,7 +12,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor on this rank; collective if it is sharded."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        full: Tensor = tensor.full_tensor()
+    return full
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """From pending gradients to an update: divided once by what all losses counted, clipped by their true norm."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,20 @@ from twinkle.logging import get_logger
 from twinkle_transformers import loop
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
+from twinkle_transformers.parallel import Replicated
+from twinkle_transformers.sharding import local
 
 
-def clip_group(group: OptimizerGroup, max_norm: float, norm_type: float, policy: str) -> float:
-    """Divide and clip the pending gradients; return their norm before clipping.
+def clip_group(
+    group: OptimizerGroup, parallel: Replicated, max_norm: float, norm_type: float, policy: str
+) -> float:
+    """Divide and clip the pending gradients of all ranks; return their norm before clipping.
 
     Raises:
         NonFiniteError: the norm is not finite and `policy` is "raise"; the gradients are gone, nothing was updated.
     """
-    divide(group)
-    norm = clip(gradients(group), max_norm, norm_type)
+    divide(group, parallel)
+    norm = clip([local(grad) for grad in gradients(group)], max_norm, norm_type, parallel.combine_norms)
     group.last_grad_norm, group.measured = norm, True
     if norm - norm != 0.0:
         what = f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}"
@@ -30,11 +34,13 @@ def clip_group(group: OptimizerGroup, max_norm: float, norm_type: float, policy:
             raise NonFiniteError(f"{what}; the weights are untouched (on_nonfinite='skip' leaves such steps out)")
         get_logger().warning("%s; this step is left out", what)
         group.dropped = True
-        group.train_status.skipped += 1
+        group.train_status.skipped += parallel.ranks.is_first  # every rank sees this norm, one counts it
     return norm
 
 
-def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, flush: bool, policy: str) -> None:
+def step_group(
+    group: OptimizerGroup, parallel: Replicated, optim_params: Mapping[str, Any] | None, flush: bool, policy: str
+) -> None:
     """Update the parameters if that is due, and give the metrics the passes of the step.
 
     Gradients that nobody clipped are divided and their norm is looked at all the same.
@@ -54,13 +60,12 @@ def step_group(group: OptimizerGroup, optim_params: Mapping[str, Any] | None, fl
     if not group.due(flush):
         return
     if not group.measured:
-        clip_group(group, 0.0, 2.0, policy)
+        clip_group(group, parallel, 0.0, 2.0, policy)
     if optim_params:
         override(group.optimizer, optim_params)
     if not group.dropped:
         group.optimizer.step()
         group.updates += 1
-        group.last_loss = loop.loss_of([item.outputs for item in group.train_status.unseen])
     loop.feed_metrics(group, group.train_status)
     group.stepped = True
 
@@ -93,8 +98,8 @@ def set_accumulation(group: OptimizerGroup, steps: int | None) -> None:
     group.gradient_accumulation_steps = steps
 
 
-def divide(group: OptimizerGroup) -> None:
-    """Divide the pending gradients by their denominator, once.
+def divide(group: OptimizerGroup, parallel: Replicated) -> None:
+    """Sum the pending gradients over ranks and divide them by the denominator of all ranks, once.
 
     The gradient of a step is `grad(sum of loss sums) / sum of denominators`. A denominator of 0 (no token was trained)
     is a zero gradient, and the log says so.
@@ -102,31 +107,37 @@ def divide(group: OptimizerGroup) -> None:
     if group.divided:
         return
     group.divided = True
-    grads = gradients(group)
-    if group.denominator <= 0:
-        get_logger().warning(
-            "step %d of adapter %r trained nothing: the denominators of its losses add up to 0; its gradient is zero",
-            group.updates + 1,
-            group.adapter_name,
-        )
-    if grads and group.denominator > 0:
-        torch._foreach_div_(grads, group.denominator)
+    done = [item.outputs for item in group.train_status.unseen]
+    sums = [sum(output[key] for output in done) for key in ("loss_sum", "num_tokens")]  # type: ignore[literal-required]
+    step = f"step {group.updates + 1} of adapter {group.adapter_name!r}"
+    denominator, loss_sum, tokens = parallel.ranks.agree(step, group.denominator, *sums).sum(0).tolist()
+    group.last_loss = loss_sum / tokens if tokens else 0.0
+    parallel.sum_gradients(group.parameters())
+    grads = [local(grad) for grad in gradients(group)]
+    if denominator <= 0:
+        get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", step)
+    if grads and denominator > 0:
+        torch._foreach_div_(grads, denominator)
     elif grads:
         torch._foreach_zero_(grads)
 
 
-def clip(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> float:
+def clip(
+    grads: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    combine: Callable[[Tensor, float], Tensor] = lambda norm, _: norm,
+) -> float:
     """Scale `grads` in place so that their joint norm is at most `max_norm`; return the norm before.
 
     Args:
-        grads: gradients of all parameters of one adapter.
+        grads: what this rank holds of the gradients of all parameters of one adapter.
         max_norm: the bound; 0 or less measures without scaling.
         norm_type: p of the p-norm.
+        combine: makes the norm over all ranks from this rank's.
     """
-    if not grads:
-        return 0.0
-    norm = float(torch.nn.utils.get_total_norm(grads, norm_type))
-    if 0 < max_norm < norm:
+    norm = float(combine(torch.nn.utils.get_total_norm(grads, norm_type), norm_type))
+    if grads and 0 < max_norm < norm:
         torch._foreach_mul_(list(grads), max_norm / norm)
     return norm
 
