@@ -91,6 +91,8 @@ def parse_value(text: str, option: Option) -> Any:
         return text
     if is_list(option) and not text.lstrip().startswith("["):
         return [parse_value(text, _element(option))] if text else []
+    if texts and not wanted & {bool, int, float} and not text.lstrip().startswith(("[", "{")):
+        return text  # `User:` and `#` are texts, whatever they are in YAML
     value = _yaml(text)
     if texts and isinstance(value, bool | int | float) and type(value) not in wanted:
         return text

@@ -1,0 +1,64 @@
+"""Arguments from the environment and from `.env` files: `TWINKLE_<ARGUMENT>` and `TWINKLE_<GROUP>__<ARGUMENT>`."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from twinkle.errors import ConfigError
+
+PREFIX = "TWINKLE_"
+OTHERS = frozenset({
+    "TWINKLE_CACHE", "TWINKLE_CACHE_DIR", "TWINKLE_CONFIG", "TWINKLE_DEFAULT_SAVE_DIR", "TWINKLE_DIST_TIMEOUT_SECONDS",
+    "TWINKLE_FAIL_FAST", "TWINKLE_FORBID_HF", "TWINKLE_LOG_LEVEL", "TWINKLE_LONG_POLL_TIMEOUT",
+    "TWINKLE_MODEL_ID_ALIASES", "TWINKLE_NAME", "TWINKLE_NOTIFIER", "TWINKLE_POLL_INTERVAL", "TWINKLE_PRINT_FORMAT",
+    "TWINKLE_RELEASE", "TWINKLE_RUN_ID", "TWINKLE_SESSION_ID", "TWINKLE_TOKEN_SALT",
+})  # fmt: skip
+"""Variables of other parts of Twinkle, which are no arguments."""
+OTHER_FAMILIES = ("AUTO", "CKPT", "CPU", "LLM", "NPU", "PER", "PERSISTENCE", "PLUGINS", "SERVER", "TELEMETRY", "VLLM")
+"""First words of such variables: `TWINKLE_SERVER_URL` is one, the argument is `TWINKLE_SERVER__HOST`."""
+
+
+def named(variables: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield variable, name of the argument (`training.max_steps`) and text of all variables that mean an argument."""
+    for variable, text in variables.items():
+        if variable.startswith(PREFIX) and not is_other(variable):
+            yield variable, variable.removeprefix(PREFIX).lower().replace("__", "."), text
+
+
+def is_other(variable: str) -> bool:
+    """Return whether the variable belongs to another part of Twinkle."""
+    family, _, rest = variable.removeprefix(PREFIX).partition("_")
+    return variable in OTHERS or (family in OTHER_FAMILIES and bool(rest) and not rest.startswith("_"))
+
+
+def read_env_file(path: str | Path) -> dict[str, str]:
+    """Return the variables of a file of `NAME=value` lines.
+
+    `export` before the name, quotes around the value and comments are understood; nothing is expanded.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of this.
+    """
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        raise ConfigError(f"env_file {path}: cannot be read: {reason}") from error
+    found = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ConfigError(f"env_file {path}, line {number}: {line.strip()!r} is not NAME=value")
+        found[name.strip()] = _value(value.strip(), f"env_file {path}, line {number}")
+    return found
+
+
+def _value(text: str, where: str) -> str:
+    if text[:1] in ("'", '"'):
+        inside, closed, rest = text[1:].partition(text[0])
+        if not closed or (rest.strip() and not rest.strip().startswith("#")):
+            raise ConfigError(f"{where}: the quote {text[0]} of {text} is not closed at the end")
+        return inside
+    return text.partition(" #")[0].strip()
