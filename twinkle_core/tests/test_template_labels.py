@@ -201,10 +201,24 @@ def test_reasoning_is_trained_where_the_chat_template_shows_it(
     assert encoder.decode([label for label in feature["labels"] if label != -100]) == expected
 
 
-@pytest.mark.parametrize(("thinking", "opening"), [(True, "<think>\n\n</think>\n\n"), (False, "")])
-def test_an_empty_thought_is_trained_only_if_the_prompt_does_not_hold_it(thinking: bool, opening: str) -> None:
-    feature = QWEN[thinking].encode(talk("q", "<odd", "q", "yes"))
-    assert trained(QWEN[thinking], feature) == ["<odd<|im_end|>", opening + "yes<|im_end|>"]
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_an_empty_thought_that_the_chat_template_adds_is_shown_and_not_trained(thinking: bool) -> None:
+    feature: Any = QWEN[thinking].encode(talk("q", "<odd", "q", "yes"))
+    assert trained(QWEN[thinking], feature) == ["<odd<|im_end|>", "yes<|im_end|>"]
+    assert EMPTY + "yes" in QWEN[thinking].decode(feature["input_ids"])
+
+
+def test_an_empty_thought_that_the_row_has_is_trained() -> None:
+    inline = talk("q", EMPTY + "yes")
+    apart = {"messages": [*talk("q")["messages"], {"role": "assistant", "content": "yes", "reasoning_content": ""}]}
+    for row in (inline, apart):
+        assert trained(QWEN[True], QWEN[True].encode(row)) == [EMPTY + "yes<|im_end|>"]
+        assert trained(QWEN[False], QWEN[False].encode(row)) == ["yes<|im_end|>"]
+    chatml = TEMPLATES["chatml"]
+    assert trained(chatml, chatml.encode(inline)) == [EMPTY + "yes<|im_end|>"]
 
 
 def test_a_think_block_in_the_content_is_reasoning() -> None:
@@ -235,9 +249,9 @@ def test_tool_calls_are_trained_with_their_turn(content: str | None, arguments: 
     shown = (
         f'{content or ""}\n<tool_call>\n{{"name": "weather", "arguments": {{"city": "Köln"}}}}\n</tool_call><|im_end|>'
     )
-    tail = ["It rains.<|im_end|>", "<think>\n\n</think>\n\n<ok><|im_end|>"]
-    assert trained(QWEN[True], QWEN[True].encode({"messages": messages})) == [shown, *tail]
-    assert trained(QWEN[False], QWEN[False].encode({"messages": messages})) == [shown, tail[0], "<ok><|im_end|>"]
+    for thinking in (True, False):
+        feature = QWEN[thinking].encode({"messages": messages})
+        assert trained(QWEN[thinking], feature) == [shown, "It rains.<|im_end|>", "<ok><|im_end|>"]
 
 
 # Turns named by key_rounds

@@ -218,7 +218,11 @@ class Template(TextOnly):
         tokenizer, tools = self.tokenizer, plain_tools(trajectory)
         if self._special is None or self._special[0] != len(tokenizer):
             self._special = len(tokenizer), special_tokens(tokenizer)
-        return ChatRenderer(tokenizer, tools, self.enable_thinking, self._special[1])
+        return self._chat(tokenizer, tools, self.enable_thinking, self._special[1])
+
+    def _chat(self, *options: Any) -> ChatRenderer:
+        """Make the renderer; a family of models whose chat template does not do for training makes its own."""
+        return ChatRenderer(*options)
 
     def _encode_pair(self, pair: Mapping[str, Any], add_generation_prompt: bool) -> InputFeature:
         if self.truncation_strategy == "split":

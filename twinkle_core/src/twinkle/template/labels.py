@@ -1,23 +1,30 @@
-"""Finds what the assistant writes in a rendered conversation, and marks the tokens that are trained.
+"""Says which parts of a rendered conversation are trained, and marks their tokens.
 
 A turn is what the model must produce after the generation prompt: its text and the token that ends the turn, neither
 the header before nor the line break after. The work is done on text, so each conversation is tokenized once.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from twinkle.errors import EncodeError
 from twinkle.template.messages import is_trained
 from twinkle.template.rendering import ChatRenderer, Span
+from twinkle.template.turns import find_turns
+from twinkle.template.turns import turn_span as turn_span
 
 IGNORE = -100
+_NO_THOUGHT = re.compile(r"(?:<think>)?\n*</think>\n{0,2}|<\|channel>thought\n*<channel\|>")
 
 
 def assistant_spans(
     chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any, added: int = 0
 ) -> tuple[str, list[Span]]:
     """Render a conversation and find its trained turns.
+
+    An empty thought that the chat template puts before a turn that has no reasoning is not trained: it says nothing
+    about the answer, and learning it would teach the model not to think. One that the row itself has is trained.
 
     Args:
         chat: the chat template.
@@ -30,23 +37,50 @@ def assistant_spans(
         The text, and the `(start, end)` characters of each trained turn, in order.
 
     Raises:
-        EncodeError: a turn cannot be found in the text, `rounds` names no assistant turn, or another turn than the
-            assistant's wants to be trained.
+        EncodeError: a turn or one of its tool calls cannot be found in the text, `rounds` names no assistant turn, or
+            another turn than the assistant's wants to be trained.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = _wanted(turns, rounds, messages, added)
     if not chat.marks_generation:
         text = chat.render(messages)
-        return text, [turn_span(chat, messages, index, text) for index in wanted]
-    text, spans = chat.render_marked(messages)
-    if wanted == turns:
-        return text, spans
-    if len(spans) != len(turns):
+        spans = find_turns(chat, messages, wanted, text)
+    else:
+        text, marked = chat.render_marked(messages)
+        if wanted == turns and len(marked) != len(turns):
+            return text, marked
+        spans = _of_turns(marked, turns, wanted)
+    for index, (start, end) in zip(wanted, spans, strict=True):
+        _require_calls(messages[index], text[start:end], f"message {index - added} (assistant)")
+    return text, [
+        _without_empty_thought(messages[index], text, *span) for index, span in zip(wanted, spans, strict=True)
+    ]
+
+
+def _of_turns(marked: Sequence[Span], turns: Sequence[int], wanted: Sequence[int]) -> list[Span]:
+    if len(marked) != len(turns):
         raise EncodeError(
-            f"the chat template marks {len(spans)} generated parts for {len(turns)} assistant turns, so they cannot be "
-            "told apart; drop key_rounds, weight and loss, or use one {% generation %} block a turn"
+            f"the chat template marks {len(marked)} generated parts for {len(turns)} assistant turns, so they cannot "
+            "be told apart; drop key_rounds, weight and loss, or use one {% generation %} block a turn"
         )
-    return text, [span for index, span in zip(turns, spans, strict=True) if index in wanted]
+    return [span for index, span in zip(turns, marked, strict=True) if index in wanted]
+
+
+def _without_empty_thought(message: dict[str, Any], text: str, start: int, end: int) -> Span:
+    empty = None if "reasoning_content" in message else _NO_THOUGHT.match(text, start, end)
+    if empty is None or message["content"].strip().startswith(empty[0].strip()):
+        return start, end
+    return empty.end(), end
+
+
+def _require_calls(message: dict[str, Any], shown: str, where: str) -> None:
+    names = [call.get("function", call)["name"] for call in message.get("tool_calls") or ()]
+    missing = next((name for name in names if name not in shown), None)
+    if missing is not None:
+        raise EncodeError(
+            f"{where} calls the tool {missing!r}, which the chat template does not show; write the call into the "
+            "content as the model is to write it, or use a chat template that knows tool_calls"
+        )
 
 
 def _wanted(turns: list[int], rounds: Any, messages: Sequence[dict[str, Any]], added: int) -> list[int]:
@@ -74,97 +108,6 @@ def chosen_turns(rounds: Any, own: Sequence[dict[str, Any]], added: int) -> list
                 f"user_data key_rounds names {index!r}, which is {found}; the assistant turns of this row are {turns}"
             )
     return sorted({index + added for index in asked})
-
-
-def turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
-    """Find one turn: its start by the generation prompt, its end by a stand-in for what the turn says."""
-    before, after = _surroundings(chat, messages, index, text)
-    start = _start(chat, messages[:index], text, before)
-    end = len(text) - len(after) + _end_token(chat.special_tokens, after, anywhere="tool_calls" in messages[index])
-    if not 0 <= start <= end:
-        raise EncodeError(_not_found(index))
-    return start, end
-
-
-def _start(chat: ChatRenderer, history: Sequence[dict[str, Any]], text: str, before: str) -> int:
-    """Return where the model takes over: after the generation prompt, if the text has it there, else at the content.
-
-    Args:
-        chat: the chat template.
-        history: the earlier turns.
-        text: the whole conversation.
-        before: the text before what the turn says. It may be longer than the generation prompt: the model writes the
-            tag that opens its reasoning, or the space before its first word.
-    """
-    prompt = _try_prompt(chat, history)
-    if not prompt or not text.startswith(prompt):
-        return len(before)
-    if before[len(prompt) :].strip() and prompt == chat.render(history):
-        return len(before)  # this chat template knows no generation prompt, so what is between is the header
-    return len(prompt)
-
-
-def _surroundings(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> tuple[str, str]:
-    """Return the text before and after what turn `index` says, found by rendering a stand-in in its place.
-
-    Comparing prefixes of the conversation is not enough: some templates drop the reasoning of earlier turns, so that
-    the text of a turn depends on what follows it.
-    """
-    mark = "TWINKLETURN"
-    while mark in text:
-        mark += "X"
-    rendered = chat.render([*messages[:index], _stand_in(messages[index], mark), *messages[index + 1 :]])
-    first, last = rendered.find(mark), rendered.rfind(mark)
-    before, after = rendered[:first], rendered[last + len(mark) :]
-    whole = len(before) + len(after) <= len(text)
-    if first < 0 or not whole or not text.startswith(before) or not text.endswith(after):
-        raise EncodeError(_not_found(index))
-    return before, after
-
-
-def _stand_in(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    changed = {**message, "content": mark}
-    if "reasoning_content" in message:
-        changed["reasoning_content"] = mark
-    if message.get("tool_calls"):
-        changed["tool_calls"] = [_marked_call(call, mark) for call in message["tool_calls"]]
-    return changed
-
-
-def _marked_call(call: Any, mark: str) -> Any:
-    function = call.get("function", call)
-    arguments = {mark: mark} if isinstance(function.get("arguments"), dict) else f'{{"{mark}": "{mark}"}}'
-    marked = {**function, "name": mark, "arguments": arguments}
-    return {**call, "function": marked} if "function" in call else marked
-
-
-def _end_token(special: Collection[str], after: str, anywhere: bool) -> int:
-    """Return how much of `after` still belongs to the turn: up to and with the first special token, if one ends it.
-
-    Args:
-        special: the text of each special token.
-        after: the text that follows what the turn says.
-        anywhere: the special token may follow other text (the closing of a tool call), not only white space.
-    """
-    gap = len(after) - len(after.lstrip())
-    places = [(after.find(token), -len(token), token) for token in special]
-    places = sorted(place for place in places if place[0] >= 0 and (anywhere or place[0] <= gap))
-    return places[0][0] + len(places[0][2]) if places else 0
-
-
-def _try_prompt(chat: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str | None:
-    """Render what the model is prompted with after `messages`; None where the chat template wants more of them."""
-    try:
-        return chat.render(messages, add_generation_prompt=True) if messages else None
-    except EncodeError:
-        return None
-
-
-def _not_found(index: int) -> str:
-    return (
-        f"message {index} (assistant) cannot be found in what the chat template makes of the conversation, so its "
-        "tokens cannot be told from the prompt's; mark them in the chat template with {% generation %}"
-    )
 
 
 def mark_tokens(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.errors import EncodeError
@@ -22,7 +22,7 @@ def special_tokens(tokenizer: Any) -> frozenset[str]:
     return frozenset(added | {tokenizer.eos_token}) - {None, ""}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatRenderer:
     """One tokenizer's chat template with the options of one conversation.
 
@@ -31,12 +31,16 @@ class ChatRenderer:
         tools: the conversation's tools, or None.
         enable_thinking: the template variable of that name.
         special_tokens: the text of each of the tokenizer's special tokens.
+        chat_template: Jinja text to use instead of the tokenizer's own.
+        variables: further variables of the chat template.
     """
 
     tokenizer: Any
     tools: Sequence[Mapping[str, Any]] | None = None
     enable_thinking: bool = True
     special_tokens: frozenset[str] = frozenset()
+    chat_template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -46,7 +50,7 @@ class ChatRenderer:
             EncodeError: the tokenizer has none.
         """
         try:
-            return str(self.tokenizer.get_chat_template(tools=self.tools))
+            return str(self.tokenizer.get_chat_template(self.chat_template, tools=self.tools))
         except ValueError as error:
             raise EncodeError(
                 "the tokenizer has no chat template; pass use_chat_template=False to train on plain text, "
@@ -78,9 +82,11 @@ class ChatRenderer:
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tools=self.tools,
+                    chat_template=self.chat_template,
                     add_generation_prompt=add_generation_prompt,
                     enable_thinking=self.enable_thinking,
                     tokenize=False,
+                    **self.variables,
                 )
             )
         except (TemplateError, TypeError, ValueError) as error:
@@ -95,7 +101,8 @@ class ChatRenderer:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        variables = {**self.tokenizer.special_tokens_map, "enable_thinking": self.enable_thinking}
+        special: Mapping[str, Any] = self.tokenizer.special_tokens_map
+        variables = {**special, "enable_thinking": self.enable_thinking, **self.variables}
         try:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
