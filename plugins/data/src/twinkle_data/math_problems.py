@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle.errors import ArgumentError, DataError
+from twinkle.errors import DataError
 from twinkle.preprocessor import Preprocessor
-from twinkle_data.rows import Columns, key_text, packed, prompt, rows_with, shown, system_text, text_of
+from twinkle_data.rows import Columns, flag, key_text, packed, prompt, rows_with, shown, system_text, text_of
 
 BOXED = "Solve the problem step by step. Put the final answer into \\boxed{}."
 MARKED = "Solve the problem step by step. End with a line that holds #### and the final number."
@@ -73,7 +73,7 @@ class GSM8KProcessor(Preprocessor):
 
     def __init__(self, system: str | None = None, add_assistant: bool = False) -> None:
         self.system = system_text(system, type(self).__name__, MARKED)
-        self.add_assistant = _flag(add_assistant, "add_assistant", type(self).__name__)
+        self.add_assistant = flag(add_assistant, "add_assistant", type(self).__name__)
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
         """Return the prompts, or conversations.
@@ -150,7 +150,7 @@ class QuestionProcessor(Preprocessor):
         self.question_key = key_text(question_key, "question_key", owner)
         self.answer_key = key_text(answer_key, "answer_key", owner)
         self.system = system_text(system, owner)
-        self.add_assistant = _flag(add_assistant, "add_assistant", owner)
+        self.add_assistant = flag(add_assistant, "add_assistant", owner)
 
     def __call__(self, rows: Columns) -> dict[str, list[Any]]:
         """Return the prompts, or conversations.
@@ -182,9 +182,3 @@ def _numbers(row: Mapping[str, Any], number: int, owner: str) -> tuple[list[int]
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _flag(value: Any, name: str, owner: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ArgumentError(f"{owner}: {name} is {shown(value)}; it is True or False")

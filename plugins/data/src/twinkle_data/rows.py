@@ -78,6 +78,17 @@ def system_text(system: Any, owner: str, default: str = "") -> str:
     raise ArgumentError(f"{owner}: system is {shown(system)}; it is a text ('' for no system message) or None")
 
 
+def flag(value: Any, name: str, owner: str) -> bool:
+    """Return an argument that is True or False.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ArgumentError(f"{owner}: {name} is {shown(value)}; it is True or False")
+
+
 def key_text(key: Any, name: str, owner: str) -> str:
     """Return an argument that names a column.
 

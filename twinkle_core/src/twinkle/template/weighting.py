@@ -123,28 +123,46 @@ def _shared(turns: Sequence[int], spans: Sequence[Span], weights: Sequence[TurnW
 
 
 def _cut(text: str, span: Span, weight: TurnWeight, index: int) -> list[tuple[int, int, float]]:
-    """Return a turn's span with its weight, or cut into pieces.
-
-    Pieces are looked for from the end: what a chat template leaves out stands at the beginning of a turn, and must not
-    be found in what follows it.
-    """
+    """Return a turn's span with its weight, or cut into pieces, each from the end of the one before."""
     start, end = span
     if isinstance(weight, int | float):
         return [(start, end, weight)]
-    ends: list[tuple[int, float]] = []
-    limit, seen = end, False
-    for piece, number in reversed(weight):
-        at = text.rfind(piece.strip(), start, limit)
-        if at >= 0:
-            seen = seen or bool(piece.strip())
-            ends.append((at + len(piece.strip()), number))
-            limit = at
-    if not seen and any(piece.strip() for piece, _ in weight):
+    turn = text[start:end]
+    ends = _ends(turn, weight)
+    if not ends:
         raise EncodeError(
             f"message {index}: none of the pieces that the loss scale weights stands in what the chat template writes "
             "of it; give pieces of its content or its reasoning, or one weight for the whole turn"
         )
-    ends = [(end, ends[0][1]), *ends[1:]]
-    places = [start, *(place for place, _ in ends[::-1])]
-    cut = zip(places[:-1], places[1:], (number for _, number in ends[::-1]), strict=True)
+    ends[-1] = (len(turn), ends[-1][1])
+    places = [start, *(start + place for place, _ in ends)]
+    cut = zip(places[:-1], places[1:], (number for _, number in ends), strict=True)
     return [(first, last, number) for first, last, number in cut if first < last]
+
+
+def _ends(turn: str, pieces: Sequence[tuple[str, float]]) -> list[tuple[int, float]]:
+    """Return where each piece ends in the text of a turn, with its weight.
+
+    Where they do not all stand there one after the other, they are looked for from the end: what a chat template leaves
+    out stands at the beginning of a turn, and must not be found in what follows it.
+    """
+    ends, place = [], 0
+    for piece, number in pieces:
+        if turn.startswith(piece, place):
+            place += len(piece)
+        elif (at := turn.find(piece.strip(), place)) >= 0:
+            place = at + len(piece.strip())
+        else:
+            return _ends_backwards(turn, pieces)
+        ends.append((place, number))
+    return ends
+
+
+def _ends_backwards(turn: str, pieces: Sequence[tuple[str, float]]) -> list[tuple[int, float]]:
+    ends, limit, seen = [], len(turn), False
+    for piece, number in reversed(pieces):
+        at = turn.rfind(piece.strip(), 0, limit)
+        if at >= 0:
+            ends.append((at + len(piece.strip()), number))
+            limit, seen = at, seen or bool(piece.strip())
+    return ends[::-1] if seen else []
