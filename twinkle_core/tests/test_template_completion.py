@@ -113,7 +113,7 @@ class Brackets(ToolCallParser):
 
 
 def test_tool_calls_are_read_by_the_parser_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "find_parser", lambda text: Brackets() if "[[" in text else None)
+    monkeypatch.setattr(template_module, "detect_first", lambda text: Brackets() if "[[" in text else None)
     joined: Any = TEMPLATE.concat_input_feature(PROMPT, TEMPLATE.tokenizer("look: [[weather]]<|im_end|>")["input_ids"])
     call = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     assert joined["messages"][-1] == {"role": "assistant", "content": "look:", "tool_calls": [call]}

@@ -13,9 +13,9 @@ from twinkle.template.encoding import conversation_tokens, feature_of, prompt_to
 from twinkle.template.media import TextOnly
 from twinkle.template.messages import plain_messages, plain_tools
 from twinkle.template.rendering import ChatRenderer, special_tokens
-from twinkle.template.tool_calls import find_parser
 from twinkle.template.truncation import STRATEGIES, Marked, Strategy, fit
 from twinkle.template.weighting import turn_weights
+from twinkle.tool_parser.finding import detect_first
 
 if TYPE_CHECKING:
     from twinkle.mesh import DeviceMesh
@@ -265,12 +265,12 @@ class Template(TextOnly):
 
     def parse_tool_call(self, decoded: str) -> list[ToolCall]:
         """Return the tool calls in generated text, read by the first installed parser that knows their form."""
-        parser = find_parser(decoded)
+        parser = detect_first(decoded)
         return parser.parse(decoded) if parser else []
 
     def clean_tool_call(self, decoded: str) -> str:
         """Return generated text without its tool calls."""
-        parser = find_parser(decoded)
+        parser = detect_first(decoded)
         return parser.clean(decoded) if parser else decoded
 
     def concat_input_feature(self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]) -> InputFeature:
@@ -297,7 +297,7 @@ class Template(TextOnly):
 
     def _assistant_message(self, new_tokens: Sequence[int]) -> dict[str, Any]:
         text = self.decode(new_tokens, skip_special_tokens=True)
-        parser = find_parser(text)
+        parser = detect_first(text)
         calls = parser.parse(text) if parser else []
         if parser is None or not calls:
             return {"role": "assistant", "content": text}
