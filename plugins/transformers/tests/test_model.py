@@ -407,7 +407,7 @@ def test_biases_and_norms_are_not_decayed(model: TransformersModel, folder: Path
     assert {p.ndim for p in plain["params"]} == {1}
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Muon"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adafactor", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
 def test_the_optimizers_of_torch_have_their_names(model: TransformersModel, name: str) -> None:
     model.set_optimizer(name, lr=1e-3)
     model.forward_backward(inputs=ROWS)

@@ -168,7 +168,7 @@ class Sharded(Replicated):
         found = [module for module in model.modules() if type(module).__name__ in wanted]
         if not found:
             lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-            found = list(max(lists, key=len, default=[]))  # type: ignore[arg-type]
+            found = list(max(lists, key=len, default=[]))
             get_logger().warning(
                 "%s has no module called %s; it is sharded by its %d %s",
                 type(model).__name__, sorted(wanted), len(found), type(found[0]).__name__ if found else "parts",

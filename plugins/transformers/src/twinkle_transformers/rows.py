@@ -96,7 +96,7 @@ def share_arguments(
     Raises:
         ArgumentError: an argument has another number of rows.
     """
-    total, longest = sum(rows for rows, _ in batches), max(length for _, length in batches)
+    total, longest = sum(rows for rows, _ in batches), max((length for _, length in batches), default=0)
     for name in sorted(per_row & arguments.keys()):
         if arguments[name] is not None:
             row_count(name, arguments[name], total)

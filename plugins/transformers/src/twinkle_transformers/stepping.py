@@ -108,7 +108,7 @@ def divide(group: OptimizerGroup, parallel: Replicated) -> None:
         return
     group.divided = True
     done = [item.outputs for item in group.train_status.unseen]
-    sums = [sum(output[key] for output in done) for key in ("loss_sum", "num_tokens")]  # type: ignore[literal-required]
+    sums = [sum(output[key] for output in done) for key in ("loss_sum", "num_tokens")]
     step = f"step {group.updates + 1} of adapter {group.adapter_name!r}"
     denominator, loss_sum, tokens = parallel.ranks.agree(step, group.denominator, *sums).sum(0).tolist()
     group.last_loss = loss_sum / tokens if tokens else 0.0

@@ -95,8 +95,9 @@ class Ranks:
         sent = torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), own.view(torch.uint8)])
         # One length for every call: ranks at different calls must still understand each other.
         sent = torch.nn.functional.pad(sent, (0, _TEXT + 64 - sent.numel()))
-        received = torch.empty(self.size, sent.numel(), dtype=torch.uint8)
-        self._exchange(what, lambda: dist.all_gather_into_tensor(received, sent, group=self.control))
+        rows = [torch.empty_like(sent) for _ in range(self.size)]
+        self._exchange(what, lambda: dist.all_gather(rows, sent, group=self.control))
+        received = torch.stack(rows)
         texts = [bytes(row[:_TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for row in received]
         if len(set(texts)) > 1:
             raise RankError(_apart(texts))
