@@ -1,4 +1,4 @@
-"""A causal language model seen as body, head and what lies between, so that whole logits need never exist."""
+"""A model seen as body, head and what lies between, so that whole logits need never exist."""
 
 import inspect
 from dataclasses import dataclass
@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
-from twinkle.errors import DataError, Unsupported
+from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.head import LogitTransform, score_tokens, wide
+from twinkle.torch.head import LogitTransform
+from twinkle_transformers.embedding import embed, pool
+from twinkle_transformers.needs import Needs
+from twinkle_transformers.scores import IGNORE, has_targets, score_hidden, score_logits
 
-IGNORE = -100
+__all__ = ["IGNORE", "Backbone", "Needs", "check_batch"]
+
 _NOT_DATA = frozenset(
     {
         "past_key_values", "inputs_embeds", "use_cache", "cache_position", "labels", "logits_to_keep", "kwargs",
@@ -20,15 +24,6 @@ _NOT_DATA = frozenset(
     }
 )  # fmt: skip
 """Parameters of a model's forward that are switches or set here: a row's key of that name is no input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a forward must prepare, from the loss, the metrics and the call."""
-
-    logits: bool = False
-    entropies: bool = False
-    predictions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +35,14 @@ class Backbone:
         splits: whether its logits are `transform(head(hidden))`; if not, whole logits are made.
         transform: what the model does to `head(hidden)`.
         inputs: names of the tensors that its body takes.
+        scores_rows: whether its head gives one vector a row (sequence classification) and no tokens.
     """
 
     model: Any
     splits: bool
     transform: LogitTransform
     inputs: frozenset[str]
+    scores_rows: bool = False
 
     @classmethod
     def of(cls, model: Any, splits: bool | None = None) -> "Backbone":
@@ -62,7 +59,10 @@ class Backbone:
                 "not added to the loss here; leave it off"
             )
         taken = frozenset(inspect.signature(model.base_model.forward).parameters) - _NOT_DATA
-        found = cls(model, model.get_output_embeddings() is not None, _transform(config), taken)
+        if model.get_output_embeddings() is None:
+            rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
+            return cls(model, False, LogitTransform(), taken, scores_rows=rows)
+        found = cls(model, True, _transform(config), taken)
         if found.splits and (found._agrees() if splits is None else splits):
             return found
         get_logger().info(
@@ -100,8 +100,8 @@ class Backbone:
         """Run one collated micro-batch.
 
         Args:
-            batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` int64 `[B, T]`. Whatever the
-                model does not take is left aside.
+            batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` (target tokens int64 `[B, T]`; what
+                else they are is the loss's affair). Whatever the model does not take is left aside.
             device: where the model is.
             needs: what to prepare beside `logps`.
             temperature: divides the logits.
@@ -111,40 +111,39 @@ class Backbone:
             # The causal fast path of the attention kernels: nothing is masked and positions count from 0.
             arguments = {k: v for k, v in arguments.items() if k not in ("attention_mask", "position_ids")}
         arguments = {k: v.to(device) for k, v in arguments.items()}
-        labels = batch.get("labels")
-        if not self.splits or needs.logits or labels is None:
-            return self._whole(arguments, labels, device, needs, temperature)
-        hidden = self.body(**arguments, use_cache=False).last_hidden_state
-        trained = (labels.reshape(-1) != IGNORE).nonzero().squeeze(-1)  # found on the CPU: no wait for the device
-        targets = labels.reshape(-1)[trained].to(device)
-        trained = trained.to(device)
+        if needs.embeddings:
+            if temperature != 1.0 or needs.logits:
+                raise ArgumentError("task='embedding' makes no logits; leave temperature and return_logits out")
+            return {"embeddings": embed(self._hidden(arguments), batch)}
+        if self.scores_rows:
+            # The model's own pooling looks for its padding token, which need not be what stands in the padding.
+            return {"logits": self.model.score(pool(self._hidden(arguments), batch)) / temperature}
+        if needs.softcap is not None and needs.softcap != self.transform.softcap:
+            raise ArgumentError(
+                f"the loss says softcap={needs.softcap}, but {type(self.model).__name__} caps its logits at "
+                f"{self.transform.softcap}; leave softcap out to use the model's own"
+            )
+        if not self.splits or needs.logits or not has_targets(batch.get("labels")):
+            return self._whole(arguments, batch, needs, temperature)
         transform = LogitTransform(self.transform.scale, self.transform.softcap, temperature)
-        scores = score_tokens(
-            hidden.reshape(-1, hidden.shape[-1])[trained],
-            targets,
-            self.head,
-            transform=transform,
-            entropies=needs.entropies,
-            predictions=needs.predictions,
-        )
-        return _spread(labels.shape, trained, scores.logps, scores.entropies, scores.predictions)
+        return score_hidden(self._hidden(arguments), batch, self.head, transform, needs)
 
-    def _whole(
-        self, arguments: dict[str, Any], labels: Tensor | None, device: torch.device, needs: Needs, temperature: float
-    ) -> ModelOutput:
-        logits = self.model(**arguments, use_cache=False).logits
-        if temperature != 1.0:
-            logits = logits / temperature
+    def _hidden(self, arguments: dict[str, Any]) -> Tensor:
+        hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
+        return hidden
+
+    def _whole(self, arguments: dict[str, Any], batch: dict[str, Any], needs: Needs, temperature: float) -> ModelOutput:
+        made = self.model(**arguments, use_cache=False)
+        if getattr(made, "logits", None) is None:
+            raise Unsupported(
+                f"{type(self.model).__name__} has no head; use task='embedding', or load a class that has one"
+            )
+        logits = made.logits if temperature == 1.0 else made.logits / temperature
         output: ModelOutput = {}
-        if labels is not None:
-            trained = (labels.reshape(-1) != IGNORE).nonzero().squeeze(-1).to(device)
-            targets = labels.to(device).reshape(-1)[trained]
-            log_p = logits.reshape(-1, logits.shape[-1])[trained].to(wide(logits.dtype)).log_softmax(-1)
-            logps = log_p.gather(-1, targets[:, None]).squeeze(-1)
-            entropies = -(log_p.exp() * log_p).sum(-1) if needs.entropies else None
-            best = log_p.argmax(-1) if needs.predictions else None
-            output = _spread(labels.shape, trained, logps, entropies, best)
-        if needs.logits or labels is None:
+        scored = has_targets(batch.get("labels")) and self.model.get_output_embeddings() is not None
+        if scored:
+            output = score_logits(logits, batch, needs)
+        if needs.logits or not scored:
             output["logits"] = logits
         return output
 
@@ -159,7 +158,7 @@ def check_batch(batch: dict[str, Any], model: Any) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     labels = batch.get("labels")
     for name, ids in (("input_ids", batch["input_ids"]), ("labels", labels)):
-        if ids is None:
+        if ids is None or (name == "labels" and not has_targets(ids)):
             continue
         wrong = (ids < 0) | (ids >= vocabulary)
         if name == "labels":
@@ -191,21 +190,6 @@ def _is_plain(arguments: dict[str, Tensor]) -> bool:
     if positions is None:
         return True
     return positions.ndim == 2 and bool((positions == torch.arange(positions.shape[1])).all())
-
-
-def _spread(
-    shape: torch.Size, where: Tensor, logps: Tensor, entropies: Tensor | None, predictions: Tensor | None
-) -> ModelOutput:
-    output: ModelOutput = {"logps": _place(shape, where, logps, 0.0)}
-    if entropies is not None:
-        output["entropies"] = _place(shape, where, entropies, 0.0)
-    if predictions is not None:
-        output["predictions"] = _place(shape, where, predictions, IGNORE)
-    return output
-
-
-def _place(shape: torch.Size, where: Tensor, values: Tensor, empty: float) -> Tensor:
-    return values.new_full((shape.numel(),), empty).index_put((where,), values).view(shape)
 
 
 def _transform(config: Any) -> LogitTransform:

@@ -16,13 +16,21 @@ from twinkle_transformers.scoring import call_loss, loss_name
 _PADDING = {"predictions": IGNORE}
 
 
-def needs_of(group: OptimizerGroup, status: Status, return_logits: bool) -> Needs:
+def needs_of(group: OptimizerGroup, status: Status, return_logits: bool, task: str = "causal_lm") -> Needs:
     """Return what a forward must prepare for the group's loss and metrics."""
     loss = group.loss_instance
+    training = status is group.train_status
     return Needs(
-        logits=return_logits or bool(getattr(loss, "require_logits", False)),
+        logits=return_logits or (bool(getattr(loss, "require_logits", False)) and task != "embedding"),
         entropies=bool(getattr(loss, "require_entropy", False)),
+        uniform_logps=bool(getattr(loss, "require_uniform_logps", False)),
         predictions=any(getattr(metric, "require_predictions", False) for metric in status.metrics),
+        embeddings=task == "embedding",
+        # Whoever asks for a forward without training may want the log-probability of every label.
+        skip_weight_zero=training and bool(getattr(loss, "skips_weight_zero", False)),
+        chunk_tokens=getattr(loss, "chunk_tokens", None),
+        softcap=getattr(loss, "softcap", None),
+        fuse=getattr(loss, "fuse", None) if training else None,
     )
 
 

@@ -15,15 +15,21 @@ class ModelOutput(TypedDict, total=False):
     """
 
     logps: "torch.Tensor"
-    """float32 `[B, T]`: log-probability of `labels` at each trained position, 0 elsewhere."""
+    """float32 `[B, T]`: log-probability of `labels` at each trained position, 0 elsewhere. In a training pass with a
+    loss that multiplies by `loss_scale`, positions of weight 0 are not trained."""
     logits: "torch.Tensor"
-    """`[B, T, V]`: only when asked for (`return_logits=True`) or required by the loss."""
+    """`[B, T, V]`: only when asked for (`return_logits=True`) or required by the loss; `[B, K]` from a model whose head
+    scores whole rows (`AutoModelForSequenceClassification`)."""
     entropies: "torch.Tensor"
     """float32 `[B, T]`: entropy of the next-token distribution at trained positions, 0 elsewhere."""
+    uniform_logps: "torch.Tensor"
+    """float32 `[B, T]`: mean over the vocabulary of the log-probabilities at trained positions, 0 elsewhere."""
     predictions: "torch.Tensor"
     """int64 `[B, T]`: most probable next token at trained positions, -100 elsewhere."""
     embeddings: "torch.Tensor"
     """`[B, H]`: pooled and L2-normalised; `task="embedding"` only."""
+    fused_loss_sum: "torch.Tensor"
+    """Scalar: the sum that a loss computed from hidden states and head (`Loss.fuse`), in place of `logps`."""
     loss: Any
     """float: the loss of this call, divided by its own denominator."""
     loss_sum: float

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from twinkle._lazy import room
 from twinkle.data_format import LossOutput
-from twinkle.loss.base import Loss
+from twinkle.loss.base import FusedLoss, HeadProduct, Loss
 
-__all__ = ["Loss", "LossOutput"]
+__all__ = ["FusedLoss", "HeadProduct", "Loss", "LossOutput"]
 
 __getattr__, __dir__ = room(__name__, "loss")
 

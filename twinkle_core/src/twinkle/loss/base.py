@@ -1,9 +1,49 @@
 """The contract of a loss."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProduct:
+    """The product that a forward has not made yet, for a loss that makes it itself.
+
+    Attributes:
+        hidden: `[N, H]` last hidden states of the positions to train, in the dtype of the product, with graph.
+        targets: int64 `[N]`, each in `[0, V)`.
+        weight: `[V, H]` of the head.
+        bias: `[V]` or None.
+        softcap: c in `c * tanh(z / c)`, what the model does to its logits; None is nothing.
+        loss_scale: float32 `[N]` on the CPU, weights of the positions, none of them 0; None is 1 everywhere.
+        predictions: whether the most probable tokens are wanted.
+    """
+
+    hidden: "Tensor"
+    targets: "Tensor"
+    weight: "Tensor"
+    bias: "Tensor | None" = None
+    softcap: float | None = None
+    loss_scale: "Tensor | None" = None
+    predictions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLoss:
+    """What a loss made of a `HeadProduct`.
+
+    Attributes:
+        loss_sum: scalar with gradient: the loss summed over the positions.
+        predictions: int64 `[N]`, the most probable tokens, if they were wanted.
+    """
+
+    loss_sum: "Tensor"
+    predictions: "Tensor | None" = None
 
 
 class Loss(ABC):
@@ -13,13 +53,23 @@ class Loss(ABC):
     across rows that a caller may split: for any split of the rows the parts' `loss_sum` and `denominator` must add up
     to the whole's. Anything callable with this signature may stand in for a subclass.
 
-    Class attributes say what the forward must prepare in `outputs`: `logps` (cheap, the default), `entropies` or whole
-    `logits` (`[B, T, V]`, dear).
+    Class attributes say what the forward must prepare in `outputs`: `logps` (cheap, the default), `entropies`,
+    `uniform_logps`, or whole `logits` (`[B, T, V]`, dear).
     """
 
     require_logps: bool = True
     require_entropy: bool = False
+    require_uniform_logps: bool = False
+    """Wants `uniform_logps`: the mean over the vocabulary of the log-probabilities, for smoothed targets."""
     require_logits: bool = False
+    chunk_tokens: int | None = None
+    """Positions whose logits exist at one time in the head; None leaves it to the head."""
+    skips_weight_zero: bool = False
+    """Each term is a multiple of `loss_scale`: in training, positions of weight 0 need not be scored."""
+    splittable: bool = True
+    """False when the loss compares rows with each other, so that a batch must come in one piece."""
+    row_inputs: tuple[str, ...] = ()
+    """Its own arguments that have one entry a row, beside the usual ones (`advantages`, `old_logps`, ...)."""
 
     @abstractmethod
     def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:
@@ -30,3 +80,11 @@ class Loss(ABC):
             outputs: `logps` float32 `[B, T]` and whatever the class attributes ask for.
             **kwargs: per-row arguments of the call (`advantages`, `old_logps`, ...), cut to these rows.
         """
+
+    def fuse(self, product: HeadProduct) -> FusedLoss | None:
+        """Compute the loss from hidden states and head with a kernel of its own; None leaves it to the head.
+
+        The forward of a training pass asks this where the head is a plain product and nothing but predictions is
+        wanted beside the loss. The sum then comes to `__call__` as `outputs["fused_loss_sum"]`, without `logps`.
+        """
+        return None

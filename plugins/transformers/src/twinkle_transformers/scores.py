@@ -1,0 +1,119 @@
+"""From hidden states or whole logits to what is known of each trained position, spread over `[B, T]`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.data_format import ModelOutput
+from twinkle.loss import HeadProduct
+from twinkle.torch.head import CHUNK_TOKENS, LogitTransform, TokenScores, is_plain, product_of, score_tokens, wide
+from twinkle_transformers.needs import Needs
+
+IGNORE = -100
+
+
+def has_targets(labels: Any) -> bool:
+    """Return whether `labels` are target tokens, int64 `[B, T]`, and not numbers that whole rows are compared with."""
+    return isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+
+
+def score_hidden(
+    hidden: Tensor, batch: dict[str, Any], head: nn.Module, transform: LogitTransform, needs: Needs
+) -> ModelOutput:
+    """Score the trained positions without making whole logits.
+
+    Args:
+        hidden: `[B, T, H]` last hidden states.
+        batch: `labels` int64 `[B, T]` and optional `loss_scale` `[B, T]`, on the CPU.
+        head: the output projection.
+        transform: what becomes of its product.
+        needs: what to compute beside log-probabilities.
+    """
+    labels, device = batch["labels"], hidden.device
+    chosen = _trained(batch, needs)
+    targets, where = labels.reshape(-1)[chosen].to(device), chosen.to(device)
+    rows = hidden.reshape(-1, hidden.shape[-1])[where]
+    if needs.fuse is not None and (made := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None:
+        return made
+    scores = score_tokens(
+        rows,
+        targets,
+        head,
+        transform=transform,
+        entropies=needs.entropies,
+        uniform_logps=needs.uniform_logps,
+        predictions=needs.predictions,
+        chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
+    )
+    return _spread(labels.shape, where, scores)
+
+
+def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
+    """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`."""
+    labels = batch["labels"]
+    chosen = _trained(batch, needs)
+    targets, where = labels.reshape(-1)[chosen].to(logits.device), chosen.to(logits.device)
+    log_p = logits.reshape(-1, logits.shape[-1])[where].to(wide(logits.dtype)).log_softmax(-1)
+    scores = TokenScores(
+        log_p.gather(-1, targets[:, None]).squeeze(-1),
+        -(log_p.exp() * log_p).sum(-1) if needs.entropies else None,
+        log_p.mean(-1) if needs.uniform_logps else None,
+        log_p.argmax(-1) if needs.predictions else None,
+    )
+    return _spread(labels.shape, where, scores)
+
+
+def _trained(batch: dict[str, Any], needs: Needs) -> Tensor:
+    """Return the indices of the positions to score, found on the CPU: no wait for the device."""
+    trained = batch["labels"].reshape(-1) != IGNORE
+    if needs.skip_weight_zero and (weights := batch.get("loss_scale")) is not None:
+        trained &= weights.reshape(-1) != 0
+    return trained.nonzero().squeeze(-1)
+
+
+def _fused(
+    rows: Tensor, targets: Tensor, chosen: Tensor, batch: dict[str, Any], head: nn.Module, transform: LogitTransform,
+    needs: Needs,
+) -> ModelOutput | None:  # fmt: skip
+    """Return the outputs of a loss that computes itself from the product, or None where it cannot or will not."""
+    capped_late = transform.softcap is not None and transform.temperature != 1.0
+    if needs.fuse is None or needs.entropies or not is_plain(head) or capped_late or not len(chosen):
+        return None
+    weights = batch.get("loss_scale")
+    with_scale = rows if transform.factor == 1.0 else rows * transform.factor
+    hidden, weight, bias = product_of(with_scale, head)
+    if bias is not None and transform.factor != 1.0:
+        bias = bias * transform.factor
+    product = HeadProduct(
+        hidden,
+        targets,
+        weight,
+        bias,
+        transform.softcap,
+        None if weights is None else weights.reshape(-1)[chosen],
+        needs.predictions,
+    )
+    with torch.autocast(hidden.device.type, enabled=False):
+        made = needs.fuse(product)
+    if made is None:
+        return None
+    output: ModelOutput = {"fused_loss_sum": made.loss_sum}
+    if made.predictions is not None:
+        output["predictions"] = _place(batch["labels"].shape, chosen.to(rows.device), made.predictions, IGNORE)
+    return output
+
+
+def _spread(shape: torch.Size, where: Tensor, scores: TokenScores) -> ModelOutput:
+    output: ModelOutput = {"logps": _place(shape, where, scores.logps, 0.0)}
+    if scores.entropies is not None:
+        output["entropies"] = _place(shape, where, scores.entropies, 0.0)
+    if scores.uniform_logps is not None:
+        output["uniform_logps"] = _place(shape, where, scores.uniform_logps, 0.0)
+    if scores.predictions is not None:
+        output["predictions"] = _place(shape, where, scores.predictions, IGNORE)
+    return output
+
+
+def _place(shape: torch.Size, where: Tensor, values: Tensor, empty: float) -> Tensor:
+    return values.new_full((shape.numel(),), empty).index_put((where,), values).view(shape)
