@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from torch.optim import Adam as Adam
     from torch.optim import Adamax as Adamax
     from torch.optim import AdamW as AdamW
-    from torch.optim import Muon as Muon
     from torch.optim import NAdam as NAdam
     from torch.optim import RAdam as RAdam
     from torch.optim import RMSprop as RMSprop
     from torch.optim import Rprop as Rprop
     from torch.optim import SparseAdam as SparseAdam
+
+    from twinkle_transformers.muon import Muon as Muon

@@ -24,5 +24,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import SequentialLR as SequentialLR
     from torch.optim.lr_scheduler import StepLR as StepLR
 
+    from twinkle_transformers.schedulers import ConstantWarmupScheduler as ConstantWarmupScheduler
+    from twinkle_transformers.schedulers import CosineRestartsWarmupScheduler as CosineRestartsWarmupScheduler
     from twinkle_transformers.schedulers import CosineWarmupScheduler as CosineWarmupScheduler
+    from twinkle_transformers.schedulers import InverseSqrtWarmupScheduler as InverseSqrtWarmupScheduler
     from twinkle_transformers.schedulers import LinearWarmupScheduler as LinearWarmupScheduler
+    from twinkle_transformers.schedulers import PolynomialWarmupScheduler as PolynomialWarmupScheduler
+    from twinkle_transformers.schedulers import WSDScheduler as WSDScheduler

@@ -1,0 +1,203 @@
+"""Recomputation of activations in the backward, only when a pass would not fit without."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle.logging import get_logger
+from twinkle_transformers.memory import Footprint, free_bytes, local_bytes, measure
+
+T = TypeVar("T")
+
+SHARE = 0.8
+"""Of the free memory that saved activations may take; heads, temporaries and fragmentation need the rest."""
+
+_UNIT = 64
+
+
+class Recompute:
+    """Switches transformers' gradient checkpointing for each training pass.
+
+    With a frozen base the backward costs one forward, so recomputation makes a step about 1.5 times as long (4/3 times
+    with all weights trained). In mode "auto" the bytes that a forward keeps are measured once, on three short rows, and
+    predicted for each pass from its size; the pass recomputes if they would take more than 80 % of what is free.
+
+    Args:
+        module: the Hugging Face model (adapters inside it or around it are seen).
+        mode: True, False or "auto".
+        device: where it runs.
+        context_fn: passed to `torch.utils.checkpoint`: returns the context managers of forward and recomputation.
+        forward: runs `{"input_ids", "attention_mask"}` (int64 `[1, T]`) through the body as a training pass would,
+            under the same autocast; by default `module.base_model`.
+        agree: tells ranks that compute in lockstep each other's wish and returns whether one of them must recompute; a
+            pass that ran out of memory is then not tried again.
+        free: the bytes free on a device, None if unknown (then it recomputes).
+
+    Attributes:
+        on: whether a pass recomputes now.
+
+    Raises:
+        ArgumentError: another mode.
+        Unsupported: mode True for a model that cannot recompute.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        mode: bool | Literal["auto"],
+        device: torch.device | str,
+        context_fn: Callable[[], tuple[Any, Any]] | None = None,
+        *,
+        forward: Callable[[dict[str, Tensor]], object] | None = None,
+        agree: Callable[[bool], bool] | None = None,
+        free: Callable[[torch.device], int | None] = free_bytes,
+    ) -> None:
+        if mode not in (True, False, "auto"):
+            raise ArgumentError(f"gradient_checkpointing={mode!r}; choose True, False or 'auto'")
+        self.mode = mode
+        self.on = mode == "auto" and any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+        self._module, self._device = module, torch.device(device)
+        self._forward = forward or self._body
+        self._agree, self._free = agree, free
+        self._options: dict[str, Any] = {"use_reentrant": False}
+        if context_fn is not None:
+            self._options["context_fn"] = context_fn
+        self._able = bool(getattr(module, "supports_gradient_checkpointing", False))
+        self._footprints: dict[str, Footprint | None] = {}
+        self._trained: dict[str, list[Tensor]] = {}
+        self._too_many: int | None = None
+        self._tokens = 0
+        if mode is True:
+            self._switch(True)
+
+    def prepare(self, tokens: int, width: int | None = None, adapter: str = "") -> None:
+        """Decide for the training pass that comes.
+
+        Args:
+            tokens: positions of the batch, padding included.
+            width: length of its rows; by default all tokens are one row, which overestimates models that keep
+                attention weights.
+            adapter: what is trained; each is measured once.
+        """
+        if self.mode != "auto" or not self._able:
+            return
+        self._tokens = tokens
+        wanted = self._does_not_fit(tokens, tokens if width is None else width, adapter)
+        self._switch(self._agree(wanted) if self._agree is not None else wanted)
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Make a forward; one that runs out of memory without recomputation is made again with it.
+
+        Passes of as many tokens recompute from then on. Random numbers (dropout) are those of the first attempt.
+        """
+        if self.mode != "auto" or self.on or not self._able or self._agree is not None:
+            return call()
+        state = self._random_state()
+        try:
+            return call()
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+        # Here, after the handler, nothing holds the tensors of the failed attempt any more.
+        get_logger().warning(
+            "a pass of %d tokens ran out of memory; it is made again with activations recomputed", self._tokens
+        )
+        self._too_many = min(self._tokens, self._too_many or self._tokens)
+        self._set_random_state(state)
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).empty_cache()
+        self._switch(True)
+        return call()
+
+    def needed_bytes(self, tokens: int, width: int, adapter: str = "") -> int | None:
+        """Return what a pass without recomputation needs: saved activations and gradients that do not exist yet.
+
+        None if they could not be measured.
+        """
+        if adapter not in self._footprints:
+            self._footprints[adapter] = self._measure()
+            self._trained[adapter] = [p for p in self._module.parameters() if p.requires_grad]
+        footprint = self._footprints[adapter]
+        if footprint is None:
+            return None
+        return footprint.of(tokens, width) + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
+
+    def forget(self) -> None:
+        """Measure again before the next pass: the model was changed."""
+        self._footprints, self._trained, self._too_many = {}, {}, None
+
+    def _does_not_fit(self, tokens: int, width: int, adapter: str) -> bool:
+        needed, free = self.needed_bytes(tokens, width, adapter), self._free(self._device)
+        if needed is None or free is None or (self._too_many is not None and tokens >= self._too_many):
+            return True
+        if (needed > SHARE * free) is not self.on:
+            get_logger().info(
+                "a pass of %d tokens keeps about %.2f GiB without recomputation, %.2f GiB are free: recomputation is "
+                "%s", tokens, needed / 2**30, free / 2**30, "off" if self.on else "on",
+            )  # fmt: skip
+        return needed > SHARE * free
+
+    def _switch(self, on: bool) -> None:
+        if on == self.on:
+            return
+        name, old = ("enable", "disable")[not on], "gradient_checkpointing_"
+        switch = getattr(self._module, f"activation_checkpointing_{name}", None)  # its name from transformers 5.20 on
+        switch = switch or getattr(self._module, old + name, None)
+        try:
+            if switch is None or not self._able:
+                raise ValueError("it does not support activation checkpointing")
+            switch(*([self._options] if on else []))
+        except ValueError as error:
+            if self.mode is True:
+                raise Unsupported(
+                    f"gradient_checkpointing=True: {type(self._module).__name__} cannot recompute its activations "
+                    f"({error}); leave it at 'auto' or False"
+                ) from error
+            self._able = False
+            return
+        self.on = on
+
+    def _measure(self) -> Footprint | None:
+        config = self._module.config.get_text_config()
+        unit = max(_UNIT, int(getattr(config, "chunk_size", 0) or 0))
+        if longest := getattr(config, "max_position_embeddings", None):
+            unit = max(1, min(unit, longest // 3))
+        was, training = self.on, self._module.training
+        devices = [self._device] if self._device.type != "cpu" else []
+        try:
+            self._switch(False)
+            self._module.train()
+            with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
+                own = [*self._module.parameters(), *self._module.buffers()]
+                return measure(lambda width: self._row(width, config.vocab_size), own, unit)
+        except Exception as error:  # whatever a model does not like about the row: training itself goes on
+            get_logger().warning("activations could not be measured, so that every pass recomputes them: %s", error)
+            return None
+        finally:
+            self._module.train(training)
+            self._switch(was)
+
+    def _row(self, width: int, vocabulary: int) -> object:
+        ids = torch.arange(width, device=self._device)[None] % vocabulary
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0  # padding: a mask is what most batches have and some kernels keep
+        return self._forward({"input_ids": ids, "attention_mask": mask})
+
+    def _body(self, row: dict[str, Tensor]) -> object:
+        return self._module.base_model(**row, use_cache=False)
+
+    def _random_state(self) -> tuple[Tensor, Tensor | None]:
+        device = getattr(torch, self._device.type) if self._device.type != "cpu" else None
+        return torch.get_rng_state(), None if device is None else device.get_rng_state(self._device)
+
+    def _set_random_state(self, state: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            getattr(torch, self._device.type).set_rng_state(state[1], self._device)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
