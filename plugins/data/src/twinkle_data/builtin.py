@@ -1,6 +1,7 @@
 """The hub `builtin://`: the data sets of the house, which ship with this package, and its small models."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from twinkle.errors import ArgumentError, ComponentNotFound, DataError
 from twinkle.hub import Hub
 
 _SCHEME = "builtin://"
-DATASETS = {"self-cognition": "self_cognition.jsonl"}
 
 
 class BuiltinHub(Hub):
@@ -20,26 +20,23 @@ class BuiltinHub(Hub):
         """Return the rows of a data set of the house.
 
         Args:
-            reference: `builtin://self-cognition`.
+            reference: `builtin://self-cognition` or `builtin://arithmetic`.
             subset_name: there is only `default`.
-            split: there is only `train`.
-            **kwargs: none; an unknown name is an error.
+            split: `train`; `arithmetic` has `test` too.
+            **kwargs: the options of `arithmetic`: `seed`, `size`, `difficulty`, `operations`, `language`, `form` (see
+                `twinkle_data.arithmetic.arithmetic`); an unknown name is an error.
 
         Raises:
             ComponentNotFound: no data set has this name.
+            ArgumentError: the data set has no such option, or it is outside its range.
             DataError: it has no such subset or split.
         """
-        _refuse(kwargs, reference)
-        file = DATASETS.get(_name(reference))
-        if file is None:
+        rows = DATASETS.get(_name(reference))
+        if rows is None:
             raise ComponentNotFound(_unknown(_name(reference)))
-        if subset_name != "default" or split != "train":
-            raise DataError(
-                f"{reference} has no subset {subset_name!r} with split {split!r}; it has the subset 'default' with the "
-                "split 'train'"
-            )
-        text = (Path(__file__).parent / "rows" / file).read_text("utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        if subset_name != "default":
+            raise DataError(f"{reference} has no subset {subset_name!r}; it has 'default'")
+        return rows(reference, split, kwargs)
 
     def download_model(self, reference: str, **kwargs: Any) -> Path:
         """Return the files of a small model, fetched by pip at the first call.
@@ -75,3 +72,25 @@ def _refuse(kwargs: dict[str, Any], reference: str) -> None:
         raise ArgumentError(
             f"{reference} takes no argument {next(iter(kwargs))!r}: what the house ships has no variants"
         )
+
+
+def _self_cognition(reference: str, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    _refuse(options, reference)
+    if split != "train":
+        raise DataError(f"{reference} has no subset 'default' with split {split!r}; it has the split 'train'")
+    text = (Path(__file__).parent / "rows" / "self_cognition.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _arithmetic(reference: str, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    from twinkle_data.arithmetic import arithmetic
+    from twinkle_registry import check_keywords
+
+    check_keywords(arithmetic, options, what=f"data set {reference!r}", args=(split,))
+    return arithmetic(split, **options)
+
+
+DATASETS: dict[str, Callable[[str, str, dict[str, Any]], list[dict[str, Any]]]] = {
+    "self-cognition": _self_cognition,
+    "arithmetic": _arithmetic,
+}
