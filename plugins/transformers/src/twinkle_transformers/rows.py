@@ -71,7 +71,7 @@ def split_rows(rows: Sequence[Any], size: int | None) -> list[Sequence[Any]]:
         ArgumentError: `size` is not a whole number of at least 1.
     """
     if size is None:
-        return [rows]
+        return [rows] if rows else []
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ArgumentError(
             f"micro_batch_size={size!r}; it must be a whole number of at least 1, or None for the whole batch"

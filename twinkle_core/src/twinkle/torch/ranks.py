@@ -152,9 +152,14 @@ class Ranks:
             call()
         except RuntimeError as error:
             raise RankError(
-                f"{what}: another rank has left or failed ({error}). If it failed, its own message says why; if not, "
-                "the ranks made unequal numbers of calls, for example of steps"
+                f"{what}: another rank has left or failed ({_short(error)}). If it failed, its own message says why; "
+                "if not, the ranks made unequal numbers of calls, for example of steps"
             ) from error
+
+
+def _short(error: Exception) -> str:
+    """Return a backend's complaint without the place in its source and its advice."""
+    return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
 
 
 def _told(error: BaseException) -> str:
