@@ -177,7 +177,8 @@ def test_rows_that_do_not_fit_are_refused_by_number_and_key(inputs: Any, words: 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"padding_free": True}, Unsupported, "padding_free=True"),
+        ({"padding_free": 1}, ArgumentError, "padding_free is 1"),
+        ({"padding_free": True, "pad_to_multiple_of": 8}, ArgumentError, "no effect with padding_free=True"),
         ({"framework": "megatron"}, Unsupported, "megatron"),
         ({"framework": "jax"}, ArgumentError, "'jax'"),
         ({"padding_side": "top"}, ArgumentError, "'top'"),

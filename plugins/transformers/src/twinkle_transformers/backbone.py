@@ -1,6 +1,7 @@
 """A model seen as body, head and what lies between, so that whole logits need never exist."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from twinkle.logging import get_logger
 from twinkle.torch.head import LogitTransform
 from twinkle_transformers.embedding import embed, pool
 from twinkle_transformers.needs import Needs
+from twinkle_transformers.packing import PackedBatch
 from twinkle_transformers.scores import IGNORE, has_targets, score_hidden, score_logits
+from twinkle_transformers.segments import Segmenter
 
 __all__ = ["IGNORE", "Backbone", "Needs", "check_batch"]
 
@@ -35,6 +38,7 @@ class Backbone:
         splits: whether its logits are `transform(head(hidden))`; if not, whole logits are made.
         transform: what the model does to `head(hidden)`.
         inputs: names of the tensors that its body takes.
+        segmenter: lets it see several sequences in one row, if it can.
         scores_rows: whether its head gives one vector a row (sequence classification) and no tokens.
     """
 
@@ -42,6 +46,7 @@ class Backbone:
     splits: bool
     transform: LogitTransform
     inputs: frozenset[str]
+    segmenter: Segmenter
     scores_rows: bool = False
 
     @classmethod
@@ -59,10 +64,11 @@ class Backbone:
                 "not added to the loss here; leave it off"
             )
         taken = frozenset(inspect.signature(model.base_model.forward).parameters) - _NOT_DATA
+        segmenter = Segmenter(model)
         if model.get_output_embeddings() is None:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
-            return cls(model, False, LogitTransform(), taken, scores_rows=rows)
-        found = cls(model, True, _transform(config), taken)
+            return cls(model, False, LogitTransform(), taken, segmenter, scores_rows=rows)
+        found = cls(model, True, _transform(config), taken, segmenter)
         if found.splits and (found._agrees() if splits is None else splits):
             return found
         get_logger().info(
@@ -70,7 +76,7 @@ class Backbone:
             "memory but gives the same numbers",
             type(model).__name__,
         )
-        return cls(model, False, LogitTransform(), taken)
+        return cls(model, False, LogitTransform(), taken, segmenter)
 
     @torch.no_grad()
     def _agrees(self) -> bool:
@@ -107,17 +113,19 @@ class Backbone:
             temperature: divides the logits.
         """
         arguments = {k: v for k, v in batch.items() if k in self.inputs and isinstance(v, Tensor)}
-        if _is_plain(arguments):
+        if isinstance(batch, PackedBatch):
+            arguments = batch.join(arguments)
+        elif _is_plain(arguments):
             # The causal fast path of the attention kernels: nothing is masked and positions count from 0.
             arguments = {k: v for k, v in arguments.items() if k not in ("attention_mask", "position_ids")}
         arguments = {k: v.to(device) for k, v in arguments.items()}
         if needs.embeddings:
             if temperature != 1.0 or needs.logits:
                 raise ArgumentError("task='embedding' makes no logits; leave temperature and return_logits out")
-            return {"embeddings": embed(self._hidden(arguments), batch)}
+            return {"embeddings": embed(self._hidden(arguments, batch), batch)}
         if self.scores_rows:
             # The model's own pooling looks for its padding token, which need not be what stands in the padding.
-            return {"logits": self.model.score(pool(self._hidden(arguments), batch)) / temperature}
+            return {"logits": self.model.score(pool(self._hidden(arguments, batch), batch)) / temperature}
         if needs.softcap is not None and needs.softcap != self.transform.softcap:
             raise ArgumentError(
                 f"the loss says softcap={needs.softcap}, but {type(self.model).__name__} caps its logits at "
@@ -126,19 +134,28 @@ class Backbone:
         if not self.splits or needs.logits or not has_targets(batch.get("labels")):
             return self._whole(arguments, batch, needs, temperature)
         transform = LogitTransform(self.transform.scale, self.transform.softcap, temperature)
-        return score_hidden(self._hidden(arguments), batch, self.head, transform, needs)
+        return score_hidden(self._hidden(arguments, batch), batch, self.head, transform, needs)
 
-    def _hidden(self, arguments: dict[str, Any]) -> Tensor:
-        hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
-        return hidden
+    def _hidden(self, arguments: dict[str, Any], batch: dict[str, Any]) -> Tensor:
+        with self._seeing(batch, arguments):
+            hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
+        return batch.spread(hidden) if isinstance(batch, PackedBatch) else hidden
+
+    def _seeing(self, batch: dict[str, Any], arguments: dict[str, Any]) -> AbstractContextManager[None]:
+        if not isinstance(batch, PackedBatch):
+            return nullcontext()
+        return self.segmenter.within(batch.segments(arguments["input_ids"].device))
 
     def _whole(self, arguments: dict[str, Any], batch: dict[str, Any], needs: Needs, temperature: float) -> ModelOutput:
-        made = self.model(**arguments, use_cache=False)
+        with self._seeing(batch, arguments):
+            made = self.model(**arguments, use_cache=False)
         if getattr(made, "logits", None) is None:
             raise Unsupported(
                 f"{type(self.model).__name__} has no head; use task='embedding', or load a class that has one"
             )
-        logits = made.logits if temperature == 1.0 else made.logits / temperature
+        logits = batch.spread(made.logits) if isinstance(batch, PackedBatch) else made.logits
+        if temperature != 1.0:
+            logits = logits / temperature
         output: ModelOutput = {}
         scored = has_targets(batch.get("labels")) and self.model.get_output_embeddings() is not None
         if scored:
@@ -153,7 +170,6 @@ def check_batch(batch: dict[str, Any], model: Any) -> None:
 
     Raises:
         DataError: a token id is outside the vocabulary.
-        Unsupported: positions restart within a row (packed sub-sequences would attend to each other).
     """
     vocabulary = model.config.get_text_config().vocab_size
     labels = batch.get("labels")
@@ -168,18 +184,6 @@ def check_batch(batch: dict[str, Any], model: Any) -> None:
             raise DataError(
                 f"row {row} of the batch: {name}[{position}] is {int(ids[row, position])}, but the model's vocabulary "
                 f"has {vocabulary} tokens; encode the rows with this model's own template"
-            )
-
-    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
-    if positions is not None and positions.ndim == 2:
-        back = positions[:, 1:] <= positions[:, :-1]
-        if mask is not None:
-            back &= (mask[:, 1:] * mask[:, :-1]) != 0
-        if bool(back.any()):
-            row, position = back.nonzero()[0].tolist()
-            raise Unsupported(
-                f"row {row} of the batch: position_ids restart at {position + 1}; packed rows are not trained by this "
-                "backend, give each sub-sequence as a row of its own"
             )
 
 

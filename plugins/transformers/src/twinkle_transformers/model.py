@@ -20,6 +20,7 @@ from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status, new_group
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.options import PRECISION, check_call, check_model_options, check_name
+from twinkle_transformers.packing import without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments
@@ -111,6 +112,7 @@ class TransformersModel(Components):
         ranks = self.parallel.ranks.control
         self.optimizer_group: dict[str, OptimizerGroup] = {"": new_group("", device_mesh, ranks)}
         self.active_group = ""
+
     # forward and backward
 
     @remote_function(dispatch="slice_dp", collect="flatten")
@@ -513,7 +515,7 @@ class TransformersModel(Components):
     def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
         batch = group.processor(rows)
         check_batch(batch, self._backbone.model)
-        return batch
+        return without_padding(batch, left=group.pads_left())
 
     def _pass(
         self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle._arguments import refuse_unknown
-from twinkle.data_format import InputFeature
+from twinkle.data_format import InputBatch, InputFeature, ModelOutput
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.processor.collate import join, pad_tokens, per_token
+from twinkle.processor.packing import Layout, pack, unpack, unpack_outputs
 from twinkle.processor.rows import TOKEN_KEYS, Row, as_rows
 from twinkle.runtime import remote_class
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @remote_class()
 class InputProcessor:
-    """Pads encoded rows to one batch of tensors on the CPU; the model moves it to its device.
+    """Collates encoded rows to one batch of tensors on the CPU, with padding or without; the model moves it.
 
     Anything callable as `processor(inputs) -> batch` may stand in for it.
     """
@@ -37,20 +38,22 @@ class InputProcessor:
 
         Args:
             device_mesh: where the batch will be used; padding does not depend on it.
-            padding_free: rows one after the other without padding; not offered yet.
+            padding_free: rows one after the other in one row, without padding.
             framework: `transformers`; `megatron` is not offered yet.
-            padding_side: where shorter rows are filled up.
-            pad_to_multiple_of: round the width of the batch up to a multiple of this.
+            padding_side: where shorter rows are filled up (and sequences, when a batch is unpacked).
+            pad_to_multiple_of: round the width of the batch up to a multiple of this; only with padding.
             **kwargs: none; an unknown name is an error.
 
         Raises:
             ArgumentError: an argument is unknown or outside its range.
-            Unsupported: `padding_free=True` or `framework="megatron"`.
+            Unsupported: `framework="megatron"`.
         """
         what = type(self).__name__
         refuse_unknown(InputProcessor.__init__, kwargs, what=what)
-        if padding_free:
-            raise Unsupported(f"{what}(padding_free=True) is planned for the next release; leave it out to pad rows")
+        if not isinstance(padding_free, bool):
+            raise ArgumentError(f"{what}: padding_free is {padding_free!r}; it is True or False")
+        if padding_free and pad_to_multiple_of is not None:
+            raise ArgumentError(f"{what}: pad_to_multiple_of has no effect with padding_free=True; give one of them")
         if framework == "megatron":
             raise Unsupported(f"{what}(framework='megatron') is planned for the next release; use 'transformers'")
         if framework != "transformers":
@@ -76,6 +79,10 @@ class InputProcessor:
             and `labels` and `completion_mask` where rows have them; float32 `[B, T]`: `loss_scale`. Padding is 0, and
             -100 in `labels`. Other keys with one number a token are padded with 0 likewise; numbers become `[B]`,
             arrays of one shape `[B, ...]`; everything else (`messages`, `user_data`, ragged values) stays a list.
+
+            With `padding_free=True`, and where a row is packed (its `position_ids` begin at 0 more than once), the
+            batch is one row: `[1, sum of lengths]` without `attention_mask`, and other keys are `[1, sequences]` or
+            `[[...]]`, one entry a sequence. In a packed row such a key holds a list with an entry for each sequence.
 
         Raises:
             DataError: rows are empty, not encoded, of different keys, or of unequal lengths; names row and key.
@@ -117,6 +124,59 @@ class InputProcessor:
         width = 0 if variable_seq_lengths else max(len(row["input_ids"]) for part in parts for row in part)
         return [self._collate(part, width, device) for part in parts]
 
+    def unpack_packed_sequences(
+        self, inputs: InputBatch, outputs: ModelOutput | None = None, task: str = "causal_lm"
+    ) -> tuple[InputBatch, ModelOutput | None]:
+        """Return a batch, and what a model made of it, with one padded row for each sequence.
+
+        Args:
+            inputs: a batch without padding, or with packed rows: `[B, T]`.
+            outputs: tensors `[B, T, ...]` are unpacked, everything else stays. Gradients flow through.
+            task: "causal_lm".
+
+        Returns:
+            inputs `[sequences, longest]` with an `attention_mask`, and outputs likewise (None if there were none).
+
+        Raises:
+            Unsupported: another task.
+        """
+        if task != "causal_lm":
+            raise Unsupported(f"{type(self).__name__}.unpack_packed_sequences: task is {task!r}; it is 'causal_lm'")
+        layout = Layout.of(inputs)
+        unpacked: Any = unpack(inputs, layout, self.padding_side)
+        if outputs is None:
+            return unpacked, None
+        made: Any = unpack_outputs(outputs, layout, inputs["input_ids"].shape[:2], self.padding_side)
+        return unpacked, made
+
+    def unpack_inputs(self, inputs: InputBatch, task: str = "causal_lm") -> InputBatch:
+        """Return the inputs of `unpack_packed_sequences`."""
+        unpacked: InputBatch = self.unpack_packed_sequences(inputs, task=task)[0]
+        return unpacked
+
+    def add_extra_padding_free_args(self, inputs: InputBatch) -> InputBatch:
+        """Add what flash-attention kernels of transformers ask for, to call a Hugging Face model by hand.
+
+        Args:
+            inputs: a batch without padding, `[1, T]`.
+
+        Returns:
+            the batch with `cu_seq_lens_q` and `cu_seq_lens_k` (int32 `[sequences + 1]`: where each begins, and the
+            end) and `max_length_q` and `max_length_k` (the longest).
+
+        Raises:
+            ArgumentError: the batch has padding.
+        """
+        from twinkle.torch.segments import Segments
+
+        if inputs["input_ids"].shape[0] != 1 or "attention_mask" in inputs:
+            raise ArgumentError(f"{type(self).__name__}.add_extra_padding_free_args: the batch is not without padding")
+        segments = Segments.of(Layout.of(inputs).lengths)
+        longest, bounds = segments.longest, segments.cu_seqlens
+        extra = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        added: InputBatch = {**inputs, **extra}  # type: ignore[typeddict-item]
+        return added
+
     def _collate(self, rows: Sequence[Row], width: int, device: "torch.device | str | None") -> InputFeature:
         lengths = [len(row["input_ids"]) for row in rows]
         multiple = self.pad_to_multiple_of or 1
@@ -128,6 +188,8 @@ class InputProcessor:
                 batch[key] = pad_tokens(key, values, width, self.padding_side)
             else:
                 batch[key] = join(values)
+        if self.padding_free or Layout.of(batch).packed:
+            batch = pack(batch)
         moved: Any = batch if device is None else _moved(batch, device)
         return moved  # type: ignore[no-any-return]
 
