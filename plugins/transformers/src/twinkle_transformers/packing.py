@@ -1,0 +1,69 @@
+"""Batches whose rows the model sees one after the other, while losses and metrics see one padded row a sequence."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import Unsupported
+from twinkle.processor.packing import Layout, Side, unpack
+from twinkle.torch.segments import Segments
+
+
+class PackedBatch(dict[str, Any]):
+    """A padded batch `[sequences, longest]` that goes through the model without its padding.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        places: int64 `[sum of lengths]`, where they lie in the flattened batch, ascending.
+    """
+
+    def __init__(self, batch: Mapping[str, Any], layout: Layout, side: Side) -> None:
+        super().__init__(unpack(batch, layout, side))
+        self.lengths = layout.lengths
+        self.places = layout.places(side)
+
+    def segments(self, device: torch.device) -> Segments:
+        """Return where the sequences lie in the row that the model sees."""
+        return Segments.of(self.lengths, device)
+
+    def join(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the arguments of a forward as one row: `[1, T, ...]` of `[sequences, longest, ...]`.
+
+        Raises:
+            Unsupported: an argument has no entry for each token (images, say).
+        """
+        size = self["input_ids"].shape[:2]
+        for name, value in arguments.items():
+            if value.shape[:2] != size:
+                raise Unsupported(
+                    f"{name!r} {list(value.shape)} has no entry for each token; batches without padding hold text "
+                    "alone: leave padding_free out and give each sequence as a row of its own"
+                )
+        kept = {name: value for name, value in arguments.items() if name != "attention_mask"}
+        return {name: value.flatten(0, 1)[self.places.to(value.device)][None] for name, value in kept.items()}
+
+    def find(self, places: Tensor) -> Tensor:
+        """Return where tokens at these places (int64 `[N]`, on the CPU) of the padded batch lie in the joined row."""
+        return torch.searchsorted(self.places, places)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return `[sequences, longest, ...]` of `[1, T, ...]`, with 0 where nothing was computed."""
+        size, rest = self["input_ids"].shape[:2], values.shape[2:]
+        out = values.new_zeros((size.numel(), *rest))
+        return out.index_put((self.places.to(values.device),), values[0]).view(*size, *rest)
+
+
+def without_padding(batch: Any, *, left: bool) -> Any:
+    """Return a batch whose rows hold several sequences as a `PackedBatch`; any other as it is.
+
+    Args:
+        batch: collated tensors.
+        left: whether sequences are padded on the left.
+
+    Raises:
+        DataError: positions within a row go back to something else than 0.
+    """
+    layout = Layout.of(batch)
+    return PackedBatch(batch, layout, "left" if left else "right") if layout.packed else batch
