@@ -23,7 +23,7 @@ CORE_PAGES = {
     "reference training": ("model", "loss", "metric", "optimizer", "scheduler", "patch", "kernel", "checkpoint_engine"),
     "reference sampling": ("sampler", "reward", "advantage", "rollout", "tool", "env"),
     "reference running": ("runtime", "mesh", "platform", "run", "recipe", "tracker", "notifier", "hub", "kinds",
-                          "paths", "logging", "testing", "errors"),
+                          "paths", "logging", "cli", "testing", "errors"),
 }  # fmt: skip
 
 
@@ -67,6 +67,21 @@ def options() -> str:
             default = "" if option.required else f"`{_shown(option.default)}`"
             rows.append((f"`{option.name}`", f"`{option.type_text}`".replace("|", "\\|"), default, option.description))
     return _table(("key", "type", "default", "meaning"), rows)
+
+
+def script_arguments() -> str:
+    """Every argument of `CLI.from_args`, group by group."""
+    from twinkle.cli.arguments.help import default_text
+    from twinkle.cli.arguments.names import GROUPS, arguments
+
+    rows: dict[str, list[tuple[str, ...]]] = {group: [] for group in GROUPS}
+    for option, field in arguments():
+        names = [option.path[1], *filter(None, [field.metadata["alias"]])]
+        text = option.type_text.replace("|", "\\|")
+        shown = ", ".join(f"`{name}`" for name in names)
+        rows[option.path[0]].append((shown, f"`{text}`", f"`{default_text(option.default)}`", option.description))
+    head = ("argument", "type", "default", "meaning")
+    return "\n\n".join(f"### `{name}`\n\n{GROUPS[name].__doc__}\n\n{_table(head, rows[name])}" for name in GROUPS)
 
 
 def errors() -> str:
@@ -182,6 +197,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "hooks": hooks,
     "options": options,
+    "script arguments": script_arguments,
     "errors": errors,
     "components": components,
     "reference plugins": reference_plugins,

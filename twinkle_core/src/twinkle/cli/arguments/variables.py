@@ -7,12 +7,11 @@ from twinkle.errors import ConfigError
 
 PREFIX = "TWINKLE_"
 OTHERS = frozenset({
-    "TWINKLE_CACHE", "TWINKLE_CACHE_DIR", "TWINKLE_CONFIG", "TWINKLE_DEFAULT_SAVE_DIR", "TWINKLE_DIST_TIMEOUT_SECONDS",
-    "TWINKLE_FAIL_FAST", "TWINKLE_FORBID_HF", "TWINKLE_LOG_LEVEL", "TWINKLE_LONG_POLL_TIMEOUT",
-    "TWINKLE_MODEL_ID_ALIASES", "TWINKLE_NAME", "TWINKLE_NOTIFIER", "TWINKLE_POLL_INTERVAL", "TWINKLE_PRINT_FORMAT",
-    "TWINKLE_RELEASE", "TWINKLE_RUN_ID", "TWINKLE_SESSION_ID", "TWINKLE_TOKEN_SALT",
+    "CACHE", "CACHE_DIR", "CONFIG", "DEFAULT_SAVE_DIR", "DIST_TIMEOUT_SECONDS", "FAIL_FAST", "FORBID_HF", "LOG_LEVEL",
+    "LONG_POLL_TIMEOUT", "MODEL_ID_ALIASES", "NAME", "NOTIFIER", "POLL_INTERVAL", "PRINT_FORMAT", "RELEASE", "RUN_ID",
+    "SESSION_ID", "TOKEN_SALT",
 })  # fmt: skip
-"""Variables of other parts of Twinkle, which are no arguments."""
+"""Variables of other parts of Twinkle, which are no arguments; without the prefix."""
 OTHER_FAMILIES = ("AUTO", "CKPT", "CPU", "LLM", "NPU", "PER", "PERSISTENCE", "PLUGINS", "SERVER", "TELEMETRY", "VLLM")
 """First words of such variables: `TWINKLE_SERVER_URL` is one, the argument is `TWINKLE_SERVER__HOST`."""
 
@@ -26,8 +25,9 @@ def named(variables: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 def is_other(variable: str) -> bool:
     """Return whether the variable belongs to another part of Twinkle."""
-    family, _, rest = variable.removeprefix(PREFIX).partition("_")
-    return variable in OTHERS or (family in OTHER_FAMILIES and bool(rest) and not rest.startswith("_"))
+    name = variable.removeprefix(PREFIX)
+    family, _, rest = name.partition("_")
+    return name in OTHERS or (family in OTHER_FAMILIES and bool(rest) and not rest.startswith("_"))
 
 
 def read_env_file(path: str | Path) -> dict[str, str]:
