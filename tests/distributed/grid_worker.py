@@ -67,7 +67,12 @@ def adapter() -> peft.LoraConfig:
 
 
 def reference(folder: str, lora: bool, by_row: bool) -> dict[str, torch.Tensor]:
-    """Return the gradient of the mean over all rows: plain torch, float64, one row at a time."""
+    """Return the gradient of the mean over all rows."""
+    return reference_with_loss(folder, lora, by_row)[0]
+
+
+def reference_with_loss(folder: str, lora: bool, by_row: bool) -> tuple[dict[str, torch.Tensor], float]:
+    """Return gradient and loss: plain torch, float64, one row at a time."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = start(peft.get_peft_model(model, adapter()) if lora else model, lora).double()
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -79,7 +84,8 @@ def reference(folder: str, lora: bool, by_row: bool) -> dict[str, torch.Tensor]:
         total = total + (nll / mask.sum() if by_row else nll)
         count += 1 if by_row else int(mask.sum())
     (total / count).backward()
-    return {_plain(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {_plain(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return grads, float(total.detach() / count)
 
 
 def update(folder: str, mesh: DeviceMesh, layout: str, steps: int, micro: int | None, loss: str, lora: bool) -> Any:

@@ -1,8 +1,9 @@
 """One of several ranks: makes the scenario named on the command line and writes what it saw."""
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,6 @@ def train(model: Any, mesh: DeviceMesh, steps: int) -> None:
 def weights(model: Any) -> dict[str, list[float]]:
     """Return whole weights as numbers that survive JSON bit for bit."""
     return {name: tensor.double().flatten().tolist() for name, tensor in model.get_state_dict().items()}
-
-
-def each(lora: bool = True) -> Iterator[tuple[str, DeviceMesh]]:
-    """Yield each way to share a model."""
-    yield from meshes().items()
 
 
 @scenario
@@ -233,6 +229,17 @@ def unequal(folder: Path) -> dict[str, Any]:
     model = build(folder, mesh)
     train(model, mesh, 2 if twinkle.is_master() else 1)
     return {}
+
+
+@scenario
+def killed(folder: Path) -> dict[str, Any]:
+    """Train for ever; somebody will kill a rank."""
+    mesh = meshes()["DDP"]
+    model = build(folder, mesh)
+    train(model, mesh, 1)
+    Path(folder, f"pid-{Platform.get_rank()}").write_text(str(os.getpid()))
+    while True:
+        train(model, mesh, 1)
 
 
 def main(name: str, folder: str) -> None:

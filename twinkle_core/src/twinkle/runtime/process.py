@@ -1,5 +1,6 @@
 """The local runtime: everything lives in this process, alone or as one rank of several under torchrun."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class LocalRuntime(Runtime):
         world_size = Platform.get_world_size()
         mesh = options.global_device_mesh or DeviceMesh.from_sizes(dp_size=world_size)
         _check_ranks(mesh, world_size)
-        if world_size > 1:
+        if world_size > 1 or "RANK" in os.environ:  # torchrun with one process is a group, of one
             self._join()
         seed_everything(options.seed, options.full_determinism)
         self.mesh = mesh

@@ -26,8 +26,8 @@ class Ranks:
     Attributes:
         size: number of ranks.
         index: this one, from 0, in the order of `control`.
-        group: process group of tensors on the model's device; None is the world.
-        control: process group of tensors on the CPU.
+        group: process group of tensors on the model's device; None where there is one rank.
+        control: process group of tensors on the CPU; likewise.
     """
 
     size: int = 1
@@ -58,7 +58,7 @@ class Ranks:
             if (getattr(mesh, name) or 1) > 1:
                 raise Unsupported(f"the mesh has {name}={getattr(mesh, name)}; this backend divides by dp and fsdp")
         whole = mesh.world_size == world
-        group = None if whole else mesh.get_dim_group(("dp", "fsdp"))
+        group = dist.group.WORLD if whole else mesh.get_dim_group(("dp", "fsdp"))
         control = group
         if Platform.device_backend() != "gloo":
             ranks = sorted(mesh.mesh.ravel().tolist())
