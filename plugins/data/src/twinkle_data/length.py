@@ -1,5 +1,6 @@
 """Keeps the rows whose length is within limits, in tokens or in characters."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ class LengthFilter(Filter):
         column: measure the text in this column instead.
         model_id: the model whose tokenizer counts, for rows that are not encoded yet.
         template: a template to count with instead, in any form of component argument (a name or class needs
-            `model_id`). Its own `max_length` does not matter where it is given by name.
+            `model_id`). Its own `max_length` does not matter: rows are measured whole.
     """
 
     def __init__(
@@ -104,4 +105,6 @@ def _template(template: Any, model_id: str) -> Any:
         raise ArgumentError(
             f"{_OWNER}: template is an instance already, so model_id would be ignored; give one of them"
         )
-    return registry().build(template, "template")
+    whole = copy.copy(registry().build(template, "template"))
+    whole.max_length = None
+    return whole

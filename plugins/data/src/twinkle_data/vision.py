@@ -117,18 +117,20 @@ def _placed(text: str, images: Mapping[int, Any], where: str) -> tuple[str, list
     """Return the text with one placeholder for each image, and the images in the order of their places."""
     named = [int(number) for number in _NUMBERED.findall(text)]
     if missing := [number for number in named if number not in images]:
-        raise DataError(f"{where}: the text names image {missing[0]}, and the row has {_count(len(images))}")
+        raise DataError(f"{where}: the text names image {missing[0]}, and the row has {_count(len(images), 'image')}")
     text = _NUMBERED.sub(PLACEHOLDER, text)
     ordered = [image for number, image in images.items() if number not in named]
     ordered += [images[number] for number in named]
     places = text.count(PLACEHOLDER)
     if places > len(ordered):
-        raise DataError(f"{where}: the text has {places} places for images, and the row has {_count(len(images))}")
+        raise DataError(
+            f"{where}: the text has {_count(places, 'place')}, and the row has {_count(len(images), 'image')}"
+        )
     return PLACEHOLDER * (len(ordered) - places) + text, ordered
 
 
-def _count(images: int) -> str:
-    return f"{images} images" if images != 1 else "1 image"
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}s"
 
 
 def _answer(row: Mapping[str, Any], number: int, owner: str) -> str:
