@@ -31,6 +31,10 @@ class ReasoningRenderer(ChatRenderer):
         """Return messages with their reasoning apart, and tool arguments as dicts."""
         return [parse_arguments(split_reasoning(message)) for message in messages]
 
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the generation prompt without the thought that it closes: the model may write one, or call a tool."""
+        return super().prompt(messages).removesuffix(self.empty)
+
     def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         """Return the conversation as text, with the reasoning of its last turn."""
         text = super().render(messages, add_generation_prompt)

@@ -92,6 +92,14 @@ class ChatRenderer:
         except (TemplateError, TypeError, ValueError) as error:
             raise EncodeError(f"the chat template refuses this conversation: {error}") from error
 
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the text after which every next turn of the assistant begins, whether it thinks or not.
+
+        Raises:
+            EncodeError: the chat template refuses the conversation.
+        """
+        return self.render(messages, add_generation_prompt=True)
+
     def render_marked(self, messages: Sequence[dict[str, Any]]) -> tuple[str, list[Span]]:
         """Return the conversation as text with the spans inside `{% generation %}` blocks, in characters.
 

@@ -39,7 +39,8 @@ def find_turns(chat: ChatRenderer, messages: Sequence[dict[str, Any]], wanted: S
     Raises:
         EncodeError: one cannot be found.
     """
-    if not wanted:
+    chosen = set(wanted)
+    if not chosen:
         return []
     prompts = _Prompts(chat, messages, text)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -50,7 +51,7 @@ def find_turns(chat: ChatRenderer, messages: Sequence[dict[str, Any]], wanted: S
     return [
         (start(index, place), _end(chat, messages[index], place))
         for index, place in zip(turns, places, strict=True)
-        if index in wanted
+        if index in chosen
     ]
 
 
@@ -264,7 +265,7 @@ class _Prompts:
     def _prompt(self, index: int) -> str | None:
         """Render what the model is prompted with; None where the chat template wants more messages."""
         try:
-            return self._chat.render(self._messages[:index], add_generation_prompt=True) if index else None
+            return self._chat.prompt(self._messages[:index]) if index else None
         except EncodeError:
             return None
 
