@@ -6,12 +6,13 @@ from typing import Any
 
 from twinkle._arguments import refuse_unknown
 from twinkle.dataset import transform
-from twinkle.dataset.component import called_with, template_from
+from twinkle.dataset.component import called_with, template_for, template_from
 from twinkle.dataset.encoding import CheckCall, EncodeCall
+from twinkle.dataset.lengths import table_lengths
 from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.saving import Saving
 from twinkle.dataset.sources import load, not_empty
 from twinkle.dataset.table import Table, join
-from twinkle.dataset.writer import RowWriter, output_format
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
@@ -45,12 +46,12 @@ class Dataset:
         self.template: Any = None
         self._parts: dict[str, Table] = {}
         self._mixed: Table | None = None
-        self._recorder: RowWriter | None = None
-        self._recorded: set[int] = set()
+        self._saving = Saving()
         if dataset_meta is not None:
             self.add_dataset(dataset_meta, **kwargs)
         elif kwargs:
-            raise ArgumentError(f"Dataset() without dataset_meta loads nothing, so it takes no {next(iter(kwargs))!r}")
+            what = type(self).__name__
+            raise ArgumentError(f"{what}() without dataset_meta loads nothing, so it takes no {next(iter(kwargs))!r}")
 
     # Sources
 
@@ -66,12 +67,13 @@ class Dataset:
             raise ComponentTypeError(
                 f"dataset_meta is a {type(dataset_meta).__name__}; give DatasetMeta('rows.jsonl') or one with data="
             )
-        if self._mixed is not None:
+        if self._is_mixed:
             raise TrainingStateError("the sets are mixed already; add all of them before mix_dataset()")
+        self._refuse_change("add_dataset")
         name = dataset_meta.get_id()
         if name in self._parts:
             raise DataError(f"data set {name!r} is there already; to repeat rows give it a longer data_slice")
-        self._parts[name] = load(dataset_meta, kwargs)
+        self._parts[name] = load(dataset_meta, kwargs, type(self).__name__)
 
     @_remote
     def mix_dataset(self, interleave: bool = True) -> None:
@@ -86,6 +88,7 @@ class Dataset:
         """
         if not self._parts:
             raise DataError("there is no data set to mix; call add_dataset first")
+        self._refuse_change("mix_dataset")
         parts = list(self._parts.values())
         joined = join(parts, " + ".join(self._parts))
         if interleave and len(parts) > 1:
@@ -117,8 +120,7 @@ class Dataset:
         if isinstance(idx, slice | list | tuple | range):
             return table.columns(idx)
         row = table.row(idx)
-        if self._recorder is not None:
-            self._record(idx % len(table), row)
+        self._saving.record(idx % len(table), row)
         return row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -207,15 +209,7 @@ class Dataset:
             ArgumentError: there is no such column.
             DataError: its values cannot be images.
         """
-        import datasets
-
-        table = self._table()
-        transform.require_column(table, column, "cast_column")
-        try:
-            cast = table.hf.cast_column(column, datasets.Image(decode=decode))
-        except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among them
-            raise DataError(f"cast_column: column {column!r} cannot hold images: {error}") from error
-        self._replace(None, table.replaced(cast), "cast_column")
+        self._replace(None, transform.cast_table(self._table(), column, decode), "cast_column")
 
     # Encoding
 
@@ -248,7 +242,7 @@ class Dataset:
         """
         self._check_options(kwargs, "encode")
         table = self._table()
-        call = EncodeCall(self._template("encode"), {"add_generation_prompt": add_generation_prompt})
+        call = EncodeCall(template_for(self.template, "encode"), {"add_generation_prompt": add_generation_prompt})
         encoded = transform.map_table(table, call, "encode", None, with_indices=True, **kwargs)
         # A template may make several rows of one (`split`); only what is missing is worth a word.
         self._drop_note("encode", len(table) - len(encoded), len(table))
@@ -267,7 +261,7 @@ class Dataset:
         """
         self._check_options(kwargs, "check")
         table = self._table()
-        call = CheckCall(self._template("check", method="batch_check"))
+        call = CheckCall(template_for(self.template, "check"))
         checked = transform.map_table(table, call, "check", None, **kwargs)
         self._drop_note("check", len(table) - len(checked), len(table))
         self._replace(None, checked, "check")
@@ -299,35 +293,32 @@ class Dataset:
             OutputError: the file cannot be written.
         """
         refuse_unknown(Dataset.save_as, kwargs, what="save_as")
-        if mode not in ("immediate", "training"):
-            raise ArgumentError(f"save_as: mode is {mode!r}; use 'immediate' or 'training'")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ArgumentError(f"save_as: batch_size is {batch_size!r}; give a number of rows above 0")
-        if self._recorder is not None and mode == "training":
-            raise TrainingStateError(f"rows are being saved to {self._recorder.path}; call flush_save() first")
-        table, path = self._table(), Path(output_path)
-        writer = RowWriter(path, output_format(path, format), table.names, batch_size)
-        if mode == "training":
-            self._recorder, self._recorded = writer, set()
-            return
-        try:
-            for columns in table.batches(batch_size):
-                for values in zip(*columns.values(), strict=True):
-                    writer.write(dict(zip(columns, values, strict=True)))
-        except BaseException:
-            writer.discard()
-            raise
-        writer.commit()
+        self._saving.save(output_path, format, batch_size, mode, self._saved_columns(), self._every_row)
 
     @_remote
     def flush_save(self) -> None:
         """Complete the file of `save_as(mode="training")` with the rows read so far, and stop recording."""
-        if self._recorder is None:
-            raise TrainingStateError("flush_save() completes a save_as(..., mode='training'), but none was begun")
-        writer, self._recorder = self._recorder, None
-        writer.commit()
+        self._saving.flush()
+
+    # Lengths
+
+    @_remote
+    def row_lengths(self) -> list[int]:
+        """Return the number of tokens of every row: column `length`, else the size of `input_ids`.
+
+        Raises:
+            DataError: the rows are not encoded.
+        """
+        return table_lengths(self._table())
 
     # Inside
+
+    def _refuse_change(self, change: str) -> None:
+        self._saving.refuse_change(change)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self._mixed is not None
 
     def _table(self, name: str | None = None) -> Table:
         if name is not None:
@@ -337,7 +328,7 @@ class Dataset:
         if len(self._parts) == 1:
             return next(iter(self._parts.values()))
         if not self._parts:
-            raise DataError("the data set is empty: give Dataset a DatasetMeta, or call add_dataset")
+            raise DataError(f"the data set is empty: give {type(self).__name__} a DatasetMeta, or call add_dataset")
         raise TrainingStateError(
             f"{len(self._parts)} data sets were added ({', '.join(self._parts)}); call mix_dataset() first, or "
             "name one of them by dataset_meta= in map and filter"
@@ -349,30 +340,23 @@ class Dataset:
         name = meta.get_id()
         if name not in self._parts:
             raise DataError(f"no data set {name!r} was added; there are: {', '.join(self._parts) or 'none'}")
-        if self._mixed is not None:
+        if self._is_mixed:
             raise TrainingStateError("the sets are mixed already; leave dataset_meta out, or map before mix_dataset()")
         return name
 
     def _replace(self, name: str | None, table: Table, after: str) -> None:
         not_empty(table, name or " + ".join(self._parts), after)
-        if self._recorder is not None:
-            raise TrainingStateError(f"rows are being saved to {self._recorder.path}; call flush_save() before {after}")
+        self._refuse_change(after)
         if self._mixed is not None:
             self._mixed = table
         else:
             self._parts[name or next(iter(self._parts))] = table
 
-    def _template(self, wanted_by: str, method: str = "batch_encode") -> Any:
-        if self.template is None:
-            raise TrainingStateError(f"{wanted_by} needs a template; call set_template('Template', model_id=...) first")
-        if not callable(getattr(self.template, method, None)):
-            raise ComponentTypeError(f"{wanted_by}: {type(self.template).__name__} has no method {method}")
-        return self.template
+    def _saved_columns(self) -> list[str] | None:
+        return self._table().names
 
-    def _record(self, index: int, row: dict[str, Any]) -> None:
-        if self._recorder is not None and index not in self._recorded:
-            self._recorder.write(row)
-            self._recorded.add(index)
+    def _every_row(self) -> Iterator[dict[str, Any]]:
+        return self._table().rows()
 
     @staticmethod
     def _check_options(kwargs: Mapping[str, Any], what: str) -> None:

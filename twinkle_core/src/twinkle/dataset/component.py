@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle.errors import ArgumentError, ComponentTypeError
+from twinkle.errors import ArgumentError, ComponentTypeError, TrainingStateError
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,20 @@ def template_from(x: Any, kwargs: Mapping[str, Any]) -> Any:
             "ignored; give the class or its name"
         )
     return x
+
+
+def template_for(template: Any, wanted_by: str) -> Any:
+    """Return the template that `wanted_by` (`encode` or `check`) needs.
+
+    Raises:
+        TrainingStateError: there is none.
+        ComponentTypeError: it lacks the method.
+    """
+    if template is None:
+        raise TrainingStateError(f"{wanted_by} needs a template; call set_template('Template', model_id=...) first")
+    if not callable(getattr(template, f"batch_{wanted_by}", None)):
+        raise ComponentTypeError(f"{wanted_by}: {type(template).__name__} has no method batch_{wanted_by}")
+    return template
 
 
 def _parameters(found: type) -> set[str]:

@@ -21,7 +21,7 @@ class EncodeCall:
     def __init__(self, template: Any, options: Mapping[str, Any]) -> None:
         self.template, self.options = template, dict(options)
 
-    def __call__(self, columns: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+    def __call__(self, columns: dict[str, list[Any]], indices: Sequence[int | str]) -> dict[str, list[Any]]:
         """Return the encoded columns; `indices` are the numbers of the rows in the data set."""
         try:
             encoded = self.template.batch_encode(columns, **self.options)
@@ -32,7 +32,7 @@ class EncodeCall:
         return _with_tokens(encoded, type(self.template).__name__)
 
     def _row_by_row(
-        self, columns: dict[str, list[Any]], indices: Sequence[int], cause: Exception
+        self, columns: dict[str, list[Any]], indices: Sequence[int | str], cause: Exception
     ) -> dict[str, list[Any]]:
         from twinkle.preprocessor.base import Preprocessor
 
@@ -64,8 +64,12 @@ class CheckCall:
         from twinkle.preprocessor.base import Preprocessor
 
         rows = Preprocessor.map_col_to_row(columns)
-        passed = [row for row in self.template.batch_check(rows) if row is not None]
+        passed = [row for row in self.rows(rows) if row is not None]
         return Preprocessor.map_row_to_col(passed, keys=None if passed else columns)
+
+    def rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+        """Return each row, or None where it cannot be encoded."""
+        return list(self.template.batch_check(rows))
 
 
 def _of_template(error: Exception) -> bool:

@@ -11,15 +11,17 @@ class DatasetMeta:
     """Names a data set and the part of it that is wanted.
 
     Attributes:
-        dataset_id: a local file (jsonl, json, csv, parquet, txt) or a folder of such files; or a reference
+        dataset_id: a local file (jsonl, json, csv, parquet, arrow, feather, txt), a folder of such files, or one
+            that `save_to_disk` of `datasets` wrote; or a reference
             `scheme://...` that a hub answers for (`builtin://self-cognition`, `hf://org/name`). With `data` it is only
             a name.
         subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
         split: `train`, `test`, ...; in a local folder, the folder or the word in a file's name that says so.
         data_slice: indices of the rows wanted, in this order: a range, a slice, a list or any other iterable of ints.
             An index i beyond the n rows of the set means row i mod n, so `range(500)` of 200 rows repeats rows.
-        data: rows in memory instead: a list of dicts, a dict of columns, a `datasets.Dataset`, or a function without
-            arguments that returns one of these.
+        data: rows in memory instead: a list of dicts, a dict of columns, a `datasets.Dataset` or `DatasetDict`, a
+            `pyarrow.Table`, or a function without arguments that returns one of these. For `IterableDataset` also
+            anything that can be iterated again and again, and a function that returns an iterator.
     """
 
     dataset_id: str = ""

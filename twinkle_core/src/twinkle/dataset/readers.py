@@ -1,12 +1,13 @@
-"""Local files to tables: jsonl, json, csv, parquet and txt, with errors that name the file and the line."""
+"""Local files to tables: jsonl, json, csv, parquet, arrow and txt, with errors that name the file and the line."""
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.dataset.table import Table, from_columns, from_rows
+from twinkle.dataset.table import Table, from_arrow, from_columns, from_rows
 from twinkle.errors import DataError
 
 
@@ -21,18 +22,34 @@ def read_file(path: Path, options: Mapping[str, Any]) -> Table:
         DataError: the format is unknown, or the file is malformed.
         ArgumentError: the reader of this format does not take an option.
     """
-    from twinkle_registry import check_keywords, nearest
+    from twinkle_registry import check_keywords
 
-    reader = READERS.get(path.suffix.lower())
+    reader = reader_of(path, READERS)
+    check_keywords(reader, options, what=f"data set {path.name}", args=(path,))
+    with reading(path):
+        table: Table = reader(path, **options)
+    return table
+
+
+def reader_of(path: Path, readers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the one of `readers` that belongs to a file's ending, or raise `DataError`."""
+    from twinkle_registry import nearest
+
+    reader = readers.get(path.suffix.lower())
     if reader is None:
-        close = nearest(path.suffix.lower(), READERS, 1)
+        close = nearest(path.suffix.lower(), readers, 1)
         hint = f" (nearest: {close[0]})" if close else ""
         raise DataError(
-            f"{path}: unknown format {path.suffix or '(no ending)'!r}{hint}; a data file ends in {', '.join(READERS)}"
+            f"{path}: unknown format {path.suffix or '(no ending)'!r}{hint}; a data file ends in {', '.join(readers)}"
         )
-    check_keywords(reader, options, what=f"data set {path.name}", args=(path,))
+    return reader
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what can go wrong when a file is read into a `DataError` that names it."""
     try:
-        return reader(path, **options)
+        yield
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text at byte {error.start}: {error.reason}") from error
     except OSError as error:
@@ -41,7 +58,22 @@ def read_file(path: Path, options: Mapping[str, Any]) -> Table:
 
 def read_jsonl(path: Path) -> Table:
     """Read one JSON object a line; empty lines are skipped."""
-    return from_rows(_json_lines(path), str(path))
+    return from_rows(json_lines(path), str(path))
+
+
+def json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the object of each line; errors name the line."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not JSON: {error.msg} (column {error.colno}): {line.strip()[:60]!r}"
+                ) from error
+            yield _row(row, f"{path}, line {number}")
 
 
 def read_json(path: Path) -> Table:
@@ -74,19 +106,55 @@ def read_csv(path: Path, sep: str = ",", names: list[str] | None = None) -> Tabl
     Raises:
         DataError: this is no table, or a line has more cells than there are columns.
     """
+    columns = {name: cells for frame in csv_cells(path, sep, names) for name, cells in frame.items()}
+    return from_columns({name: converted(cells, fitting(cells)[:1]) for name, cells in columns.items()}, str(path))
+
+
+def csv_cells(
+    path: Path, sep: str, names: list[str] | None, lines: int | None = None
+) -> Iterator[dict[str, list[str | None]]]:
+    """Yield the columns of a table as texts (None: an empty cell), `lines` lines at a time; None is all at once.
+
+    Raises:
+        DataError: as in `read_csv`.
+    """
     import warnings
 
     import pandas  # type: ignore[import-untyped]
 
     errors = pandas.errors
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", errors.ParserWarning)  # else cells beyond the columns are dropped
-            # index_col=False: else a first line with one cell too many moves every column by one.
-            frame = pandas.read_csv(path, sep=sep, names=names, dtype=object, keep_default_na=False, index_col=False)
+        # index_col=False: else a first line with one cell too many moves every column by one.
+        options = {"sep": sep, "names": names, "dtype": object, "keep_default_na": False, "index_col": False}
+        with pandas.read_csv(path, iterator=True, **options) as reader:
+            while True:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", errors.ParserWarning)  # else cells beyond the columns are dropped
+                    frame = reader.read(lines)
+                # NaN: the line ended before this cell.
+                yield {
+                    str(name): [cell if isinstance(cell, str) and cell else None for cell in frame[name].tolist()]
+                    for name in frame
+                }
+                if lines is None or len(frame) < lines:
+                    return
+    except StopIteration:
+        return
     except (errors.ParserError, errors.EmptyDataError, errors.ParserWarning) as error:
         raise DataError(f"{path}: not a table separated by {sep!r}: {str(error).strip()}") from error
-    return from_columns({str(name): _typed(frame[name].tolist()) for name in frame}, str(path))
+
+
+Number = type[int] | type[float]
+
+
+def fitting(cells: list[str | None], among: Sequence[Number] = (int, float)) -> list[Number]:
+    """Return the types of number in which every cell would be written as it is."""
+    return [number for number in among if _fits(cells, number)]
+
+
+def converted(cells: list[str | None], number: Sequence[Number]) -> list[Any]:
+    """Return the cells as numbers of the one type given, or as they are if none is."""
+    return [None if cell is None else number[0](cell) for cell in cells] if number else list(cells)
 
 
 def read_parquet(path: Path, columns: list[str] | None = None) -> Table:
@@ -96,12 +164,8 @@ def read_parquet(path: Path, columns: list[str] | None = None) -> Table:
         path: the file.
         columns: the names of the columns wanted; by default all.
     """
-    import datasets
     import pyarrow
     import pyarrow.parquet
-    from datasets.table import InMemoryTable
-
-    from twinkle.dataset.table import fingerprint
 
     try:
         names = pyarrow.parquet.read_schema(path).names
@@ -110,7 +174,31 @@ def read_parquet(path: Path, columns: list[str] | None = None) -> Table:
         table = pyarrow.parquet.read_table(path, columns=columns)
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a Parquet file: {error}") from error
-    return Table(datasets.Dataset(InMemoryTable(table), fingerprint=fingerprint()))
+    return from_arrow(table)
+
+
+def read_arrow(path: Path) -> Table:
+    """Read an Arrow IPC file (also called Feather) or stream; it stays on disk and is mapped into memory."""
+    import pyarrow
+
+    try:
+        return from_arrow(open_arrow(path).read_all())
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not an Arrow file: {error}") from error
+
+
+def open_arrow(path: Path) -> Any:
+    """Return pyarrow's reader of an Arrow IPC file or stream.
+
+    Raises:
+        pyarrow.ArrowException: it is neither.
+    """
+    import pyarrow
+
+    source = pyarrow.memory_map(str(path))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
 
 
 def read_text(path: Path) -> Table:
@@ -125,40 +213,22 @@ READERS: dict[str, Callable[..., Table]] = {
     ".json": read_json,
     ".csv": read_csv,
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
     ".txt": read_text,
 }
 
 
-def _typed(cells: list[Any]) -> list[Any]:
-    """Return the cells of a column: None where empty, and numbers where no cell would be written in another way."""
-    texts = [cell if isinstance(cell, str) and cell else None for cell in cells]  # NaN: the line ended before
-    for number in (int, float):
-        try:
-            values = [None if text is None else number(text) for text in texts]
-        except ValueError:
-            continue
-        if all(value is None or _kept(value, text) for value, text in zip(values, texts, strict=True)):
-            return values
-    return list(texts)
+def _fits(cells: list[str | None], number: Number) -> bool:
+    try:
+        return all(cell is None or _kept(number(cell), cell) for cell in cells)
+    except ValueError:
+        return False
 
 
-def _kept(value: int | float, text: str | None) -> bool:
+def _kept(value: int | float, text: str) -> bool:
     """Say whether a number is written like the text, and has a place in Arrow: 64 bits, finite."""
     return repr(value) == text and (math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63)
-
-
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not JSON: {error.msg} (column {error.colno}): {line.strip()[:60]!r}"
-                ) from error
-            yield _row(row, f"{path}, line {number}")
 
 
 def _row(value: Any, where: str) -> Mapping[str, Any]:

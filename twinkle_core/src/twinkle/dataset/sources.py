@@ -1,13 +1,13 @@
 """From a `DatasetMeta` to its rows: memory, a local file or folder, or a hub."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.readers import READERS, read_file
-from twinkle.dataset.table import Table, from_columns, from_rows, join
+from twinkle.dataset.table import Table, from_arrow, from_columns, from_rows, join
 from twinkle.errors import ArgumentError, DataError, Unsupported
 
 _SPLITS = {
@@ -17,18 +17,19 @@ _SPLITS = {
 }
 
 
-def load(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+def load(meta: DatasetMeta, options: Mapping[str, Any], what: str = "Dataset") -> Table:
     """Return the rows that `meta` names, its slice applied.
 
     Args:
         meta: see `DatasetMeta`.
         options: keywords for the hub or the reader of the file format.
+        what: the class that loads, for errors.
 
     Raises:
         DataError: nothing is there, it is malformed, or no row is left.
         ArgumentError: an option that the source does not take.
     """
-    options = _without_streaming(options)
+    options = _without_streaming(options, what)
     name = meta.dataset_id or "data"
     if meta.data is not None:
         if options:
@@ -56,18 +57,24 @@ def slice_indices(wanted: Any, size: int) -> list[int]:
         return list(range(size))[wanted]
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         raise DataError(f"data_slice is {wanted!r}; it must be a range, a slice or an iterable of row numbers")
-    indices = []
-    for index in wanted:
-        if isinstance(index, bool) or "bool" in str(getattr(index, "dtype", "")):
-            raise DataError(
-                f"data_slice holds {index!r}; it must hold row numbers. To choose rows by true and false, give "
-                "[number for number, wanted in enumerate(mask) if wanted]"
-            )
-        try:
-            indices.append(index.__index__() % size)
-        except (AttributeError, TypeError):
-            raise DataError(f"data_slice holds {index!r}; it must hold whole row numbers") from None
-    return indices
+    return [row_number(index) % size for index in wanted]
+
+
+def row_number(index: Any) -> int:
+    """Return an entry of `data_slice` as a number.
+
+    Raises:
+        DataError: it is not an integer, or true or false.
+    """
+    if isinstance(index, bool) or "bool" in str(getattr(index, "dtype", "")):
+        raise DataError(
+            f"data_slice holds {index!r}; it must hold row numbers. To choose rows by true and false, give "
+            "[number for number, wanted in enumerate(mask) if wanted]"
+        )
+    try:
+        return int(index.__index__())
+    except (AttributeError, TypeError):
+        raise DataError(f"data_slice holds {index!r}; it must hold whole row numbers") from None
 
 
 def not_empty(table: Table, name: str, after: str) -> Table:
@@ -79,9 +86,15 @@ def not_empty(table: Table, name: str, after: str) -> Table:
 
 def _in_memory(data: Any, split: str, name: str) -> Table:
     import datasets
+    import pyarrow
 
     if isinstance(data, datasets.IterableDataset | datasets.IterableDatasetDict):
-        raise Unsupported(f"data set {name!r} is a stream; Dataset holds rows with a length: load it without streaming")
+        raise Unsupported(
+            f"data set {name!r} is a stream, and this class holds rows with a length; use IterableDataset, or load it "
+            "without streaming"
+        )
+    if isinstance(data, pyarrow.Table):
+        return from_arrow(data)
     if isinstance(data, datasets.Dataset):
         return Table(data.with_format(None))
     if isinstance(data, datasets.DatasetDict):
@@ -89,18 +102,19 @@ def _in_memory(data: Any, split: str, name: str) -> Table:
             raise DataError(f"data set {name!r} has no split {split!r}; it has {', '.join(data)}")
         return Table(data[split].with_format(None))
     if isinstance(data, Mapping):
-        return from_columns({key: _column(key, values, name) for key, values in data.items()}, f"data set {name!r}")
+        return from_columns({key: column_of(key, values, name) for key, values in data.items()}, f"data set {name!r}")
     if callable(data) and not isinstance(data, type):
         return _in_memory(data(), split, name)
     if isinstance(data, Iterable) and not isinstance(data, str | bytes):
-        return from_rows((_row(row, number, name) for number, row in enumerate(data)), f"data set {name!r}")
+        return from_rows(checked_rows(data, name), f"data set {name!r}")
     raise DataError(
         f"data set {name!r}: data is a {type(data).__name__}; give a list of dicts, a dict of columns, a "
-        "datasets.Dataset, or a function that returns one of these"
+        "datasets.Dataset, a pyarrow.Table, or a function that returns one of these"
     )
 
 
-def _column(key: str, values: Any, name: str) -> list[Any]:
+def column_of(key: str, values: Any, name: str) -> list[Any]:
+    """Return one column of a dict of columns as a list, or raise `DataError` if it is none."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise DataError(
             f"data set {name!r}: column {key!r} is a {type(values).__name__}; a dict of columns holds lists"
@@ -108,10 +122,14 @@ def _column(key: str, values: Any, name: str) -> list[Any]:
     return list(values)
 
 
-def _row(row: Any, number: int, name: str) -> Mapping[str, Any]:
-    if not isinstance(row, Mapping):
-        raise DataError(f"data set {name!r}, row {number}: a row must be a dict, but this is a {type(row).__name__}")
-    return row
+def checked_rows(data: Iterable[Any], name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield rows in memory, or raise `DataError` at the first that is no dict."""
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"data set {name!r}, row {number}: a row must be a dict, but this is a {type(row).__name__}"
+            )
+        yield row
 
 
 def _from_hub(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
@@ -128,16 +146,48 @@ def _from_hub(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
 def _from_disk(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
     path = Path(meta.dataset_id).expanduser()
     if path.is_file():
-        if meta.subset_name != "default" or meta.split != "train":
-            raise DataError(
-                f"{path} is one file: it has no subset {meta.subset_name!r} or split {meta.split!r}; leave subset_name "
-                "and split out, and choose rows by data_slice"
-            )
+        check_one_file(path, meta)
         return read_file(path, options)
     if path.is_dir():
-        files = files_of_split(path if meta.subset_name == "default" else path / meta.subset_name, meta.split)
-        return join([read_file(file, options) for file in files], str(path))
-    raise DataError(_absent(str(meta.dataset_id), path))
+        folder = path if meta.subset_name == "default" else path / meta.subset_name
+        if is_saved(folder):
+            return _in_memory(load_saved(folder, meta.split, options), meta.split, str(folder))
+        return join([read_file(file, options) for file in files_of_split(folder, meta.split)], str(path))
+    raise DataError(absent(str(meta.dataset_id), path))
+
+
+def check_one_file(path: Path, meta: DatasetMeta) -> None:
+    """Raise `DataError` if a subset or split is asked of a single file."""
+    if meta.subset_name != "default" or meta.split != "train":
+        raise DataError(
+            f"{path} is one file: it has no subset {meta.subset_name!r} or split {meta.split!r}; leave subset_name "
+            "and split out, and choose rows by data_slice"
+        )
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether the folder was written by `save_to_disk` of a `datasets.Dataset` or `DatasetDict`."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def load_saved(folder: Path, split: str, options: Mapping[str, Any]) -> Any:
+    """Return the `datasets.Dataset` or `DatasetDict` that `save_to_disk` wrote.
+
+    Raises:
+        ArgumentError: there are options.
+        DataError: it is damaged, or holds one set that is not of this split.
+    """
+    import datasets
+
+    if options:
+        raise ArgumentError(f"{folder} was written by save_to_disk: it takes no options, not even {_named(options)}")
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's own errors are among them
+        raise DataError(f"{folder} was written by save_to_disk, but cannot be read: {error}") from error
+    if isinstance(saved, datasets.Dataset) and split not in ("train", str(saved.split)):
+        raise DataError(f"{folder} holds one set and has no split {split!r}; leave split out")
+    return saved
 
 
 def files_of_split(folder: Path, split: str) -> list[Path]:
@@ -186,7 +236,8 @@ def _splits_of(path: Path, of_word: Mapping[str, str]) -> set[str]:
     return set()
 
 
-def _absent(asked: str, path: Path) -> str:
+def absent(asked: str, path: Path) -> str:
+    """Return the words for a data set that is not on this machine."""
     from twinkle_registry import nearest
 
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -199,9 +250,9 @@ def _absent(asked: str, path: Path) -> str:
     )
 
 
-def _without_streaming(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_streaming(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     if options.get("streaming"):
-        raise Unsupported("Dataset holds rows with a length and does not stream; leave streaming out")
+        raise Unsupported(f"{what} holds rows with a length and does not stream; use IterableDataset")
     return {name: value for name, value in options.items() if name != "streaming"}
 
 

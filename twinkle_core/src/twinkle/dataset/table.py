@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle.dataset.clean import clean_column
+from twinkle.dataset.columns import require_one_length
 from twinkle.errors import DataError
 
 _CHUNK = 10_000
@@ -43,6 +44,12 @@ class Table:
         """Yield all rows as columns, `size` rows at a time."""
         for start in range(0, len(self), size):
             yield self.columns(slice(start, start + size))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows."""
+        for columns in self.batches():
+            for values in zip(*columns.values(), strict=True):
+                yield dict(zip(columns, values, strict=True))
 
     def restore_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return one row of `hf` as it was put in."""
@@ -95,9 +102,7 @@ def from_columns(columns: Mapping[str, Sequence[Any]], source: str, first: int |
     """
     import datasets
 
-    lengths = {name: len(values) for name, values in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"{source}: columns have different lengths: {lengths}")
+    require_one_length(columns, source)
     packed: dict[str, list[str | None]] = {}
     for name, values in columns.items():
         if any(_has_dict(value) for value in values) and (texts := _pack(values)) is not None:
@@ -108,6 +113,14 @@ def from_columns(columns: Mapping[str, Sequence[Any]], source: str, first: int |
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's own errors are among them
         raise DataError(f"{source}: {_culprit(arrow, first) or error}") from error
     return Table(hf, frozenset(packed))
+
+
+def from_arrow(table: Any) -> Table:
+    """Return a `pyarrow.Table` as it is, without a copy."""
+    import datasets
+    from datasets.table import InMemoryTable
+
+    return Table(datasets.Dataset(InMemoryTable(table), fingerprint=fingerprint()))
 
 
 def join(tables: Sequence[Table], source: str) -> Table:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from twinkle.dataset.columns import call_on_columns
 from twinkle.dataset.table import Table, fingerprint, from_columns, join
 from twinkle.errors import ArgumentError, DataError
 
@@ -63,6 +64,17 @@ def filter_table(table: Table, function: Callable[..., Any], **options: Any) -> 
     return table.replaced(_run(table, "filter", RowCall(table, function), options))
 
 
+def cast_table(table: Table, column: str, decode: bool) -> Table:
+    """Return the table with a column of images; `Dataset.cast_column` says more."""
+    import datasets
+
+    require_column(table, column, "cast_column")
+    try:
+        return table.replaced(table.hf.cast_column(column, datasets.Image(decode=decode)))
+    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among them
+        raise DataError(f"cast_column: column {column!r} cannot hold images: {error}") from error
+
+
 class ColumnsCall:
     """Calls a function with restored columns and returns its columns as one cell."""
 
@@ -74,23 +86,9 @@ class ColumnsCall:
     def __call__(self, batch: Mapping[str, Sequence[Any]], *extra: Any, **fn_kwargs: Any) -> dict[str, list[Any]]:
         """Return the result of one batch, as columns of one row."""
         columns = self.restore(batch)
-        result = _checked(self.function(dict(columns), *extra, **fn_kwargs), self.what)
-        if self.drop is not None:
-            result = self._beside(columns, result)
+        result = call_on_columns(self.function, columns, self.what, self.drop, extra, fn_kwargs)
         part = from_columns(result, self.what, None)
         return {"table": [_write_cell(part)], "packed": [sorted(part.packed)]}
-
-    def _beside(self, columns: dict[str, list[Any]], result: dict[str, Any]) -> dict[str, Any]:
-        kept = {
-            name: values for name, values in columns.items() if name not in (self.drop or ()) and name not in result
-        }
-        before, after = len(next(iter(columns.values()))), len(next(iter(result.values())))
-        if kept and before != after:
-            raise DataError(
-                f"{self.what} turned {before} rows into {after}, so the columns {', '.join(kept)} cannot stay; leave "
-                "remove_columns out, and return every column that is wanted"
-            )
-        return {**kept, **result}
 
 
 class RowCall:
@@ -201,27 +199,6 @@ def _read_cell(cell: Any, packed: list[str]) -> Table:
 
     table = pyarrow.ipc.open_stream(cell.as_buffer()).read_all()
     return Table(datasets.Dataset(InMemoryTable(table), fingerprint=fingerprint()), frozenset(packed))
-
-
-def _checked(result: Any, what: str) -> dict[str, Any]:
-    if not isinstance(result, Mapping):
-        shown = "nothing" if result is None else f"a {type(result).__name__}"
-        raise DataError(
-            f"{what} returned {shown}; it gets columns (a dict of lists, one entry a row) and must return columns"
-        )
-    columns = {}
-    for name, values in result.items():
-        if hasattr(values, "tolist") and not isinstance(values, list):
-            values = values.tolist()
-        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-            raise DataError(
-                f"{what} returned a {type(values).__name__} for column {name!r}; a column is a list with one entry a "
-                "row. To think in rows, use Preprocessor.map_col_to_row and map_row_to_col"
-            )
-        columns[str(name)] = values
-    if not columns:
-        raise DataError(f"{what} returned no columns at all; return the columns that the rows shall have")
-    return columns
 
 
 def require_column(table: Table, name: str, what: str) -> None:

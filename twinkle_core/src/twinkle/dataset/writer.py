@@ -29,11 +29,14 @@ def output_format(path: Path, wanted: str | None) -> str:
 
 
 class RowWriter:
-    """Collects rows in batches of `batch_size`, appends them to a temporary sibling, and renames that at `commit`."""
+    """Collects rows in batches of `batch_size`, appends them to a temporary sibling, and renames that at `commit`.
 
-    def __init__(self, path: Path, file_format: str, columns: Sequence[str], batch_size: int) -> None:
+    Where the columns are not known before (`columns=None`), csv and parquet take those of the first row.
+    """
+
+    def __init__(self, path: Path, file_format: str, columns: Sequence[str] | None, batch_size: int) -> None:
         self.path, self.format = path, file_format
-        self.columns, self.batch_size = list(columns), batch_size
+        self.columns, self.batch_size = None if columns is None else list(columns), batch_size
         self._work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._rows: list[Mapping[str, Any]] = []
         self._tables: list[Any] = []
@@ -49,12 +52,20 @@ class RowWriter:
         """Add one row.
 
         Raises:
-            DataError: called in another process, whose rows would be lost or doubled.
+            DataError: called in another process, whose rows would be lost or doubled; or the row has a column for
+                which csv or parquet has no place any more.
         """
         if os.getpid() != self._owner:
             raise DataError(
                 f"saving {self.path} as rows are read works in one process only; use num_workers=0, or "
                 "save_as(mode='immediate')"
+            )
+        if self.columns is None:
+            self.columns = list(row)
+        if self.format in ("csv", "parquet") and (late := [name for name in row if name not in self.columns]):
+            raise DataError(
+                f"{self.path}: a row has the column {late[0]!r}, but the file has {', '.join(self.columns)} as the "
+                "first row does; save the rows as jsonl"
             )
         self._rows.append(row)
         if len(self._rows) >= self.batch_size:
@@ -90,7 +101,7 @@ class RowWriter:
         if not rows:
             return
         if self.format == "parquet":
-            self._tables.append(_arrow_table(rows, self.columns, str(self.path)))
+            self._tables.append(_arrow_table(rows, self.columns or [], str(self.path)))
         elif self.format == "csv":
             self._write_csv(rows)
         else:
@@ -105,11 +116,12 @@ class RowWriter:
             self._file.write((",\n" if self._count else "[\n") + ",\n".join(texts))
 
     def _write_csv(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        table = csv.DictWriter(self._file, self.columns, lineterminator="\n")
+        columns = self.columns or []
+        table = csv.DictWriter(self._file, columns, lineterminator="\n")
         if not self._count:
             table.writeheader()
         for row in rows:
-            table.writerow({name: self._cell(row.get(name)) for name in self.columns})
+            table.writerow({name: self._cell(row.get(name)) for name in columns})
 
     def _cell(self, value: Any) -> Any:
         return _json(value, self.path) if isinstance(value, list | tuple | Mapping) else value
@@ -118,7 +130,8 @@ class RowWriter:
         import pyarrow
         import pyarrow.parquet
 
-        whole = pyarrow.concat_tables(self._tables, promote_options="permissive")
+        tables = self._tables or [_arrow_table([], self.columns or [], str(self.path))]
+        whole = pyarrow.concat_tables(tables, promote_options="permissive")
         pyarrow.parquet.write_table(whole, self._work)
 
 
