@@ -24,6 +24,7 @@ from twinkle_transformers.packing import without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments
+from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 
@@ -108,7 +109,9 @@ class TransformersModel(Components):
         self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
         if gradient_checkpointing is True:
             enable = getattr(self.model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 on
-            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+            (enable or self.model.gradient_checkpointing_enable)(
+                {"use_reentrant": False, "context_fn": recompute_contexts}
+            )
         ranks = self.parallel.ranks.control
         self.optimizer_group: dict[str, OptimizerGroup] = {"": new_group("", device_mesh, ranks)}
         self.active_group = ""
