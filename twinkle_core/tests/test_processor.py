@@ -223,3 +223,26 @@ def test_padding_on_either_side_leaves_the_log_probabilities_of_a_model_as_they_
     alone = torch.cat([trained_logps([feature]) for feature in features])
     for options in ({}, {"padding_side": "left"}, {"pad_to_multiple_of": 16}):
         torch.testing.assert_close(trained_logps(features, **options), alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_labels_of_whole_rows_are_one_number_or_some_fractions_each(padding_free: bool) -> None:
+    processor = InputProcessor(padding_free=padding_free)
+
+    def labels(*values: Any) -> Any:
+        rows = [{"input_ids": [1, 2, 3], "labels": values[0]}, {"input_ids": [4, 5], "labels": values[1]}]
+        batch = processor(rows)
+        return processor.unpack_inputs(batch)["labels"] if padding_free else batch["labels"]
+
+    assert torch.equal(labels(1, 0), torch.tensor([1, 0]))
+    assert torch.equal(labels(0.5, 2), torch.tensor([0.5, 2.0]))
+    torch.testing.assert_close(labels([0.5, 1.0, 3.0, 4.0], [1.0] * 4), torch.tensor([[0.5, 1, 3, 4], [1, 1, 1, 1]]))
+    at_tokens = labels([0.5, 1.0, 3.0], [1.0, 2.0])
+    torch.testing.assert_close(at_tokens, torch.tensor([[0.5, 1.0, 3.0], [1.0, 2.0, -100.0]]))
+
+
+@pytest.mark.parametrize("second", [[1, 2, 3, 4], [0.5], "high", [[1.0], [2.0]]])
+def test_labels_that_fit_neither_tokens_nor_rows_are_refused(second: Any) -> None:
+    rows = [{"input_ids": [1, 2, 3], "labels": 0.5}, {"input_ids": [4, 5, 6], "labels": second}]
+    with pytest.raises(DataError, match="row 1: 'labels'"):
+        InputProcessor()(rows)

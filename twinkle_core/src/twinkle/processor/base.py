@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from twinkle._arguments import refuse_unknown
 from twinkle.data_format import InputBatch, InputFeature, ModelOutput
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle.processor.collate import join, pad_tokens, per_token
+from twinkle.processor.collate import join, join_labels, pad_tokens, per_token
 from twinkle.processor.packing import Layout, pack, unpack, unpack_outputs
-from twinkle.processor.rows import TOKEN_KEYS, Row, as_rows
+from twinkle.processor.rows import TOKEN_KEYS, Row, as_rows, of_whole_row
 from twinkle.runtime import remote_class
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class InputProcessor:
             and `labels` and `completion_mask` where rows have them; float32 `[B, T]`: `loss_scale`. Padding is 0, and
             -100 in `labels`. Other keys with one number a token are padded with 0 likewise; numbers become `[B]`,
             arrays of one shape `[B, ...]`; everything else (`messages`, `user_data`, ragged values) stays a list.
+
+            `labels` may also belong to the whole row: one number (`[B]`), or a list of fractions of another length than
+            the tokens' (`[B, K]`); fractions as many as the tokens are targets of a value head, padded with -100.
 
             With `padding_free=True`, and where a row is packed (its `position_ids` begin at 0 more than once), the
             batch is one row: `[1, sum of lengths]` without `attention_mask`, and other keys are `[1, sequences]` or
@@ -184,7 +187,9 @@ class InputProcessor:
         columns = _columns(rows, lengths)
         batch: Any = {}
         for key, values in columns.items():
-            if key in TOKEN_KEYS or per_token(values, lengths):
+            if key == "labels" and any(map(of_whole_row, values, lengths)):
+                batch[key] = join_labels(values)
+            elif key in TOKEN_KEYS or per_token(values, lengths):
                 batch[key] = pad_tokens(key, values, width, self.padding_side)
             else:
                 batch[key] = join(values)

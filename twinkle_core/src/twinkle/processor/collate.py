@@ -26,10 +26,13 @@ def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left"
     import torch
 
     rows = [_tensor(key, number, value) for number, value in enumerate(values)]
-    if key in PAD and key not in _FLOATS:
+    floats = any(row.is_floating_point() for row in rows)
+    if key == "labels" and floats:
+        dtype = torch.float32  # targets of a value head at each token
+    elif key in PAD and key not in _FLOATS:
         dtype = torch.int64
     else:
-        dtype = torch.float32 if key in _FLOATS or any(row.is_floating_point() for row in rows) else torch.int64
+        dtype = torch.float32 if key in _FLOATS or floats else torch.int64
     padded = torch.full((len(rows), width), PAD.get(key, 0), dtype=dtype)
     for number, row in enumerate(rows):
         if dtype is torch.int64 and row.is_floating_point():
@@ -51,6 +54,22 @@ def join(values: Sequence[Any]) -> Any:
     if len(arrays) == len(values) and len({tuple(value.shape) for value in arrays}) == 1:
         return _narrow(torch.stack([torch.as_tensor(value) for value in arrays]))
     return list(values)
+
+
+def join_labels(values: Sequence[Any]) -> Any:
+    """Return the labels of whole rows as `[B]` or `[B, K]`: int64, or float32 where they have fractions.
+
+    Raises:
+        DataError: rows have different counts of them, or one has something else.
+    """
+    rows = [_tensor("labels", number, value) for number, value in enumerate(values)]
+    for number, row in enumerate(rows):
+        if row.shape != rows[0].shape:
+            raise DataError(
+                f"row {number}: 'labels' has the shape {list(row.shape)}, that of row 0 has {list(rows[0].shape)}; "
+                "labels of whole rows need one shape"
+            )
+    return join(rows)
 
 
 def per_token(values: Sequence[Any], lengths: Sequence[int]) -> bool:

@@ -187,7 +187,9 @@ def _check_first(batch: Mapping[str, Any], layout: Layout) -> None:
             "they must begin at 0"
         )
     labels = batch.get("labels")
-    if labels is not None and bool(((labels != -100) & (batch["attention_mask"] == 0)).any()):
+    if getattr(labels, "shape", ()) != batch["attention_mask"].shape:
+        return
+    if bool(((labels != -100) & (batch["attention_mask"] == 0)).any()):
         row = int(((labels != -100) & (batch["attention_mask"] == 0)).nonzero()[0, 0])
         raise DataError(f"row {row}: a token whose attention_mask is 0 has a label; such tokens are left out")
 

@@ -1,6 +1,7 @@
 """Brings what a processor may be given into a list of checked rows."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any, TypeAlias
 
 from twinkle.errors import DataError
@@ -48,10 +49,28 @@ def _check_row(number: int, row: Any) -> None:
     if length == 0:
         raise DataError(f"row {number} has no tokens; drop empty rows before batching (dataset.encode does)")
     for key in TOKEN_KEYS:
+        if key == "labels" and of_whole_row(row.get(key), length):
+            continue
         size = size_of(row[key]) if row.get(key) is not None else length
         if size != length:
             found = "no flat sequence" if size is None else f"{size} values"
             raise DataError(f"row {number}: {key!r} is {found}, for {length} tokens; every token needs one")
+
+
+def of_whole_row(labels: Any, length: int) -> bool:
+    """Return whether the labels of a row of `length` tokens are one number, or another count of numbers with fractions.
+
+    Such labels are not targets of positions; losses on embeddings or on the values of a whole row read them.
+    """
+    if labels is None:
+        return False
+    if isinstance(labels, Number) or _dimensions(labels) == 0:
+        return True
+    if size_of(labels) in (None, length):
+        return False
+    if hasattr(labels, "dtype"):
+        return "float" in str(labels.dtype)
+    return all(isinstance(value, float) for value in labels)
 
 
 def _remedy(row: Row) -> str:
