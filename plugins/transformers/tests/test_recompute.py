@@ -32,17 +32,17 @@ def load(folder: Path, *, lora: bool = False, **options: Any) -> Any:
     return model.train()
 
 
-def batch(rows: int, width: int) -> dict[str, torch.Tensor]:
+def batch(rows: int, width: int, masked: bool = True) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(0, 256, (rows, width), generator=generator)
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask} if masked else {"input_ids": ids}
 
 
-def kept_by(model: Any, rows: int, width: int) -> int:
+def kept_by(model: Any, rows: int, width: int, masked: bool = True) -> int:
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    return saved_bytes(lambda _: model.base_model(**batch(rows, width), use_cache=False), 0, own)
+    return saved_bytes(lambda _: model.base_model(**batch(rows, width, masked), use_cache=False), 0, own)
 
 
 def gradients(model: Any, rows: int = 2, width: int = 9) -> dict[str, torch.Tensor]:
@@ -83,14 +83,16 @@ def test_a_footprint_is_fitted_exactly_to_constant_line_and_parabola() -> None:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no-mask"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 200), (4, 60), (6, 33)])
 def test_the_prediction_is_near_what_a_batch_really_keeps(
-    folder: Path, lora: bool, attention: str, rows: int, width: int
+    folder: Path, lora: bool, attention: str, masked: bool, rows: int, width: int
 ) -> None:
     model = load(folder, lora=lora, attn_implementation=attention)
     recompute = deciding(model, 1 << 40)
     missing = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
-    predicted, kept = recompute.needed_bytes(rows * width, width), kept_by(model, rows, width)
+    predicted = recompute.needed_bytes(rows * width, width, masked=masked)
+    kept = kept_by(model, rows, width, masked)
     assert predicted is not None
     assert 1.0 <= (predicted - missing) / kept < 1.05
 

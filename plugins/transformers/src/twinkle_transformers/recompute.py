@@ -30,8 +30,8 @@ class Recompute:
         mode: True, False or "auto".
         device: where it runs.
         context_fn: passed to `torch.utils.checkpoint`: returns the context managers of forward and recomputation.
-        forward: runs `{"input_ids", "attention_mask"}` (int64 `[1, T]`) through the body as a training pass would,
-            under the same autocast; by default `module.base_model`.
+        forward: runs `input_ids` and, for passes with padding, `attention_mask` (int64 `[1, T]`) through the body as a
+            training pass would, under the same autocast; by default `module.base_model`.
         agree: tells ranks that compute in lockstep each other's wish and returns whether one of them must recompute; a
             pass that ran out of memory is then not tried again.
         free: the bytes free on a device, None if unknown (then it recomputes).
@@ -66,26 +66,28 @@ class Recompute:
         if context_fn is not None:
             self._options["context_fn"] = context_fn
         self._able = bool(getattr(module, "supports_gradient_checkpointing", False))
-        self._footprints: dict[str, Footprint | None] = {}
+        self._footprints: dict[tuple[str, bool], Footprint | None] = {}
         self._trained: dict[str, list[Tensor]] = {}
         self._too_many: int | None = None
         self._tokens = 0
         if mode is True:
             self._switch(True)
 
-    def prepare(self, tokens: int, width: int | None = None, adapter: str = "") -> None:
+    def prepare(self, tokens: int, width: int | None = None, adapter: str = "", masked: bool = True) -> None:
         """Decide for the training pass that comes.
 
         Args:
             tokens: positions of the batch, padding included.
-            width: length of its rows; by default all tokens are one row, which overestimates models that keep
-                attention weights.
+            width: length of its rows (of its longest sequence, if several share a row); by default all tokens are one
+                row, which overestimates what grows with the square of the length.
             adapter: what is trained; each is measured once.
+            masked: whether the pass has an attention mask, which kernels may keep, once a layer.
         """
         if self.mode != "auto" or not self._able:
             return
         self._tokens = tokens
-        wanted = self._does_not_fit(tokens, tokens if width is None else width, adapter)
+        masked = masked or self._agree is not None  # a measurement is a forward, which ranks in lockstep make together
+        wanted = self._does_not_fit(tokens, tokens if width is None else width, adapter, masked)
         self._switch(self._agree(wanted) if self._agree is not None else wanted)
 
     def run(self, call: Callable[[], T]) -> T:
@@ -112,15 +114,15 @@ class Recompute:
         self._switch(True)
         return call()
 
-    def needed_bytes(self, tokens: int, width: int, adapter: str = "") -> int | None:
+    def needed_bytes(self, tokens: int, width: int, adapter: str = "", masked: bool = True) -> int | None:
         """Return what a pass without recomputation needs: saved activations and gradients that do not exist yet.
 
         None if they could not be measured.
         """
-        if adapter not in self._footprints:
-            self._footprints[adapter] = self._measure()
+        if (adapter, masked) not in self._footprints:
+            self._footprints[adapter, masked] = self._measure(masked)
             self._trained[adapter] = [p for p in self._module.parameters() if p.requires_grad]
-        footprint = self._footprints[adapter]
+        footprint = self._footprints[adapter, masked]
         if footprint is None:
             return None
         return footprint.of(tokens, width) + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
@@ -129,8 +131,8 @@ class Recompute:
         """Measure again before the next pass: the model was changed."""
         self._footprints, self._trained, self._too_many = {}, {}, None
 
-    def _does_not_fit(self, tokens: int, width: int, adapter: str) -> bool:
-        needed, free = self.needed_bytes(tokens, width, adapter), self._free(self._device)
+    def _does_not_fit(self, tokens: int, width: int, adapter: str, masked: bool) -> bool:
+        needed, free = self.needed_bytes(tokens, width, adapter, masked), self._free(self._device)
         if needed is None or free is None or (self._too_many is not None and tokens >= self._too_many):
             return True
         if (needed > SHARE * free) is not self.on:
@@ -160,7 +162,7 @@ class Recompute:
             return
         self.on = on
 
-    def _measure(self) -> Footprint | None:
+    def _measure(self, masked: bool) -> Footprint | None:
         config = self._module.config.get_text_config()
         unit = max(_UNIT, int(getattr(config, "chunk_size", 0) or 0))
         if longest := getattr(config, "max_position_embeddings", None):
@@ -172,7 +174,7 @@ class Recompute:
             self._module.train()
             with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
                 own = [*self._module.parameters(), *self._module.buffers()]
-                return measure(lambda width: self._row(width, config.vocab_size), own, unit)
+                return measure(lambda width: self._row(width, config.vocab_size, masked), own, unit)
         except Exception as error:  # whatever a model does not like about the row: training itself goes on
             get_logger().warning("activations could not be measured, so that every pass recomputes them: %s", error)
             return None
@@ -180,11 +182,11 @@ class Recompute:
             self._module.train(training)
             self._switch(was)
 
-    def _row(self, width: int, vocabulary: int) -> object:
+    def _row(self, width: int, vocabulary: int, masked: bool) -> object:
         ids = torch.arange(width, device=self._device)[None] % vocabulary
         mask = torch.ones_like(ids)
-        mask[0, -1] = 0  # padding: a mask is what most batches have and some kernels keep
-        return self._forward({"input_ids": ids, "attention_mask": mask})
+        mask[0, -1] = 0  # a mask of ones would be no mask
+        return self._forward({"input_ids": ids} | ({"attention_mask": mask} if masked else {}))
 
     def _body(self, row: dict[str, Tensor]) -> object:
         return self._module.base_model(**row, use_cache=False)
