@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import twinkle.filter
 import twinkle.preprocessor
 from twinkle._registry import registry
-from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.dataset import Dataset, DatasetMeta, IterableDataset
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.filter import (
     CharacterFilter,
@@ -202,15 +202,23 @@ def test_normalized_texts_forgive_case_space_and_marks(one: str, other: str, sam
     assert kept(DeduplicationFilter("exact", column="text"), rows) == [0, 1]
 
 
-def test_a_data_set_of_repetitions_is_thinned_and_a_new_pass_begins_anew() -> None:
+def test_a_data_set_of_repetitions_is_thinned_and_each_pass_begins_anew() -> None:
     rows = [{"text": text} for text in "abacb"]
-    data = Dataset(DatasetMeta(data=rows))
     found = DeduplicationFilter(column="text")
-    data.filter(found, batch_size=2)
-    assert [row["text"] for row in data] == ["a", "b", "c"]
+    for _ in range(2):
+        data = Dataset(DatasetMeta(data=rows))
+        data.filter(found, batch_size=2)
+        assert [row["text"] for row in data] == ["a", "b", "c"]
     assert kept(found, rows) == []
     found.reset()
     assert kept(found, rows) == [0, 1, 3]
+
+
+def test_a_stream_is_thinned_in_every_epoch() -> None:
+    stream = IterableDataset(DatasetMeta(data=[{"text": text} for text in "abacb" * 40]))
+    stream.filter("DeduplicationFilter", column="text")
+    for _ in range(2):
+        assert [row["text"] for row in stream] == ["a", "b", "c"]
 
 
 def test_several_processes_are_refused_for_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ class Filter(ABC):
         """Return True to keep `row`."""
 
     def reset(self) -> None:
-        """Forget the rows seen so far, for filters that remember any; a new pass over the rows begins."""
+        """Forget the rows seen so far, for filters that remember any; data sets call it when a pass begins."""
         return
 
 

@@ -47,7 +47,6 @@ class DeduplicationFilter(Filter):
     def reset(self) -> None:
         """Forget the rows seen so far."""
         self._seen.clear()
-        self._process = os.getpid()
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
         """Say whether no row before said the same.

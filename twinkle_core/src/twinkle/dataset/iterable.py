@@ -12,6 +12,7 @@ from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.saving import Saving
 from twinkle.dataset.stages import (
     Chunk,
+    FilterStage,
     ImageStage,
     Row,
     Stage,
@@ -154,6 +155,9 @@ class IterableDataset:
         steps (after mixing, where sets are mixed) for its own chunks only.
         """
         rows, stages = self._plan()
+        for stage in self._recorded():
+            if isinstance(stage, FilterStage):
+                stage.begin()
         for number, chunk in enumerate(cut(rows, CHUNK_ROWS)):
             if number % workers == worker:
                 yield run_stages(stages, chunk).rows
@@ -325,8 +329,11 @@ class IterableDataset:
         self._saving.refuse_change(change)
 
     def _last_stage(self) -> str:
-        last = [*(stage for part in self._parts.values() for stage in part.stages), *self._stages][-1:]
+        last = self._recorded()[-1:]
         return last[0].name if last else "loading"
+
+    def _recorded(self) -> list[Stage]:
+        return [*(stage for part in self._parts.values() for stage in part.stages), *self._stages]
 
 
 def cut(rows: Iterable[Row], size: int) -> Iterator[Chunk]:

@@ -9,6 +9,7 @@ from twinkle.dataset.columns import call_on_columns, require_one_length
 from twinkle.dataset.component import Call, called_with
 from twinkle.dataset.encoding import CheckCall, EncodeCall
 from twinkle.errors import ArgumentError, DataError, Unsupported
+from twinkle.filter import Filter
 from twinkle.preprocessor.base import Preprocessor
 
 Row = dict[str, Any]
@@ -70,6 +71,11 @@ class FilterStage:
     function: Callable[..., Any]
     name: str
     fn_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Tell the filter that a new pass over the rows begins."""
+        if isinstance(self.function, Filter):
+            self.function.reset()
 
     def __call__(self, chunk: Chunk) -> Chunk:
         """Return the rows that stay."""

@@ -19,6 +19,7 @@ from typing import Any
 from twinkle.dataset.columns import call_on_columns
 from twinkle.dataset.table import Table, fingerprint, from_columns, join
 from twinkle.errors import ArgumentError, DataError
+from twinkle.filter import Filter
 
 # Arguments of `datasets` that would break what `map` promises: columns in and out, types found over all rows.
 _OURS = {"function", "batched", "input_columns", "features", "cache_file_name", "new_fingerprint", "on_mixed_types"}
@@ -61,6 +62,8 @@ def map_table(table: Table, function: Callable[..., Any], what: str, drop: list[
 
 def filter_table(table: Table, function: Callable[..., Any], **options: Any) -> Table:
     """Return the rows for which `function(row)` is true."""
+    if isinstance(function, Filter):
+        function.reset()
     return table.replaced(_run(table, "filter", RowCall(table, function), options))
 
 
