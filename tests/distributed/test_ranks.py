@@ -60,7 +60,7 @@ def distance(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> fl
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, tuple[float, dict[str, list[float]], float]]:
-    """The true norm, the clipped update of SGD with lr 0.01, and the loss: plain torch in float64, all rows."""
+    """The true norm, the clipped update of SGD with lr 8, and the loss: plain torch in float64, all rows."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     spec = spec_from_file_location("grid_worker", WORKER.with_name("grid_worker.py"))
@@ -72,7 +72,7 @@ def alone(folder: Path) -> dict[str, tuple[float, dict[str, list[float]], float]
     for kind in KINDS:
         grads, loss = grid.reference_with_loss(str(folder / "model"), kind == "LoRA", by_row=False)
         norm = sum(float(grad.square().sum()) for grad in grads.values()) ** 0.5
-        scale = 0.01 * min(1.0, CLIP / norm)
+        scale = 8.0 * min(1.0, CLIP / norm)
         found[kind] = norm, {name: (grad * scale).flatten().tolist() for name, grad in grads.items()}, loss
     return found
 
@@ -87,7 +87,7 @@ def test_clipping_uses_the_true_global_norm(
         mine = seen[f"{way} {kind}"]
         assert mine["norm"] == pytest.approx(norm, rel=1e-5)
         renamed = {name.replace(".default", ""): values for name, values in mine["update"].items()}
-        assert distance(renamed, update) < 2e-4  # the update is 5e-4 of float32 weights around 0.05
+        assert distance(renamed, update) < 5e-6
         assert mine["metrics"]["grad_norm"] == mine["norm"]
         assert mine["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -110,11 +110,14 @@ def test_options_of_fsdp_change_no_number(option: str, kind: str, two: dict[str,
         assert seen[f"{option}, {kind}"] == seen[f"plain, {kind}"]
 
 
-def test_bf16_falls_on_both_ways(two: dict[str, list[Any]]) -> None:
-    for way in WAYS:
-        losses = two["precision"][0][way]
-        assert losses[0] > losses[1] > losses[2]
-    assert two["precision"][0]["DDP"][0] == pytest.approx(two["precision"][0]["FSDP2"][0], rel=2e-3)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mixed_precision_learns_alike_on_both_ways(dtype: str, two: dict[str, list[Any]]) -> None:
+    for seen in two["precision"]:
+        for way in WAYS:
+            losses = seen[f"{way} {dtype}"]
+            assert losses[0] >= losses[1] >= losses[2]
+            assert losses[0] > losses[2]
+        assert seen[f"DDP {dtype}"][0] == pytest.approx(seen[f"FSDP2 {dtype}"][0], rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,13 +33,15 @@ def meshes() -> dict[str, DeviceMesh]:
     return found
 
 
-def build(folder: Path, mesh: DeviceMesh, *, lora: bool = True, optimizer: str = "AdamW", **options: Any) -> Any:
+def build(
+    folder: Path, mesh: DeviceMesh, *, lora: bool = True, optimizer: str = "AdamW", lr: float = 1e-2, **options: Any
+) -> Any:
     """Return a model that is ready for its first step."""
     model = TransformersModel(model_id=str(folder / "model"), device_mesh=mesh, **{"mixed_precision": "no", **options})
     if lora:
         model.add_adapter_to_model("default", adapter())
         start(model.model, lora)
-    model.set_optimizer(optimizer, lr=1e-2, weight_decay=0.0)
+    model.set_optimizer(optimizer, lr=lr, weight_decay=0.0)
     return model
 
 
@@ -67,7 +69,7 @@ def norms(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, mesh in meshes().items():
         for kind in ("LoRA", "full"):
-            model = build(folder, mesh, lora=kind == "LoRA", optimizer="SGD")
+            model = build(folder, mesh, lora=kind == "LoRA", optimizer="SGD", lr=8.0)
             before = weights(model)
             model.forward_backward(inputs=own(mesh, rows()))
             norm = model.clip_grad_norm(max_grad_norm=0.05)
@@ -104,16 +106,17 @@ def options(folder: Path) -> dict[str, Any]:
 
 @scenario
 def precision(folder: Path) -> dict[str, Any]:
-    """Return losses under bf16, for each way."""
+    """Return losses under mixed precision, for each way."""
     seen: dict[str, Any] = {}
     for name, mesh in meshes().items():
-        model = build(folder, mesh, lora=False, mixed_precision="bf16")
-        losses = []
-        for _ in range(3):
-            model.forward_backward(inputs=own(mesh, rows()))
-            model.clip_grad_and_step()
-            losses.append(model.calculate_metric(is_training=True)["loss"])
-        seen[name] = losses
+        for dtype in ("bf16", "fp16"):
+            model = build(folder, mesh, lora=False, mixed_precision=dtype)
+            losses = []
+            for _ in range(3):
+                model.forward_backward(inputs=own(mesh, rows()))
+                model.clip_grad_and_step()
+                losses.append(model.calculate_metric(is_training=True)["loss"])
+            seen[f"{name} {dtype}"] = losses
     return seen
 
 
@@ -138,7 +141,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
 
 @scenario
 def resumed(folder: Path) -> dict[str, Any]:
-    """Resume the checkpoints of `checkpoints` on this number of ranks: weights and optimizer state as they lie there."""
+    """Resume the checkpoints of `checkpoints` on this number of ranks: weights and optimizer state as they lie."""
     seen: dict[str, Any] = {}
     for name, mesh in meshes().items():
         for kind in ("LoRA", "full"):

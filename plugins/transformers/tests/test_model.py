@@ -516,7 +516,7 @@ def test_adapters_that_make_no_sense_are_refused(model: TransformersModel) -> No
         ({"memory_efficient_init": True}, ArgumentError, "memory_efficient_init=True needs a mesh with fsdp"),
         ({"fsdp_config": {"cpu_offload": True}}, ArgumentError, "there is no mesh; give DeviceMesh.from_sizes"),
         ({"ddp_config": {"bucket_cap": 1}}, ArgumentError, "unknown option 'bucket_cap', nearest: 'bucket_cap_mb'"),
-        ({"grad_scaler_config": {"init_scale": 1.0}}, ArgumentError, "grad_scaler_config is for mixed_precision='fp16'"),
+        ({"grad_scaler_config": {"init_scale": 1.0}}, ArgumentError, "is for mixed_precision='fp16'"),
         ({"on_nonfinite": "ignore"}, ArgumentError, "choose 'raise' or 'skip'"),
     ],
 )

@@ -1,5 +1,6 @@
 """The methods of `TransformersModel` that choose its components: loss, optimizer, template, adapters and the rest."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from twinkle_registry import nearest
 from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup, build_metric, new_group
+from twinkle_transformers.loss_scaler import LossScaler
 from twinkle_transformers.optimizers import build_optimizer, build_scheduler
 from twinkle_transformers.options import PRECISION, check_adapter
 from twinkle_transformers.parallel import Replicated
+from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.stepping import set_accumulation
 
 
@@ -29,6 +32,8 @@ class Components(TwinkleModel):
     optimizer_group: dict[str, OptimizerGroup]
     active_group: str
     _backbone: Backbone
+    _recompute: Recompute
+    _scaler_options: Mapping[str, Any] | None
 
     def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the loss; keyword arguments go to its constructor."""
@@ -82,6 +87,15 @@ class Components(TwinkleModel):
         from twinkle.patch import apply_patch
 
         apply_patch(self.model, patch_cls, **kwargs)
+        self._recompute.forget()
+
+    def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the loss scale of fp16; keyword arguments in the words of `torch.amp.GradScaler`."""
+        if self.mixed_precision != "fp16":
+            raise TrainingStateError(
+                f"set_grad_scaler is for mixed_precision='fp16'; this model has {self.mixed_precision!r}"
+            )
+        self._group(adapter_name).loss_scale = LossScaler.from_config(kwargs)
 
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1
@@ -100,7 +114,7 @@ class Components(TwinkleModel):
                 f"adapter {adapter_name!r}: the model is sharded already; add adapters before set_optimizer and before "
                 "the first forward"
             )
-        group = new_group(adapter_name, self.device_mesh, self.parallel.ranks.control)
+        group = self._new_group(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
         self.model, config = adapters.add_adapter(self.model, adapter_name, config_or_dir)
         group.adapter_config = config
@@ -139,6 +153,12 @@ class Components(TwinkleModel):
             raise TrainingStateError(f"adapter {group.adapter_name!r} was added with is_trainable=False")
         return group
 
+    def _new_group(self, name: str) -> OptimizerGroup:
+        group = new_group(name, self.device_mesh, self.parallel.ranks.control)
+        if self.mixed_precision == "fp16":
+            group.loss_scale = LossScaler.from_config(self._scaler_options)
+        return group
+
     @property
     def _is_sharded(self) -> bool:
         return self.parallel.in_lockstep and any(group.placed for group in self.optimizer_group.values())
@@ -152,5 +172,7 @@ class Components(TwinkleModel):
             for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
                 if parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.data = parameter.data.float()  # what is trained is kept in float32
-        causal = self._backbone.model
+        causal, segmenter = self._backbone.model, self._backbone.segmenter
+        if self.parallel.in_lockstep:  # once it is sharded no rank can try it alone
+            segmenter.assume(self.parallel.ranks.on_first("trying packed rows", segmenter.check))
         self.parallel.place(causal, list(causal._no_split_modules or ()), PRECISION[self.mixed_precision])

@@ -81,7 +81,8 @@ def backward(group: OptimizerGroup, item: Pass) -> None:
             f"backward: the result of {loss_name(group.loss_instance)} has no gradient; was it detached, or is nothing "
             "trainable?"
         )
-    loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+    total = loss.loss_sum if group.loss_scale is None else group.loss_scale.scale(loss.loss_sum)
+    total.backward()
     group.denominator += float(loss.denominator)
     item.loss = None
 

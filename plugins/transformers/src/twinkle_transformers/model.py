@@ -17,11 +17,12 @@ from twinkle_transformers import adapters, loop, saving
 from twinkle_transformers.backbone import IGNORE, check_batch
 from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
-from twinkle_transformers.group import OptimizerGroup, Pass, Status, new_group
+from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.options import PRECISION, check_call, check_model_options, check_name
-from twinkle_transformers.packing import without_padding
+from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
+from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments
 from twinkle_transformers.segments import recompute_contexts
@@ -107,13 +108,12 @@ class TransformersModel(Components):
             load_model, model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
         )
         self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
-        if gradient_checkpointing is True:
-            enable = getattr(self.model, "activation_checkpointing_enable", None)  # its name from transformers 5.20 on
-            (enable or self.model.gradient_checkpointing_enable)(
-                {"use_reentrant": False, "context_fn": recompute_contexts}
-            )
-        ranks = self.parallel.ranks.control
-        self.optimizer_group: dict[str, OptimizerGroup] = {"": new_group("", device_mesh, ranks)}
+        self._recompute = Recompute(
+            self._backbone.model, gradient_checkpointing, self.device, recompute_contexts,
+            forward=self._probe, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,
+        )  # fmt: skip
+        self._scaler_options = grad_scaler_config
+        self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
         self.active_group = ""
 
     # forward and backward
@@ -531,8 +531,20 @@ class TransformersModel(Components):
         self._place(group)
         self.model.train(training)
         needs = loop.needs_of(group, status, return_logits)
+
+        def forward() -> ModelOutput:
+            with self.autocast():
+                return self.parallel.run(
+                    self._backbone.model, lambda: self._backbone(batch, self.device, needs, temperature)
+                )
+
+        if not training:
+            return Pass(batch, forward(), list(rows))
+        sizes = positions(batch)
+        masked = self.parallel.in_lockstep or sizes.masked  # sharded ranks measure the same
+        self._recompute.prepare(sizes.tokens, sizes.width, group.adapter_name, masked)
+        return Pass(batch, self._recompute.run(forward), list(rows))
+
+    def _probe(self, row: dict[str, torch.Tensor]) -> object:
         with self.autocast():
-            outputs = self.parallel.run(
-                self._backbone.model, lambda: self._backbone(batch, self.device, needs, temperature)
-            )
-        return Pass(batch, outputs, list(rows))
+            return self.parallel.run(self._backbone.model, lambda: self._backbone.body(**row, use_cache=False))

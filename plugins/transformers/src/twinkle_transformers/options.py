@@ -8,7 +8,7 @@ import torch
 
 from twinkle.errors import ArgumentError, Unsupported
 
-PRECISION = {"no": None, "bf16": torch.bfloat16}
+PRECISION = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Autocast dtype of each mixed precision."""
 
 _STRATEGIES = ("accelerate", "native_fsdp")

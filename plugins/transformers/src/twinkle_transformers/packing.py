@@ -1,6 +1,7 @@
 """Batches whose rows the model sees one after the other, while losses and metrics see one padded row a sequence."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,15 +56,38 @@ class PackedBatch(dict[str, Any]):
         return out.index_put((self.places.to(values.device),), values[0]).view(*size, *rest)
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a pass is: positions in all, in its longest sequence, and whether some of them are masked."""
+
+    tokens: int
+    width: int
+    masked: bool
+
+
+def positions(batch: Mapping[str, Any]) -> Size:
+    """Return how large the pass of a batch is."""
+    if isinstance(batch, PackedBatch):
+        return Size(sum(batch.lengths), max(batch.lengths), False)
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    return Size(ids.numel(), ids.shape[1], mask is not None and not bool(mask.all()))
+
+
 def without_padding(batch: Any, *, left: bool) -> Any:
-    """Return a batch whose rows hold several sequences as a `PackedBatch`; any other as it is.
+    """Return a batch as losses and metrics see it, with one padded row for each sequence and an `attention_mask`.
 
     Args:
-        batch: collated tensors.
+        batch: collated tensors; if rows hold several sequences, or there is no mask, each becomes a row of its own.
         left: whether sequences are padded on the left.
+
+    Returns:
+        a `PackedBatch` where there are more sequences than rows, which the model then sees one after the other.
 
     Raises:
         DataError: positions within a row go back to something else than 0.
     """
     layout = Layout.of(batch)
-    return PackedBatch(batch, layout, "left" if left else "right") if layout.packed else batch
+    side: Side = "left" if left else "right"
+    if layout.packed:
+        return PackedBatch(batch, layout, side)
+    return batch if "attention_mask" in batch else unpack(batch, layout, side)

@@ -71,6 +71,10 @@ class Replicated:
         """Make a pass that uses the parameters of `model`."""
         return call()
 
+    def any_rank(self, wish: bool) -> bool:
+        """Return whether any rank wishes something."""
+        return bool(self.ranks.agree("recomputation", wish).any())
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum gradients over ranks; a parameter that got none on some rank counts as zero there."""
         if self.ranks.alone:

@@ -103,17 +103,26 @@ class Segmenter:
         Where parameters are sharded over ranks, call it before that: it runs the model.
         """
         if not self._checked:
-            _register()
-            self._mixers = tuple(_mixers(self.model))
-            self._layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
+            self._look()
             reason = self._try()
             if reason is not None:
                 self._refusal = (
                     f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad instead: "
                     "leave padding_free out and give each sequence as a row of its own"
                 )
-            self._checked = True
         return self._refusal
+
+    def assume(self, refusal: str | None) -> None:
+        """Take over what `check` returned where the same model has its weights."""
+        if not self._checked:
+            self._look()
+            self._refusal = refusal
+
+    def _look(self) -> None:
+        _register()
+        self._mixers = tuple(_mixers(self.model))
+        self._layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
+        self._checked = True
 
     def _scope(self, segments: Segments) -> Scope:
         return Scope(segments, self.model.config.get_text_config(), self._mixers)

@@ -26,8 +26,13 @@ def clip_group(
     """
     divide(group, parallel)
     norm = clip([local(grad) for grad in gradients(group)], max_norm, norm_type, parallel.combine_norms)
+    finite, scale = norm - norm == 0.0, group.loss_scale
+    if scale is not None and not group.measured:
+        scale.update(overflow=not finite)
     group.last_grad_norm, group.measured = norm, True
-    if norm - norm != 0.0:
+    if not finite and scale is not None and not scale.exhausted:
+        group.dropped = True  # ordinary in fp16: the next step has a smaller scale
+    elif not finite:
         what = f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}"
         if policy == "raise":
             group.drop_passes()
@@ -117,7 +122,7 @@ def divide(group: OptimizerGroup, parallel: Replicated) -> None:
     if denominator <= 0:
         get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", step)
     if grads and denominator > 0:
-        torch._foreach_div_(grads, denominator)
+        torch._foreach_div_(grads, denominator * (1.0 if group.loss_scale is None else group.loss_scale.factor))
     elif grads:
         torch._foreach_zero_(grads)
 
