@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from twinkle._registry import registry
+from twinkle.errors import DataError
 from twinkle.metric import Metric
 from twinkle_metrics.accuracy import Accuracy
+from twinkle_metrics.embedding import EmbeddingMetric
 from twinkle_metrics.loss import LossMetric
 from twinkle_metrics.train import TrainMetric
 
@@ -53,6 +55,64 @@ def test_accuracy_counts_trained_positions_only() -> None:
     assert metric.calculate() == {"accuracy": pytest.approx(2 / 3), "correct_tokens": 2, "total_tokens": 3}
 
 
+def test_accuracy_leaves_out_positions_of_weight_zero() -> None:
+    metric = Accuracy()
+    inputs = {**INPUTS, "loss_scale": torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0]])}
+    metric.accumulate(inputs, {"predictions": torch.tensor([[1, -100, -100], [2, -100, -100]])})
+    assert metric.calculate() == {"accuracy": 0.5, "correct_tokens": 1, "total_tokens": 2}
+
+
+def test_accuracy_is_silent_about_passes_that_predict_no_tokens() -> None:
+    metric = Accuracy()
+    metric.accumulate({"labels": torch.tensor([1, 0])}, {"embeddings": torch.eye(2)})
+    assert metric.calculate() == {}
+
+
+def test_accuracy_refuses_outputs_unpacked_without_their_labels() -> None:
+    with pytest.raises(DataError, match=r"labels \[1, 5\] and predictions \[2, 3\] differ in shape"):
+        Accuracy().accumulate(
+            {"labels": torch.zeros(1, 5, dtype=torch.int64)}, {"predictions": torch.zeros(2, 3, dtype=torch.int64)}
+        )
+
+
+def groups(seed: int, sizes: list[int]) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = [int(row == 0) for size in sizes for row in range(size)]
+    vectors = torch.nn.functional.normalize(torch.randn(len(labels), 3, generator=generator), dim=-1)
+    return {"labels": torch.tensor(labels)}, {"embeddings": vectors}
+
+
+def test_similarities_are_those_of_anchors_with_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = EmbeddingMetric()
+    positives, negatives = [], []
+    for seed, sizes in ((0, [2, 4, 3]), (1, [2])):
+        inputs, outputs = groups(seed, sizes)
+        metric.accumulate(inputs, outputs)
+        start = 0
+        for size in sizes:
+            anchor, *others = outputs["embeddings"][start : start + size].tolist()
+            cosines = [sum(a * b for a, b in zip(anchor, other, strict=True)) for other in others]
+            positives.append(cosines[0])
+            negatives += cosines[1:]
+            start += size
+    wanted = {
+        "pos_sim": sum(positives) / len(positives),
+        "pos_sim_min": min(positives),
+        "pos_sim_max": max(positives),
+        "neg_sim": sum(negatives) / len(negatives),
+    }
+    assert metric.calculate() == pytest.approx(wanted, abs=1e-6)
+    assert metric.calculate() == {}
+
+
+def test_similarities_without_negatives_and_of_other_tasks() -> None:
+    metric = EmbeddingMetric()
+    metric.accumulate({"labels": torch.zeros(1, 2)}, {"logps": torch.zeros(1, 2)})
+    assert metric.calculate() == {}
+    metric.accumulate(*groups(0, [2, 2]))
+    assert set(metric.calculate()) == {"pos_sim", "pos_sim_min", "pos_sim_max"}
+
+
 def test_train_numbers_are_of_the_steps_since_the_last_look() -> None:
     metric = TrainMetric()
     metric.accumulate({}, {}, lr=[0.1, 0.1], step=4, gradient_accumulation_steps=2)
@@ -66,12 +126,12 @@ def test_train_numbers_are_of_the_steps_since_the_last_look() -> None:
     assert values["speed"] == 0
 
 
-@pytest.mark.parametrize("name", ["LossMetric", "Accuracy"])
+@pytest.mark.parametrize("name", ["LossMetric", "Accuracy", "EmbeddingMetric"])
 def test_nothing_seen_is_no_number(name: str) -> None:
     assert registry().build(name, "metric").calculate() == {}
 
 
-@pytest.mark.parametrize("name", ["LossMetric", "Accuracy", "TrainMetric"])
+@pytest.mark.parametrize("name", ["LossMetric", "Accuracy", "TrainMetric", "EmbeddingMetric"])
 def test_metrics_are_found_by_name_and_give_plain_numbers(name: str) -> None:
     metric = registry().build(name, "metric")
     assert isinstance(metric, Metric)

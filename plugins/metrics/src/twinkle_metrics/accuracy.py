@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle.data_format import InputBatch, ModelOutput
+from twinkle.errors import DataError
 from twinkle.metric import Metric
 
 
 class Accuracy(Metric):
     """Share of trained positions at which the most probable token is the target (teacher forcing).
 
-    Keys: `accuracy` in [0, 1], `correct_tokens`, `total_tokens`. The predictions come from the loss head, which sees
-    each chunk's logits anyway; whole logits are never kept for it.
+    Trained are positions whose label is neither -100 nor `ignore_index` and whose `loss_scale`, if the batch has one,
+    is not 0. Keys: `accuracy` in [0, 1], `correct_tokens`, `total_tokens`. The predictions come from the loss head,
+    which sees each chunk's logits anyway; whole logits are never kept for it. Passes that predict no tokens
+    (embeddings, value heads) are not counted.
     """
 
     require_predictions = True
@@ -22,10 +25,23 @@ class Accuracy(Metric):
         self.reset()
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
-        """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`."""
-        predictions = outputs["predictions"]
+        """Compare `outputs["predictions"]` with `inputs["labels"]`, both int64 `[B, T]`.
+
+        Raises:
+            DataError: their shapes differ, as those of packed rows would whose outputs alone were unpacked.
+        """
+        predictions = outputs.get("predictions")
+        if predictions is None:
+            return
         labels = inputs["labels"].to(predictions.device)
+        if labels.shape != predictions.shape:
+            raise DataError(
+                f"Accuracy: labels {list(labels.shape)} and predictions {list(predictions.shape)} differ in shape; "
+                "unpack both or neither"
+            )
         mask = (labels != self.ignore_index) & (labels != -100)
+        if (weights := inputs.get("loss_scale")) is not None:
+            mask &= weights.to(mask.device) != 0
         self._correct += int(((predictions == labels) & mask).sum())
         self._total += int(mask.sum())
 

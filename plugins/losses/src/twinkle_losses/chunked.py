@@ -1,0 +1,40 @@
+"""Cross entropy that says how many logits may exist at one time."""
+
+from typing import Literal
+
+from twinkle.errors import ArgumentError
+from twinkle_losses.cross_entropy import CrossEntropyLoss
+
+
+class ChunkedCrossEntropyLoss(CrossEntropyLoss):
+    """`CrossEntropyLoss`, computed `chunk_size` tokens at a time: the same numbers, another peak of memory.
+
+    The head always works in chunks, and never holds `[tokens, vocabulary]`. A chunk takes about `2 * chunk_size * V`
+    numbers of float32; larger ones are a little faster on a GPU.
+
+    Args:
+        chunk_size: tokens whose logits exist at one time, at least 1.
+        ignore_index: see `CrossEntropyLoss`.
+        reduction: see `CrossEntropyLoss`.
+        dft: see `CrossEntropyLoss`.
+        label_smoothing: see `CrossEntropyLoss`.
+
+    Raises:
+        ArgumentError: an argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        chunk_size: int = 1024,
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum"] = "mean",
+        dft: bool = False,
+        *,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(ignore_index, reduction, dft, label_smoothing=label_smoothing)
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ArgumentError(
+                f"ChunkedCrossEntropyLoss: chunk_size={chunk_size!r}; it must be a whole number of at least 1"
+            )
+        self.chunk_tokens = chunk_size
