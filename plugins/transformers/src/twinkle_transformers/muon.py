@@ -76,7 +76,10 @@ class Muon(torch.optim.Optimizer):
                 "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn}  # fmt: skip
         adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay, "betas": tuple(adamw_betas), "eps": adamw_eps}
-        self._options = {"muon": muon, "adamw": {key: value for key, value in adamw.items() if value is not None}}
+        self._options: dict[str, dict[str, Any]] = {
+            "muon": muon,
+            "adamw": {key: value for key, value in adamw.items() if value is not None},
+        }
         self._inner: dict[str, torch.optim.Optimizer] = {}
         super().__init__(params, {})  # each group has all options of its own part already
         self.defaults = dict(muon)
@@ -98,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         self._inner = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:

@@ -36,7 +36,7 @@ def make_groups(named: Named, params: Any, decay: float | None, optimizer: Any) 
     """
     if params is None:
         return parameter_groups(named, decay)
-    given = [params] if isinstance(params, torch.Tensor | Mapping) else list(params)
+    given: list[Any] = [params] if isinstance(params, torch.Tensor | Mapping) else list(params)
     if not given:
         raise ArgumentError(f"set_optimizer: params= is empty; {_FORMS}, or leave it out")
     rules = [item for item in given if isinstance(item, Mapping) and "match" in item]
