@@ -58,16 +58,24 @@ LONG_AGO = 1_000_000_000
 class Site:
     """One folder on sys.path."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
+        self._monkeypatch = monkeypatch
         folder.mkdir()
 
     def write(self, path: str, text: str = "") -> Path:
         file = self.folder / path
+        self._forget(path.partition("/")[0].removesuffix(".py"))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text), "utf-8")
         importlib.invalidate_caches()
         return file
+
+    def _forget(self, package: str) -> None:
+        """A package of this name may be installed on this machine, and imported already."""
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            if str(self.folder) not in str(getattr(sys.modules[name], "__file__", "")):
+                self._monkeypatch.delitem(sys.modules, name)
 
     def metadata(self, dist: str, version: str = "1.0", entry: str = "") -> None:
         stem = f"{dist.replace('-', '_')}-{version}.dist-info"
@@ -120,6 +128,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     # Test modules are named after their folders, so `twinkle_core` may stand there; other tests load files too.
     for name in [name for name in sys.modules if name == "twinkle_core" or name.startswith("twinkle_registry.files.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -133,7 +142,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Site:
     """The only folder in which plugins are looked for."""
-    made = Site(tmp_path / "site")
+    made = Site(tmp_path / "site", monkeypatch)
     monkeypatch.syspath_prepend(str(made.folder))
     monkeypatch.setattr(discovery, "_path_entries", lambda: [str(made.folder)])
     importlib.invalidate_caches()

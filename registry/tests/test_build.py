@@ -1,5 +1,6 @@
 """Building checks every argument first, so that nothing is accepted and ignored."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -137,3 +138,13 @@ def test_a_callable_without_a_signature_is_not_checked() -> None:
         "unknown argument 'x'; 3 positional arguments given, at most 2 taken",
     )
     assert check(type, 1, 2, 3, 4, x=1) == ""
+
+
+def test_a_long_signature_is_told_by_its_first_names() -> None:
+    def wide(**kwargs: Any) -> None: ...
+
+    parameters = [inspect.Parameter(f"a_rather_long_name_{n}", inspect.Parameter.KEYWORD_ONLY) for n in range(30)]
+    wide.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match=r"unknown argument 'x'.* wide takes .*name_11 and 18 more$") as caught:
+        check_keywords(wide, {"x": 1}, what="wide", partial=True)
+    assert len(str(caught.value)) < 400

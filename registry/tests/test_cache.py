@@ -187,6 +187,16 @@ def test_its_usual_place_is_below_the_home_folder(site: Any, tmp_path: Path, mon
     assert list((tmp_path / "home" / ".cache" / "twinkle").glob("plugins-*.json"))
 
 
+def test_the_usual_place_follows_the_desktop_convention(
+    site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TWINKLE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    site.plugin("acme")
+    installed_plugins()
+    assert list((tmp_path / "xdg" / "twinkle").glob("plugins-*.json"))
+
+
 def test_a_cache_of_another_user_is_not_believed(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     site.plugin("acme")
     site.settle()

@@ -146,7 +146,7 @@ def test_the_first_of_two_versions_on_the_path_counts(
     site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.plugin("acme", version="2.0")
-    older = type(site)(tmp_path / "older")
+    older = type(site)(tmp_path / "older", monkeypatch)
     older.plugin("acme", version="1.0")
     older.plugin("other")
     monkeypatch.syspath_prepend(str(older.folder))
@@ -180,8 +180,10 @@ def test_what_is_no_folder_holds_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert installed_plugins() == []
 
 
-def test_an_editable_install_is_found_through_its_pth_file(site: Any, tmp_path: Path) -> None:
-    source = type(site)(tmp_path / "source")
+def test_an_editable_install_is_found_through_its_pth_file(
+    site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = type(site)(tmp_path / "source", monkeypatch)
     manifest = source.plugin("acme")
     (source.folder / "acme-1.0.dist-info").rename(site.folder / "acme-1.0.dist-info")
     site.write("acme.pth", str(source.folder))

@@ -86,7 +86,8 @@ def test_a_plugin_can_be_named(site: Any, table: Any, house: House) -> None:
     with pytest.raises(ComponentNotFound) as error:
         registry.find("acme-loses/L", "loss")
     assert str(error.value) == (
-        "loss 'acme-loses/L': no plugin 'acme-loses' is installed; nearest: 'acme-losses'; run: pip install acme-loses"
+        "loss 'acme-loses/L': no plugin 'acme-loses' is installed; nearest: 'acme-losses'; "
+        "if it is a package that you trust, install it first"
     )
     with pytest.raises(ComponentNotFound, match=r"plugin 'other' offers no such loss; known: 'K'"):
         registry.find("other/L", "loss")
@@ -259,3 +260,15 @@ def test_a_kind_without_a_hook_spec_is_a_mistake_of_core(hookspecs: Any) -> None
         ComponentTypeError, match=r"house_hookspecs has no hook spec twinkle_<kind> for the kinds 'reward'"
     ):
         registry.names("loss")
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "found"),
+    [
+        ("learning_rate", ["name", "lr", "args"], "lr"),
+        ("rank", ["rank_pattern", "r", "target_modules"], "r"),
+        ("lr", ["learning_rate", "l"], "learning_rate"),
+    ],
+)
+def test_initials_are_the_nearest_name(asked: str, known: list[str], found: str) -> None:
+    assert nearest(asked, known, 1) == [found]

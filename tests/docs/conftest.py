@@ -10,9 +10,20 @@ import torch
 
 from twinkle import registry
 from twinkle.testing import tiny_model
+from twinkle_registry import discovery
+from twinkle_registry.scan import PathScan, scan_path
 
 ROOT = Path(__file__).parents[2]
+STRANGERS = ("acme_losses",)  # packages that the pages make, and that a reader may have installed
 REAL_MODEL = "builtin://smollm2-135m-instruct"
+
+
+def without_strangers(entry: str, place: Path) -> PathScan:
+    """Return what an entry of sys.path holds; of what this machine has installed, our own plugins alone."""
+    dists, plugins = scan_path(entry)
+    if Path(entry).is_relative_to(place):
+        return PathScan(dists, plugins)
+    return PathScan(dists, [plugin for plugin in plugins if plugin.dist.startswith("twinkle-")])
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +41,9 @@ def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("TWINKLE_MODEL_ID_ALIASES", json.dumps({REAL_MODEL: str(tiny)}))
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / ".cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(discovery, "scan_path", lambda entry: without_strangers(entry, tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] in STRANGERS]:
+        monkeypatch.delitem(sys.modules, name)
     modules, threads = set(sys.modules), torch.get_num_threads()
     torch.set_num_threads(1)
     registry.cache_clear()

@@ -139,6 +139,7 @@ def test_own_commands_win_and_the_plugins_is_reached_by_its_full_name(make_plugi
     assert "acme_version/version" in twinkle("--help").output
     assert twinkle("acme_version/version").output == "mine\n"
     assert "python" in twinkle("version").output
+    assert "twinkle-registry" in twinkle("version").output
 
 
 def test_an_unknown_command_names_the_nearest() -> None:
@@ -168,9 +169,10 @@ def test_the_list_shows_what_each_plugin_offers_and_why_one_does_not_work(make_p
     assert plain["acme_bad"]["status"] == "broken"
     assert "name: missing" in plain["acme_bad"]["reason"]
     assert plain["acme_old"]["status"] == "incompatible"
-    lines = {line.split()[0]: line for line in twinkle("plugins", "list").output.splitlines()}
-    assert "loss 1, metric 1" in lines["acme_list"]
-    assert "needs twinkle-core >=9" in lines["acme_old"]
+    lines = twinkle("plugins", "list").output.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert "loss 1, metric 1" in lines[names.index("acme_list")]
+    assert "needs twinkle-core >=9" in lines[names.index("acme_old") + 1]
 
 
 def test_info_tells_everything_of_a_component(make_plugin: Make) -> None:
@@ -223,6 +225,12 @@ def test_info_of_an_unknown_name_names_the_nearest(make_plugin: Make) -> None:
     assert "no plugin or component is called 'AcmeLos'; nearest: AcmeLoss" in result.stderr
 
 
+def test_info_of_an_unknown_name_says_which_plugins_cannot_be_read(make_plugin: Make) -> None:
+    make_plugin("acme_torn", '[[component]]\nkind = "loss"\n')
+    result = twinkle("plugins", "info", "TornLoss")
+    assert "acme_torn may offer it but cannot be read, see: twinkle plugins doctor" in result.stderr
+
+
 def problems() -> dict[str, str]:
     result = twinkle("plugins", "doctor", "--json")
     found = {problem["kind"]: problem["what"] + " -> " + problem["remedy"] for problem in json.loads(result.output)}
@@ -249,6 +257,23 @@ def test_the_doctor_finds_everything_that_is_wrong(make_plugin: Make, monkeypatc
     assert "acme_owner 1.0 installs files into the package 'twinkle'" in found["second owner of twinkle/"]
     text = twinkle("plugins", "doctor").output
     assert text.endswith(" problems found\n")
+
+
+def test_the_doctor_tells_an_author_all_of_a_manifest_at_once_and_where_it_is(make_plugin: Make) -> None:
+    wrong = '[[component]]\nkind = "los"\nname = "X"\nref = "a.b:C"\nsumary = "?"\n'
+    folder = make_plugin("acme_typo", wrong)
+    found = problems()["broken plugin"]
+    assert "unknown key, nearest: 'summary'" in found
+    assert "unknown kind 'los', nearest: 'loss'" in found
+    assert f"-> edit {folder / 'twinkle-plugin.toml'}" in found
+
+
+def test_the_doctor_finds_hooks_that_are_not_there(make_plugin: Make) -> None:
+    make_plugin("acme_hookless", "", core=">=0.1,<1")
+    folder = make_plugin("acme_hooks", 'hooks = { module = "acme_hooks.gone", implements = ["twinkle_run_end"] }\n')
+    assert "acme_hooks: its manifest says hooks.module = 'acme_hooks.gone'" in problems()["broken hooks"]
+    (folder / "gone.py").write_text("")
+    assert "broken hooks" not in problems()
 
 
 def test_the_doctor_looks_for_modules_without_importing_their_parents(make_plugin: Make) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 FORMAT = 1
 DIRECTORY_VARIABLE = "TWINKLE_CACHE_DIR"
+HOME_VARIABLE = "XDG_CACHE_HOME"
 SWITCH_VARIABLE = "TWINKLE_CACHE"
 MAX_FILES = 64
 # A file that was written twice within one tick of the file system's clock shows one mtime; FAT ticks every 2 s.
@@ -67,7 +68,8 @@ class DiskCache:
 def _file_for(path: list[str], shape: str) -> str:
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return ""
-    folder = os.environ.get(DIRECTORY_VARIABLE) or os.path.expanduser("~/.cache/twinkle")
+    folder = os.environ.get(DIRECTORY_VARIABLE) or f"{os.environ.get(HOME_VARIABLE) or '~/.cache'}/twinkle"
+    folder = os.path.expanduser(folder)
     if folder.startswith("~"):
         return ""
     key = repr((FORMAT, shape, sys.version, sys.prefix, path))

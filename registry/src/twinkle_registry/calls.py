@@ -9,6 +9,8 @@ from typing import Any
 from .errors import ArgumentError
 from .naming import nearest, quoted
 
+_LONG = 300
+_SHOWN = 12
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -41,11 +43,16 @@ def check_keywords(
     ]
     if problems:
         name = getattr(callable, "__name__", type(callable).__name__)
-        raise ArgumentError(f"{what}: {'; '.join(problems)}. Its signature is {name}{_text(signature)}")
+        raise ArgumentError(f"{what}: {'; '.join(problems)}. {_text(name, signature)}")
 
 
-def _text(signature: inspect.Signature) -> str:
-    return str(signature.replace(return_annotation=inspect.Signature.empty))
+def _text(name: str, signature: inspect.Signature) -> str:
+    text = str(signature.replace(return_annotation=inspect.Signature.empty))
+    if len(text) <= _LONG:
+        return f"Its signature is {name}{text}"
+    known = list(signature.parameters)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"{name} takes {', '.join(known[:_SHOWN])}{more}"
 
 
 def _keywords(signature: inspect.Signature) -> list[str]:

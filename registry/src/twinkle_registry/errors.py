@@ -35,7 +35,15 @@ class ArgumentError(TwinkleError, TypeError):
 
 
 class ManifestError(TwinkleError, ValueError):
-    """A manifest cannot be read or says something it must not."""
+    """A manifest cannot be read or says something it must not.
+
+    Attributes:
+        manifest: What could be read all the same (a `Manifest`), so that the rest can be examined too; else None.
+    """
+
+    def __init__(self, message: str, manifest: object = None) -> None:
+        super().__init__(message)
+        self.manifest = manifest
 
 
 class SettingsError(TwinkleError, ValueError):

@@ -50,7 +50,7 @@ def not_found(
         plugins = {spec.dist for specs in by_kind.values() for found in specs.values() for spec in found}
         return ComponentNotFound(
             f"{kind} {asked!r}: no plugin {dist!r} is installed; {nearest_or_all(dist, plugins)}; "
-            f"run: pip install {dist}"
+            "if it is a package that you trust, install it first"
         )
     here = by_kind.get(kind, {})
     names = [n for n, found in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in found)]

@@ -55,7 +55,8 @@ def import_failed(asked: str, where: str, error: BaseException) -> PluginBroken:
     """Return the error for a module that exists and raises while it is imported."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        why = f"it needs the module {error.name!r}, which is not installed (often: pip install {package})"
+        own = package == where.partition(".")[0]
+        why = f"it needs the module {error.name!r}, which is " + ("not part of it" if own else "not installed")
     else:
         why = f"{type(error).__name__}: {error}"
     return PluginBroken(f"{asked}: importing {where} failed: {why}")

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .errors import PluginBroken
-from .manifest import PluginRecord
+from .errors import ManifestError, PluginBroken
+from .manifest import Manifest, PluginRecord
 from .naming import PROJECT, canonical, nearest_or_all
 from .requirements import check_core
 from .settings import Settings
@@ -33,12 +33,12 @@ class House:
     def judge(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
         """Return the record with the status it has beside those that were added before."""
         if record.status != "ok":
-            return record
+            return self._with_unknown(record)
         if why := self._why_disabled(record):
             return replace(record, status="disabled", reason=why)
         judged = check_core(record, self.core_version)
         # A manifest for another core may well name kinds that this one does not have.
-        problems = [*_twins(record, others), *self._unknown(record)] if judged.status == "ok" else []
+        problems = [*_twins(record, others), *self._unknown(record.manifest)] if judged.status == "ok" else []
         if problems:
             return unusable(record, *problems)
         return judged
@@ -50,15 +50,21 @@ class House:
             settings = replace(settings, enabled_only=None)
         return settings.why_disabled(names)
 
-    def _unknown(self, record: PluginRecord) -> list[str]:
-        if record.manifest is None:
+    def _with_unknown(self, record: PluginRecord) -> PluginRecord:
+        """Add to the problems of a manifest those that only a house knows, so that its author reads all at once."""
+        read = record.cause.manifest if isinstance(record.cause, ManifestError) else None
+        problems = self._unknown(read) if isinstance(read, Manifest) else []
+        return replace(record, reason="\n  ".join([record.reason, *problems]))
+
+    def _unknown(self, manifest: Manifest | None) -> list[str]:
+        if manifest is None:
             return []
         problems = [
             f"component {c.name!r} is of the unknown kind {c.kind!r}, {nearest_or_all(c.kind, self.kinds)}"
-            for c in record.manifest.components
-            if c.kind not in self.kinds
+            for c in manifest.components
+            if c.kind and c.kind not in self.kinds
         ]
-        declared = record.manifest.hooks.implements if record.manifest.hooks else ()
+        declared = manifest.hooks.implements if manifest.hooks else ()
         return problems + [
             f"hooks: there is no hook {hook!r}, {nearest_or_all(hook, self.lifecycle)}"
             for hook in declared

@@ -15,10 +15,16 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     for candidate in names:
         by_lower.setdefault(candidate.lower(), []).append(candidate)
     lowered = name.lower()
-    close = difflib.get_close_matches(lowered, by_lower, n, 0.6)
+    short = [c for c in by_lower if _initials(lowered) == c or _initials(c) == lowered]
+    close = short + [c for c in difflib.get_close_matches(lowered, by_lower, n, 0.6) if c not in short]
     # "GRPO" for "GRPOLoss": a part of the name is a hint that the ratio misses.
     parts = [c for c in sorted(by_lower) if len(lowered) > 2 and lowered in c and c not in close]
     return [candidate for key in close + parts for candidate in by_lower[key]][:n]
+
+
+def _initials(name: str) -> str:
+    """Return `lr` for `learning_rate`, and `r` for `rank`."""
+    return "".join(word[:1] for word in name.replace("-", "_").split("_"))
 
 
 def nearest_or_all(name: str, names: Iterable[str]) -> str:

@@ -75,7 +75,7 @@ def parse_manifest(
     if problems:
         of = f" (of {dist})" if dist else ""
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ManifestError("\n  ".join([f"{where}{of}: {count}", *problems]))
+        raise ManifestError("\n  ".join([f"{where}{of}: {count}", *problems]), manifest)
     return manifest
 
 

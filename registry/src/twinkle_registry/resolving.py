@@ -38,7 +38,8 @@ def _from_hub(scheme: str, text: str, kind: str, registry: Registry) -> Any:
     if scheme not in hubs and not _offered_by_unusable(scheme, registry):
         if scheme in HUB_SCHEMES:
             raise ComponentNotFound(
-                f"{kind} {text!r}: no installed plugin reads {scheme}://; run: pip install twinkle-hub"
+                f"{kind} {text!r}: no installed plugin reads {scheme}://, and no hub is shipped yet; fetch the file, "
+                "then write './file.py:Name'"
             )
         raise ComponentNotFound(f"{kind} {text!r}: no plugin reads {scheme}://; {nearest_or_all(scheme, hubs)}")
     return registry.build(scheme, "hub").load_component(text, kind, registry)

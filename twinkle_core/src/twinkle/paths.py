@@ -1,20 +1,34 @@
 """Where Twinkle keeps what it can make again, and how it writes what must not be lost half-way."""
 
 import contextlib
+import errno
 import os
+import re
 import shutil
+import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from twinkle.errors import OutputError
+from twinkle.errors import OutputError, TwinkleError
+
+_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # safetensors tells the number in its text alone
+_PATIENCE = 1.0  # seconds; a writer that lives needs a hundredth of it between its two renames
+_DAY = 86_400.0
+_own: set[Path] = set()  # siblings that this process uses now; others of its number are those of a dead one
 
 
 def cache_dir(*parts: str) -> Path:
-    """Return (and create) a folder below `$TWINKLE_CACHE_DIR`, by default `~/.cache/twinkle`."""
+    """Return (and create) a folder of the cache.
+
+    The cache is `$TWINKLE_CACHE_DIR`, by default `$XDG_CACHE_HOME/twinkle`, or else `~/.cache/twinkle`.
+    """
     root = os.environ.get("TWINKLE_CACHE_DIR")
-    folder = (Path(root) if root else Path.home() / ".cache" / "twinkle").joinpath(*parts)
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinkle"
+    folder = (Path(root) if root else usual).joinpath(*parts)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -25,14 +39,16 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     Yields a temporary sibling; when the block ends well, its files are synced and it takes the name `target` (an
     existing directory of that name is moved aside first and removed last). When the block raises, nothing remains.
+    What a killed process leaves, the next writer of the name clears away; readers ask `recovered` for the name.
 
     Raises:
-        OutputError: the parent cannot be created or written.
+        OutputError: the parent cannot be created or written, or there is no room for what is written in the block.
     """
-    target = Path(target)
+    target = recovered(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        _clear_remains(target)
+        work = _new_sibling(target, "tmp")
     except OSError as error:
         raise OutputError(
             f"cannot write {target}: {error.strerror or error}; choose another output folder or free this one"
@@ -41,9 +57,35 @@ def new_directory(target: Path) -> Iterator[Path]:
         yield work
         _sync_tree(work)
         _swap(work, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
+        if reason := _no_room(error):
+            raise OutputError(
+                f"cannot write {target}: {reason}; nothing of it is left, and what stood there before still stands; "
+                "make room, or choose another output folder"
+            ) from error
         raise
+    finally:
+        _own.discard(work)
+
+
+def recovered(target: Path) -> Path:
+    """Return `target`, put back if a process was killed while it replaced this directory.
+
+    Such a process has moved the old directory aside and not yet given its name to the new one. Whoever reads a
+    directory that `new_directory` writes calls this first; where the directory stands it costs one look.
+    """
+    target = Path(target)
+    if target.exists() or not target.parent.is_dir():
+        return target
+    for aside, is_left in _siblings(target, "old"):
+        if not is_left:
+            time.sleep(_PATIENCE)
+        with contextlib.suppress(OSError):  # empty, or its writer or another reader was faster
+            if not target.exists():
+                (aside / target.name).rename(target)
+                _sync_directory(target.parent)
+    return target
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,19 +103,69 @@ def write_text(path: Path, text: str) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def _no_room(error: BaseException) -> str:
+    """Return the system's words if `error` says that the disk takes no more, else an empty text."""
+    told = _RUST_ERROR.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    return os.strerror(number) if number in _NO_ROOM and not isinstance(error, TwinkleError) else ""
+
+
+def _new_sibling(target: Path, ending: str) -> Path:
+    """Make a directory beside `target` whose name tells which process made it."""
+    suffix = f".{socket.gethostname()}.{os.getpid()}.{ending}"
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent))
+    _own.add(made)
+    return made
+
+
+def _siblings(target: Path, ending: str) -> list[tuple[Path, bool]]:
+    """Return what `_new_sibling` made beside `target`, each with whether its process is gone."""
+    shape = re.compile(rf"\.{re.escape(target.name)}\.\w+\.(?P<host>.*)\.(?P<process>\d+)\.{ending}")
+    found = [(path, match) for path in target.parent.iterdir() if (match := shape.fullmatch(path.name))]
+    return [(path, _is_left(path, match["host"], int(match["process"]))) for path, match in found]
+
+
+def _is_left(path: Path, host: str, process: int) -> bool:
+    if host != socket.gethostname():
+        with contextlib.suppress(OSError):
+            return time.time() - path.stat().st_mtime > _DAY
+        return False
+    if process == os.getpid():
+        return path not in _own
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # it lives, and is another user's
+    return False
+
+
+def _clear_remains(target: Path) -> None:
+    # Beside a name that could not be put back, what was moved aside is all there is of it.
+    old = _siblings(target, "old") if target.exists() else []
+    for path, is_left in [*_siblings(target, "tmp"), *old]:
+        if is_left:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _swap(work: Path, target: Path) -> None:
     work.chmod(0o755)  # mkdtemp made it private; results are for reading
     if not target.exists():
         work.rename(target)
         _sync_directory(target.parent)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    target.rename(aside / target.name)
+    aside = _new_sibling(target, "old")
     try:
+        target.rename(aside / target.name)
         work.rename(target)
-    except OSError:
-        (aside / target.name).rename(target)
+    except BaseException:
+        if not target.exists():
+            (aside / target.name).rename(target)
+        aside.rmdir()
         raise
+    finally:
+        _own.discard(aside)
     _sync_directory(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
 

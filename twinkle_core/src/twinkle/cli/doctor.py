@@ -41,6 +41,8 @@ def _unusable(registry: Registry) -> Iterator[Problem]:
         remedy = f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
         if record.status == "incompatible":
             remedy = ""  # the reason ends with the commands
+        elif record.location:
+            remedy = f"edit {record.location}, or tell its author; without it: pip uninstall {record.dist}"
         yield Problem(
             "stale entry point" if stale else f"{record.status} plugin", f"{record.name}: {record.reason}", remedy
         )
@@ -75,12 +77,17 @@ def _missing(registry: Registry) -> Iterator[Problem]:
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
-    """Yield components whose module is not there; nothing is imported, so attributes are not checked."""
+    """Yield components and hooks whose module is not there; nothing is imported, so attributes are not checked."""
     for spec in _specs(registry):
         module = spec.ref.partition(":")[0]
         if not _exists(module):
             error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but there is no module {module!r}")
             yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+    for record in registry.records:
+        hooks = record.manifest.hooks if record.manifest and record.status == "ok" else None
+        if hooks is not None and not _exists(hooks.module):
+            what = f"{record.name}: its manifest says hooks.module = {hooks.module!r}, but there is no such module"
+            yield Problem("broken hooks", what, f"edit {record.location}, reinstall {record.dist} or tell its author")
 
 
 def _exists(module: str) -> bool:

@@ -26,6 +26,8 @@ def find(name: str) -> list[PluginRecord | ComponentSpec]:
     known = {*(record.name for record in records), *(spec.name for spec in specs)}
     close = nearest(name, known)
     hint = f"nearest: {', '.join(close)}" if close else "`twinkle plugins list` shows what there is"
+    if unreadable := [record.name for record in records if record.manifest is None]:
+        hint += f"; {', '.join(unreadable)} may offer it but cannot be read, see: twinkle plugins doctor"
     raise ComponentNotFound(f"no plugin or component is called {name!r}; {hint}")
 
 

@@ -27,7 +27,11 @@ def list_plugins(as_json: bool) -> None:
     if as_json:
         echo_json(rows)
         return
-    click.echo(table(("plugin", "version", "status", "offers", ""), [_row(plain) for plain in rows]))
+    lines = table(("plugin", "version", "status", "offers"), [_row(plain) for plain in rows]).splitlines()
+    for line, plain in zip(lines, [None, *rows], strict=True):
+        click.echo(line)
+        if plain is not None and plain["reason"]:
+            click.echo(f"  {' '.join(plain['reason'].split())}")
 
 
 @plugins.command()
@@ -86,5 +90,4 @@ def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
 def _row(plain: dict[str, Any]) -> tuple[str, ...]:
     offers = [f"{kind} {len(names)}" for kind, names in plain["kinds"].items()]
     offers += [f"command {len(plain['commands'])}"] if plain["commands"] else []
-    reason = " ".join(plain["reason"].split())
-    return plain["name"], plain["version"], plain["status"], ", ".join(offers) or "-", reason
+    return plain["name"], plain["version"], plain["status"], ", ".join(offers) or "-"

@@ -36,5 +36,6 @@ def versions() -> dict[str, Any]:
             found[package] = version_of(package)
         except PackageNotFoundError:
             found[package] = "not installed"
+    found["twinkle-registry"] = version_of("twinkle-registry")
     found["plugins"] = {record.name: record.version for record in registry().records}
     return found
