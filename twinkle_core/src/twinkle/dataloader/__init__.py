@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 from twinkle._lazy import room
 from twinkle.dataloader.protocol import DataLoaderLike
+from twinkle.dataloader.published import DeviceMeshIterableFetcher, DeviceMeshSampler, RetrySampler
 
-__all__ = ["DataLoaderLike"]
+__all__ = ["DataLoaderLike", "DeviceMeshIterableFetcher", "DeviceMeshSampler", "RetrySampler"]
 
 __getattr__, __dir__ = room(__name__, "dataloader")
 

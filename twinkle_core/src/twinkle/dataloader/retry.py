@@ -7,6 +7,30 @@ from twinkle.errors import DataError
 from twinkle.logging import get_logger
 
 
+class RowFailed(DataError):
+    """A row that could not be loaded, however often it was tried."""
+
+    def __init__(self, index: int, attempts: int, cause: Exception) -> None:
+        super().__init__(f"row {index} could not be loaded (tried {attempts} times): {type(cause).__name__}: {cause}")
+        self.cause = cause
+
+
+def load_row(dataset: DatasetLike, index: int, max_retries: int) -> Any:
+    """Return a row, which is tried again as often as said if it raises (but not after a `DataError`).
+
+    Raises:
+        RowFailed: it raised each time.
+    """
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            return dataset[index]
+        except Exception as error:
+            if attempts > max_retries or isinstance(error, DataError):
+                raise RowFailed(index, attempts, error) from error
+
+
 class RetryingRows:
     """A data set whose rows are loaded once if all goes well.
 
@@ -22,19 +46,15 @@ class RetryingRows:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        attempts = 0
-        while True:
-            attempts += 1
-            try:
-                return self.dataset[index]
-            except Exception as error:
-                if attempts > self.max_retries or isinstance(error, DataError):
-                    return self._replacement(index, attempts, error)
+        try:
+            return load_row(self.dataset, index, self.max_retries)
+        except RowFailed as failed:
+            return self._replacement(index, failed)
 
-    def _replacement(self, index: int, attempts: int, cause: Exception) -> Any:
-        reason = f"row {index} could not be loaded (tried {attempts} times): {type(cause).__name__}: {cause}"
+    def _replacement(self, index: int, failed: RowFailed) -> Any:
+        reason = str(failed)
         others = self._others(index)
-        last = cause
+        last = failed.cause
         for other in others:
             try:
                 row = self.dataset[other]

@@ -1,12 +1,12 @@
-"""Data sets: the contract `DatasetLike`, `DatasetMeta`, and every installed data set by name."""
+"""Data sets: the contracts `DatasetLike` and `StreamLike`, `DatasetMeta`, and every installed data set by name."""
 
 from typing import TYPE_CHECKING
 
 from twinkle._lazy import room
 from twinkle.dataset.meta import DatasetMeta
-from twinkle.dataset.protocol import DatasetLike
+from twinkle.dataset.protocol import DatasetLike, StreamLike
 
-__all__ = ["DatasetLike", "DatasetMeta"]
+__all__ = ["DatasetLike", "DatasetMeta", "StreamLike"]
 
 __getattr__, __dir__ = room(__name__, "dataset")
 

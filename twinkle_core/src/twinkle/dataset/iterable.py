@@ -9,6 +9,7 @@ from typing import Any
 from twinkle._arguments import refuse_unknown
 from twinkle.dataset.component import template_for, template_from
 from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.protocol import NotSized
 from twinkle.dataset.saving import Saving
 from twinkle.dataset.stages import (
     Chunk,
@@ -23,16 +24,12 @@ from twinkle.dataset.stages import (
     run_stages,
 )
 from twinkle.dataset.streaming import Source, open_stream
-from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError, Unsupported
+from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError
 from twinkle.runtime import remote_class, remote_function
 
 CHUNK_ROWS = 64
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")
-
-
-class NotSized(Unsupported, TypeError):
-    """A stream has no length and no index (a TypeError too: `list(stream)` asks for a length and goes on without)."""
 
 
 @dataclass

@@ -25,6 +25,7 @@ from twinkle.dataset.sources import (
 )
 from twinkle.dataset.table import Table, from_arrow
 from twinkle.errors import ArgumentError, DataError
+from twinkle.preprocessor.base import Preprocessor
 
 Row = dict[str, Any]
 Source = Callable[[], Iterator[Row]]
@@ -151,7 +152,9 @@ def _rows_of(data: Any, split: str, name: str) -> Iterator[Row]:
     elif isinstance(data, pyarrow.Table):
         yield from from_arrow(data).rows()
     elif isinstance(data, datasets.IterableDataset):
-        yield from (_cleaned(row, deep=True) for row in data.with_format(None))
+        # Not `iter(data)`: in torch's worker processes that gives each of them a part of the rows.
+        for columns in data.with_format(None).iter(batch_size=64):
+            yield from (_cleaned(row, deep=True) for row in Preprocessor.map_col_to_row(columns))
     elif isinstance(data, Mapping):
         yield from _columns(data, name)
     elif callable(data) and not isinstance(data, type) and not isinstance(data, Iterable):
