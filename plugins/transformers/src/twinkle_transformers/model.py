@@ -135,17 +135,19 @@ class TransformersModel(Components):
             adapter_name: the adapter to train; by default the active one.
             temperature: divides the logits.
             return_logits: also return `[B, T, V]` logits.
-            task: "causal_lm" (or "fused_lm_ce", which is how it is computed anyway).
+            task: "causal_lm" (or "fused_lm_ce", which is how it is computed anyway), or "embedding": one vector of
+                length 1 for each row, from its last token.
 
         Returns:
-            `logps` `[B, T]`, and `logits` if asked for; with graph.
+            `logps` `[B, T]`, and `logits` if asked for; or `embeddings` `[B, H]`; with graph.
         """
         check_call(task, temperature)
         group = self._trained(adapter_name)
         rows = as_rows(inputs, group.encoder(self.model_path))
         batch = self._batch(group, rows)
         group.training = True
-        group.train_status.passes = [self._pass(group, group.train_status, rows, batch, temperature, return_logits)]
+        item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
+        group.train_status.passes = [item]
         return group.train_status.passes[0].outputs
 
     @remote_function(dispatch="slice_dp", collect="flatten")
@@ -175,11 +177,11 @@ class TransformersModel(Components):
         with torch.no_grad(), adapters.without_adapters(self.model, base):
             idle = self._idle_passes("forward_only", len(parts))
             status.passes = [
-                self._pass(group, status, part, batch, temperature, return_logits)
+                self._pass(group, status, part, batch, temperature, return_logits, task)
                 for part, batch in zip(parts, batches, strict=True)
             ]
             for _ in range(idle):
-                self._idle_pass(group, status)
+                self._idle_pass(group, status, task)
         status.idle = not parts
         return loop.join([item.outputs for item in status.passes], left=group.pads_left()) if parts else {}
 
@@ -247,7 +249,7 @@ class TransformersModel(Components):
             micro_batch_size: rows in the model at one time; the update does not depend on it.
             temperature: divides the logits.
             return_logits: also return `[B, T, V]` logits.
-            task: "causal_lm".
+            task: as in `forward`.
             **loss_kwargs: arguments of the loss; `advantages`, `old_logps` and the like are cut with the rows.
 
         Returns:
@@ -272,7 +274,7 @@ class TransformersModel(Components):
         idle = self._idle_passes("forward_backward", len(parts))
         try:
             for part, batch, share in zip(parts, batches, shares, strict=True):
-                item = self._pass(group, group.train_status, part, batch, temperature, return_logits)
+                item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
                 loop.score(group, item, split=len(parts) > 1, loss_kwargs=share)
                 loop.check_finite(group, item, self.on_nonfinite)
                 item.usable = self._counts(item.usable)
@@ -282,7 +284,7 @@ class TransformersModel(Components):
                     done.append(item)
                 loop.detach(item)
             for _ in range(idle):
-                self._idle_pass(group, group.train_status)
+                self._idle_pass(group, group.train_status, task)
         except BaseException:
             if touched:
                 group.drop_passes()  # a part of a batch's gradient is the gradient of nothing
@@ -502,12 +504,13 @@ class TransformersModel(Components):
             return 0
         return int(self.parallel.ranks.agree(call, passes).max()) - passes
 
-    def _idle_pass(self, group: OptimizerGroup, status: Status) -> None:
+    def _idle_pass(self, group: OptimizerGroup, status: Status, task: str) -> None:
         """Make a pass that adds nothing: the other ranks need this one's shards."""
         row = {"input_ids": [0, 0], "labels": [0, IGNORE]}
-        outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False).outputs
+        outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False, task).outputs
         if status is group.train_status and self._counts(True):
-            (outputs["logps"].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+            made = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+            sum(v.sum() * 0.0 for v in made).backward()  # type: ignore[union-attr, no-untyped-call]
 
     def _counts(self, usable: bool) -> bool:
         """Return whether a pass is counted; where ranks go in lockstep, only if all can count theirs."""
@@ -521,8 +524,9 @@ class TransformersModel(Components):
         return without_padding(batch, left=group.pads_left())
 
     def _pass(
-        self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool
-    ) -> Pass:
+        self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool,
+        task: str,
+    ) -> Pass:  # fmt: skip
         training = status is group.train_status
         if training and group.optimizer is None:
             get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
@@ -530,7 +534,7 @@ class TransformersModel(Components):
         group.loss()
         self._place(group)
         self.model.train(training)
-        needs = loop.needs_of(group, status, return_logits)
+        needs = loop.needs_of(group, status, return_logits, task)
 
         def forward() -> ModelOutput:
             with self.autocast():

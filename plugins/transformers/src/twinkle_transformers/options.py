@@ -34,11 +34,11 @@ def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapp
 
 
 def check_call(task: str, temperature: float) -> None:
-    """Refuse tasks other than language modelling, and temperatures that are none."""
+    """Refuse tasks that there are not, and temperatures that are none."""
     if not temperature > 0:
         raise ArgumentError(f"temperature={temperature}; a forward needs a number above 0")
-    if task not in ("causal_lm", "fused_lm_ce"):
-        raise Unsupported(f"task={task!r}; choose 'causal_lm' or 'fused_lm_ce'")
+    if task not in ("causal_lm", "fused_lm_ce", "embedding"):
+        raise Unsupported(f"task={task!r}; choose 'causal_lm', 'fused_lm_ce' or 'embedding'")
 
 
 def check_name(name: str, interval: int) -> None:

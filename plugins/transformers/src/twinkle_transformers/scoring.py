@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
-from twinkle.errors import ComponentTypeError
+from twinkle.errors import ArgumentError, ComponentTypeError
 from twinkle_registry import check_keywords
 
 
@@ -35,8 +35,14 @@ def call_loss(loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: boo
         **kwargs: the loss's arguments, cut to these rows.
 
     Raises:
+        ArgumentError: the loss compares rows with each other, and the call has several micro-batches.
         ComponentTypeError: the loss returned something that cannot be summed and divided.
     """
+    if split and not getattr(loss, "splittable", True):
+        raise ArgumentError(
+            f"the loss {loss_name(loss)} compares all rows of a batch with each other, but micro_batch_size cut the "
+            "batch; leave micro_batch_size out"
+        )
     raw = loss(inputs, outputs, **kwargs)
     result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), split)
     total = result.loss_sum
