@@ -1,6 +1,5 @@
 """Where things are kept, and that nothing is ever half-written."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -163,12 +162,13 @@ def test_a_name_that_nobody_writes_is_what_it_is(tmp_path: Path) -> None:
     "error", [OSError(28, "No space left on device"), ValueError("Error while serializing: I/O error: x (os error 27)")]
 )
 def test_a_full_disk_is_an_output_error_and_costs_nothing(old: Path, error: Exception) -> None:
-    with (
-        pytest.raises(OutputError, match="what stood there before still stands; make room"),
-        new_directory(old) as work,
-    ):
-        (work / "half").write_text("half")
-        raise error
+    def fill_half() -> None:
+        with new_directory(old) as work:
+            (work / "half").write_text("half")
+            raise error
+
+    with pytest.raises(OutputError, match="what stood there before still stands; make room"):
+        fill_half()
     assert [path.name for path in old.iterdir()] == ["old"]
     assert [path.name for path in old.parent.iterdir()] == [old.name]
 
@@ -178,4 +178,4 @@ def test_every_other_error_stays_what_it_is(tmp_path: Path, error: Exception) ->
     with pytest.raises(type(error)) as caught, new_directory(tmp_path / "result"):
         raise error
     assert caught.value is error
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
