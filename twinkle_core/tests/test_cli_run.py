@@ -83,6 +83,7 @@ class ToyConfig(Strict):
     questions: list[str] = []
     numbers: list[int] = []
     trackers: list[str] = ["ToyTracker"]
+    resume_from: str | None = None
     fail: str = ""
 
     @model_validator(mode="after")
@@ -412,3 +413,40 @@ def test_help_of_a_recipe_does_not_import_it() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "True False False\n"
+
+
+def test_an_unknown_flag_of_a_group_names_the_nearest_of_that_group() -> None:
+    problems = problems_of("--model.id", "tiny", "--lora.r", "4", "--model.dttype", "float32", "--learning_rate", "1")
+    assert problems[0] == "unknown flag --lora.r; nearest: --lora.rank"
+    assert problems[1] == "unknown flag --model.dttype; nearest: --model.dtype"
+    assert problems[2] == "unknown flag --learning_rate; nearest: --lr"
+
+
+def test_a_pattern_that_fits_several_files_is_told_apart_from_a_slip() -> None:
+    for name in ("one", "two"):
+        (Path("mine") / name).mkdir(parents=True)
+    problems = problems_of("--model.id", "tiny", "--resume_from", "mine/one", "mine/two", "other")
+    assert problems[0].endswith("perhaps a pattern with * fits more than one: give one of them")
+    assert problems[1] == "unexpected 'other': every value stands behind a flag, as in --name value"
+
+
+def test_a_run_that_goes_on_reads_its_own_configuration() -> None:
+    folder = Path("earlier")
+    (folder / "checkpoints" / "step-2").mkdir(parents=True)
+    (folder / "config.yaml").write_text("model: {id: tiny}\nsteps: 2\n")
+    for place in (folder, folder / "checkpoints" / "step-2", (folder / "checkpoints" / "step-2").absolute()):
+        config = config_of("--resume_from", str(place), "--lr", "0.5")
+        assert (config["model"]["id"], config["steps"], config["lr"]) == ("tiny", 2, 0.5)
+    Path("other.yaml").write_text("model: {id: other}\n")
+    assert config_of("--resume_from", str(folder), "--config", "other.yaml")["steps"] == 3
+
+
+def test_debug_may_stand_before_the_recipe() -> None:
+    result = run("--debug", "toy", "--model.id", "tiny", "--fail", "ours")
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, True)
+
+
+def test_an_empty_run_name_is_refused() -> None:
+    result = run("toy", "--model.id", "tiny", "--name", "")
+    assert result.exit_code == 2
+    assert "run name ''" in result.stderr

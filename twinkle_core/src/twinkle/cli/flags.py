@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any
 
 from twinkle.cli.options import Option, Path
@@ -39,7 +40,7 @@ def parse_flags(args: Sequence[str], options: Mapping[str, Option], reserved: Ma
     while rest:
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
-            flags.problems.append(f"unexpected {token!r}: every value stands behind a flag, as in --name value")
+            flags.problems.append(_unexpected(token))
             continue
         name, equals, value = token[2:].partition("=")
         name = name.replace("-", "_")
@@ -147,5 +148,19 @@ def _set(flags: Flags, path: Path, value: Any, flag: str) -> None:
 def _unknown(name: str, options: Mapping[str, Option], reserved: Mapping[str, bool]) -> str:
     # `--rank` for `--lora.rank`: the last part alone is the likeliest slip.
     inner = [known for known in options if known.rpartition(".")[2] == name]
-    close = inner or nearest(name, [*options, *reserved], 1)
+    close = inner or _in_group(name, options) or nearest(name, [*options, *reserved], 1)
     return f"unknown flag --{name}" + (f"; nearest: --{close[0]}" if close else "")
+
+
+def _in_group(name: str, options: Mapping[str, Option]) -> list[str]:
+    """Return the nearest option of the group that a flag names, so that its group is not what makes them alike."""
+    group, dot, last = name.rpartition(".")
+    siblings = [known.rpartition(".")[2] for known in options if known.rpartition(".")[0] == group]
+    return [f"{group}.{close}" for close in nearest(last, siblings, 1)] if dot else []
+
+
+def _unexpected(token: str) -> str:
+    text = f"unexpected {token!r}: every value stands behind a flag, as in --name value"
+    if FilePath(token).exists():
+        text += "; it is a file or folder here, so perhaps a pattern with * fits more than one: give one of them"
+    return text

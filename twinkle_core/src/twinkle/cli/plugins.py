@@ -17,7 +17,7 @@ def plugins() -> None:
     """List, explain and check plugins."""
 
 
-@plugins.command("list")
+@plugins.command("list", short_help="List every plugin, usable or not.")
 @_json
 def list_plugins(as_json: bool) -> None:
     """List every plugin, usable or not."""
@@ -34,7 +34,7 @@ def list_plugins(as_json: bool) -> None:
             click.echo(f"  {' '.join(plain['reason'].split())}")
 
 
-@plugins.command()
+@plugins.command(short_help="Explain a plugin or a component.")
 @click.argument("name")
 @_json
 def info(name: str, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def info(name: str, as_json: bool) -> None:
     click.echo("\n\n".join(text for _, text in map(describe, found)))
 
 
-@plugins.command()
+@plugins.command(short_help="Look for everything that may go wrong.")
 @_json
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 RESERVED = {"config": True, "runs": True, "name": True, "debug": False, "help": False}
 _RESERVED_HELP = (
-    ("--config FILE", "YAML file with any of the options below; flags win over it"),
+    ("--config FILE", "YAML file with any of the options below; flags win [default: that of the run to resume]"),
     ("--runs DIR", "Where the folder of the run is made [default: runs]"),
     ("--name NAME", "What the run is called [default: the recipe's name]"),
     ("--debug", "Show the traceback of an error"),
@@ -36,6 +36,8 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
     if not args or args[0] in ("-h", "--help"):
         click.echo(_overview())
         ctx.exit(0 if args else 2)
+    if args[0] == "--debug" and len(args) > 1:
+        args = (*args[1:], "--debug")
     if args[0].startswith("-"):
         raise ConfigError(f"the name of the recipe comes first, {args[0]!r} was found; {_known_recipes()}")
     recipe, rest = args[0], ["--help" if arg == "-h" else arg for arg in args[1:]]
@@ -104,7 +106,7 @@ def _prepare(
     from twinkle.cli.values import read_config
 
     flags = parse_flags(args, options, RESERVED)
-    file = flags.reserved.get("config")
+    file = flags.reserved.get("config") or _config_of(flags.values.get("resume_from"))
     try:
         values = merge(read_config(file) if file else {}, flags.values)
     except ConfigError as error:
@@ -121,7 +123,18 @@ def _prepare(
     elif problems := [*flags.problems, *(f"{key}: {recipe!r} takes no configuration" for key in values)]:
         raise ConfigError("\n  ".join([f"{what}: {len(problems)} problems", *problems]))
     function = registry().build(recipe, "recipe")
-    return function, config, flags.reserved.get("name") or _run_name(recipe), flags.reserved.get("runs") or "runs"
+    return function, config, flags.reserved.get("name", _run_name(recipe)), flags.reserved.get("runs") or "runs"
+
+
+def _config_of(resume_from: Any) -> str | None:
+    """Return the configuration that the run in a folder, or the run of a checkpoint, began with, if it is there."""
+    from pathlib import Path
+
+    if not isinstance(resume_from, str):
+        return None
+    place = Path(resume_from)
+    files = (folder / "config.yaml" for folder in (place, place.absolute().parent.parent))
+    return next((str(file) for file in files if file.is_file()), None)
 
 
 def _run(recipe: Any, config: Any, name: str, runs: str) -> None:

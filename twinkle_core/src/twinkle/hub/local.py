@@ -30,7 +30,7 @@ def open_hub(reference: str) -> Hub:
     try:
         hub = registry().build(scheme, "hub")
     except ComponentNotFound as error:
-        ways = "; hf:// and ms:// come with: pip install twinkle-hub" if scheme in ("hf", "ms") else ""
+        ways = "; hf:// and ms:// are not available yet in this version" if scheme in ("hf", "ms") else ""
         raise ComponentNotFound(f"no hub for {reference!r}: nothing offers {scheme}://; {_schemes()}{ways}") from error
     if not isinstance(hub, Hub):
         raise ComponentNotFound(f"no hub for {reference!r}: {type(hub).__name__} is not a twinkle.hub.Hub")
@@ -147,5 +147,5 @@ def _absent(asked: str, path: Path) -> str:
     there = f"{parent} holds {', '.join(shown)}" if shown else f"{parent} holds no model"
     ways = f"give the path of a model folder or a .gguf file, or map the id to one in {ALIASES}"
     if len(path.parts) <= 2 and not path.is_absolute() and not asked.startswith("."):
-        ways += f"; to fetch it write 'hf://{asked}' or 'ms://{asked}' (pip install twinkle-hub)"
-    return f"model {asked!r} not found: there is no {path}; {there}; {ways}"
+        ways += "; models of a hub (hf://, ms://) cannot be fetched yet in this version"
+    return f"model {asked!r} not found: there is no {path.absolute()}; {there}; {ways}"
