@@ -1,6 +1,7 @@
 """Sequences in one row give each model the gradients that each alone gives it, and models that cannot are refused."""
 
-import copy
+import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModel, AutoModelForCausalLM
 
 from twinkle.errors import TrainingStateError, Unsupported
 from twinkle.torch.segments import Segments
@@ -34,7 +36,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeConfig", SMALL | HEADS | EXPERTS),
     "mistral": ("MistralConfig", SMALL | {"sliding_window": 5}),
     "gemma2": ("Gemma2Config", SMALL | HEADS | {"sliding_window": 5, "attn_logit_softcapping": 0.2}),
-    "gemma3": ("Gemma3TextConfig", SMALL | HEADS | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        SMALL | HEADS | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gpt-oss": ("GptOssConfig", SMALL | HEADS | EXPERTS | {"sliding_window": 5}),
     "deepseek-v3": (
         "DeepseekV3Config",
@@ -48,8 +53,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5TextConfig", SMALL | HEADS | LINEAR),
     "lfm2": ("Lfm2Config", SMALL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     "mamba": ("MambaConfig", MAMBA),
-    "gpt2": ("GPT2Config", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-                            "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -121,3 +131,130 @@ def test_packed_gradients_are_those_of_each_sequence_alone(name: str) -> None:
     with AllFloat64():
         found = error(packed(model), alone(model))
     assert found <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_whatever_attention_the_model_was_loaded_with(name: str) -> None:
+    model = made(name, attention="eager")
+    assert error(packed(model), alone(model)) <= 1e-5
+    assert model.config._attn_implementation == "eager"
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that anything makes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            self.found = max(self.found, tensor.numel() if isinstance(tensor, Tensor) else 0)
+        return out
+
+
+def test_no_mask_over_the_whole_row_is_built() -> None:
+    model = made("gemma3", max_position_embeddings=64).eval()
+    lengths, row = (32, 31, 33, 32), torch.arange(128)[None] % 60
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    segmenter = Segmenter(model)
+    with Largest() as plain:
+        model.base_model(input_ids=row, position_ids=positions, use_cache=False)
+    with segmenter.within(Segments.of(lengths)), Largest() as ours:
+        model.base_model(input_ids=row, position_ids=positions, use_cache=False)
+    assert ours.found < 128 * 128 <= plain.found
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3-next"])
+def test_outside_the_context_the_model_is_as_it_was(name: str) -> None:
+    model = made(name)
+    before = alone(model)
+    segmenter = Segmenter(model)
+    attributes = {id(m): set(vars(m)) for m in model.modules()}
+    with suppress(KeyError), segmenter.within(Segments.of(LENGTHS)):
+        assert model.config._attn_implementation == NAME
+        raise KeyError
+    scope = segmenter.within(Segments.of(LENGTHS))
+    with scope, scope:
+        pass
+    assert model.config._attn_implementation == "sdpa"
+    assert {id(m): set(vars(m)) for m in model.modules()} == attributes
+    after = alone(model)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert NAME not in model.config.to_json_string()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+def test_recomputation_sees_the_segments_that_the_forward_saw(name: str) -> None:
+    model = made(name)
+    wanted = alone(model)
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
+    assert error(packed(model), wanted) <= 1e-5
+    assert error(alone(model), wanted) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_reentrant": False}, {"use_reentrant": True, "context_fn": recompute_contexts}]
+)
+def test_recomputation_that_would_forget_the_segments_is_refused(options: dict[str, Any]) -> None:
+    model = made("llama")
+    model.activation_checkpointing_enable(options)
+    with pytest.raises(TrainingStateError, match="forgets where packed sequences lie; enable it with"):
+        packed(model)
+    with torch.no_grad():
+        Segmenter(model).within(Segments.of(LENGTHS))
+
+
+def test_two_backwards_may_recompute_twice() -> None:
+    model = made("llama")
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    with Segmenter(model).within(Segments.of(LENGTHS)):
+        hidden = model.base_model(input_ids=ids(), position_ids=positions, use_cache=False)[0]
+    loss = weighed([hidden])
+    found = [torch.autograd.grad(loss, list(model.base_model.parameters()), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Running(torch.nn.Module):
+    """Mixes tokens in a way that nobody can know of: a running mean along the row."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1, device=hidden.device)[:, None]
+
+
+def test_a_model_that_mixes_tokens_by_other_means_is_refused() -> None:
+    model = made("llama")
+    model.base_model.layers[0].mlp = Running()
+    segmenter = Segmenter(model)
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=r"LlamaForCausalLM does not take.*they would see each other; pad inst"):
+            segmenter.within(Segments.of(LENGTHS))
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_local_attention_that_only_a_mask_knows_is_refused() -> None:
+    fields = SMALL | HEADS | {
+        "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 16,
+        "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
+    }  # fmt: skip
+    model = AutoModel.from_config(transformers.Llama4TextConfig(**fields))
+    with pytest.raises(Unsupported, match=r"Llama4TextModel.*its local attention of \[16\] tokens is made by a mask"):
+        Segmenter(model).within(Segments.of(LENGTHS))
+
+
+def test_a_forward_in_another_thread_is_refused() -> None:
+    model = made("llama").eval()
+    refused: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            model.base_model(input_ids=ids(), use_cache=False)
+        except TrainingStateError as error:
+            refused.append(error)
+
+    with Segmenter(model).within(Segments.of(LENGTHS)):
+        worker = threading.Thread(target=run)
+        worker.start()
+        worker.join()
+    assert "two threads use one model" in str(refused[0])

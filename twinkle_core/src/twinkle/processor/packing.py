@@ -79,21 +79,27 @@ class Layout:
         out = tensor.new_full((shape[0] * shape[1], *rest), fill)
         return out.index_put((self.places(side).to(tensor.device),), tokens).view(*shape, *rest)
 
-    def spread(self, key: str, values: Sequence[Any]) -> list[Any]:
+    def spread(self, key: str, values: Sequence[Any], *, listed: bool = False) -> list[Any]:
         """Return one value a sequence from one value a row.
 
-        A row of several sequences has a list with one entry for each. Anything else that is no number belongs to all.
+        A row of several sequences has a list with one entry for each; anything else that is no number belongs to all.
+
+        Args:
+            key: what the values are called, for the error.
+            values: one a row.
+            listed: whether rows of one sequence have such a list too; else they do if rows of several sequences have
+                one, or if it holds a number.
 
         Raises:
-            DataError: such a row has a single number.
+            DataError: a row of several sequences has a single number.
         """
+        entries = [_entries(value, count) for value, count in zip(values, self.counts, strict=True)]
+        listed |= any(entry is not None and count > 1 for entry, count in zip(entries, self.counts, strict=True))
         found: list[Any] = []
-        for row, (value, count) in enumerate(zip(values, self.counts, strict=True)):
-            if count == 1:
-                found.append(value)
-            elif not isinstance(value, str | bytes | Mapping) and _size(value) == count:
-                found += list(value)
-            elif isinstance(value, Number) or getattr(value, "ndim", None) == 0:
+        for row, (value, entry, count) in enumerate(zip(values, entries, self.counts, strict=True)):
+            if entry is not None and (listed or _is_number(entry[0])):
+                found += entry
+            elif count > 1 and _is_number(value):
                 raise DataError(
                     f"row {row} packs {count} sequences but {key!r} is one number; give a list with one for each"
                 )
@@ -148,7 +154,7 @@ def unpack(batch: Mapping[str, Any], layout: Layout, side: Side = "right") -> di
         elif key == "length":
             unpacked[key] = join(layout.lengths)
         else:
-            unpacked[key] = join(layout.spread(key, list(value)))
+            unpacked[key] = join(layout.spread(key, list(value), listed="attention_mask" not in batch))
     ones = batch["input_ids"].new_ones(size)
     unpacked["attention_mask"] = layout.unpack(ones, 0, side)
     return unpacked
@@ -198,7 +204,12 @@ def _row(values: Any) -> Any:
     return [values] if isinstance(values, list) else values[None]
 
 
-def _size(value: Any) -> int | None:
-    if getattr(value, "ndim", 1) == 0:
+def _entries(value: Any, count: int) -> list[Any] | None:
+    """Return the entries of a list, tuple, array or tensor that has `count` of them."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0:
         return None
-    return len(value) if hasattr(value, "__len__") else None
+    return list(value) if len(value) == count else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) or getattr(value, "ndim", None) == 0
