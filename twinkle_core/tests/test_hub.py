@@ -143,7 +143,7 @@ def test_an_unknown_scheme_lists_those_there_are(shelf):
 
 def test_hf_and_ms_are_not_there_yet_and_nothing_is_to_be_installed(shelf):
     for scheme in ("hf", "ms"):
-        with pytest.raises(ComponentNotFound, match="not available yet in this version$"):
+        with pytest.raises(ComponentNotFound, match=r"not available yet in this version$"):
             open_hub(f"{scheme}://org/name")
 
 
