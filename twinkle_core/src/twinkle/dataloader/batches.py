@@ -24,6 +24,7 @@ class Collate:
         self.collate = collate
 
     def __call__(self, rows: list[Any]) -> Any:
+        """Return the batch."""
         if all(isinstance(row, Mapping) for row in rows) and any(row.keys() != rows[0].keys() for row in rows):
             missing = dict.fromkeys(key for row in rows for key in row)
             rows = [{**missing, **row} for row in rows]

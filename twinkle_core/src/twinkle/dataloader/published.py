@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twinkle.dataloader.arguments import at_least
-from twinkle.dataloader.order import Order
 from twinkle.dataloader.retry import load_row
 from twinkle.dataset.protocol import DatasetLike, NotSized
 from twinkle.errors import DataError
@@ -51,19 +50,15 @@ class DeviceMeshSampler:
 
     def __len__(self) -> int:
         """Return the number of batches that come, which a `torch.utils.data.BatchSampler` lets one know."""
-        sampler, batch_size = (
-            getattr(self.original_sampler, "sampler", None),
-            getattr(self.original_sampler, "batch_size", 0),
-        )
-        if not batch_size or not hasattr(sampler, "__len__"):
-            raise NotSized(
-                f"how many batches a {type(self.original_sampler).__name__} makes is not known before the end"
-            )
-        smallest = batch_size if getattr(self.original_sampler, "drop_last", False) else self.min_batch_size
-        order = Order(len(sampler), batch_size, smallest)  # type: ignore[arg-type]
-        whole, begun = divmod(self.skip_samples, batch_size)
-        lost = bool(begun) and 0 < batch_size - begun < self.min_batch_size
-        return max(0, order.batches_per_epoch - whole - lost)
+        of = self.original_sampler
+        sampler, size = getattr(of, "sampler", None), getattr(of, "batch_size", 0)
+        if not size or not hasattr(sampler, "__len__"):
+            raise NotSized(f"how many batches a {type(of).__name__} makes is not known before the end")
+        whole, rest = divmod(len(sampler), size)  # type: ignore[arg-type]
+        sizes = [size] * whole + [rest] * (not getattr(of, "drop_last", False))
+        starts = range(0, size * len(sizes), size)
+        left = [rows - max(0, self.skip_samples - start) for start, rows in zip(starts, sizes, strict=True)]
+        return sum(rows >= max(1, self.min_batch_size) for rows in left)
 
 
 class RetrySampler:
