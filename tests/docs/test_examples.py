@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ranks import torchrun
 
 from twinkle import registry
 from twinkle.cli import main
@@ -181,10 +182,25 @@ def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
     elif words[0] == "python" and words[1].endswith(".py"):
         patch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
+    elif words[0] == "torchrun":
+        run_on_ranks(words[1:])
     elif words[:3] == ["pip", "install", "-e"]:
         install(Path(words[3]))
     else:
         raise AssertionError(f"the tests of the docs do not know how to run {shlex.join(words)}")
+
+
+def run_on_ranks(words: list[str]) -> None:
+    """Run a script (made small) or a module under torchrun, and show what the ranks wrote."""
+    split = next(place for place, word in enumerate(words) if not word.startswith("--"))
+    flag, target, rest = words[:split], words[split], words[split + 1 :]
+    ranks = int(flag[0].partition("=")[2])
+    script = Path("small.py")
+    script.write_text(re.sub(r"range\(\d{3,}\)", "range(24)", Path(target).read_text("utf-8")), "utf-8")
+    done = torchrun(script, *rest, ranks=ranks)
+    sys.stdout.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise SystemExit(done.returncode)
 
 
 def install(folder: Path) -> None:
