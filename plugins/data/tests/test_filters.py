@@ -27,6 +27,7 @@ from twinkle.template import Template
 from twinkle.testing import tiny_model, tiny_tokenizer
 
 TEMPLATE = Template(tokenizer=tiny_tokenizer(), max_length=40)
+CUT = Template(tokenizer=tiny_tokenizer(), max_length=3, truncation_strategy="split")
 LONG = "A text of some hundred characters, in which nothing is said twice; it only serves to be long enough here."
 
 
@@ -105,7 +106,7 @@ def test_a_model_counts_what_its_own_template_would_not_take(tmp_path: Any) -> N
     data = Dataset(DatasetMeta(data=rows))
     data.filter("LengthFilter", max_length=100, model_id=folder)
     assert list(data) == rows[:1]
-    for template in ({"template": "Template", "model_id": folder}, {"template": Template(folder, max_length=3)}):
+    for template in ({"template": "Template", "model_id": folder}, {"template": CUT}):
         assert LengthFilter(10**6, 10_000, **template)(qa("Hi", "x" * 10_000)) is True
         assert LengthFilter(10_000, **template)(qa("Hi", "x" * 10_000)) is False
 

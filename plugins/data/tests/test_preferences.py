@@ -61,6 +61,12 @@ def test_a_system_message_goes_first_where_there_is_none() -> None:
     assert PreferenceProcessor(system="Be kind.")(own)["negative"][0]["messages"][0]["content"] == "Own."
 
 
+def test_an_answer_may_repeat_the_prompt_behind_a_system_message() -> None:
+    whole = [{"role": "system", "content": "Own."}, user("Hi"), assistant("good")]
+    made = PreferenceProcessor()({"prompt": ["Hi"], "chosen": [whole], "rejected": [[*whole[:2], assistant("bad")]]})
+    assert made["positive"] == [{"messages": whole}]
+
+
 def test_a_template_encodes_what_comes_out() -> None:
     data = Dataset(DatasetMeta(data={"prompt": ["Hi"] * 3, "chosen": ["good"] * 3, "rejected": ["bad"] * 3}))
     data.map("PreferenceProcessor", batch_size=2)
@@ -80,7 +86,11 @@ def test_a_template_encodes_what_comes_out() -> None:
         ({"prompt": ["a"], "chosen": [" "], "rejected": ["b"]}, "column 'chosen' is ' '"),
         ({"prompt": ["a"], "chosen": [["x"]], "rejected": ["b"]}, r"column 'chosen' is a list: \['x'\]"),
         ({"chosen": ["a"], "rejected": ["b"]}, "gives a conversation of assistant; it needs a prompt and an answer"),
-        ({"prompt": ["a"], "chosen": [[user("b")]], "rejected": ["c"]}, "gives a conversation of user, user"),
+        ({"prompt": ["a"], "chosen": [[user("a")]], "rejected": ["c"]}, "gives a conversation of user; it needs"),
+        (
+            {"prompt": ["a"], "chosen": [[user("b"), assistant("c")]], "rejected": ["c"]},
+            "'chosen' is a whole conversation that does not begin with the prompt of the column 'prompt'",
+        ),
         (
             {"chosen": [[user("a"), assistant("b")]], "rejected": [[user("x"), assistant("b")]]},
             "'chosen' and 'rejected' begin with different messages; a pair answers one prompt",

@@ -60,6 +60,8 @@ def test_function_calls_become_tool_calls() -> None:
     assert row["messages"][2] == {"role": "tool", "content": "sunny"}
     assert row["tools"] == [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     assert len(plain_messages(row)) == 4
+    given = turn("function_call", None, tool_calls=row["messages"][1]["tool_calls"])
+    assert ShareGPTProcessor()({"conversations": [[given]]})["messages"] == [[row["messages"][1]]]
     several = turn("tool_call", f"[{call}, {call}]")
     assert len(ShareGPTProcessor()({"conversations": [[several]]})["messages"][0][0]["tool_calls"]) == 2
 

@@ -106,5 +106,5 @@ def _template(template: Any, model_id: str) -> Any:
             f"{_OWNER}: template is an instance already, so model_id would be ignored; give one of them"
         )
     whole = copy.copy(registry().build(template, "template"))
-    whole.max_length = None
+    whole.max_length, whole.truncation_strategy = None, "raise"
     return whole

@@ -103,7 +103,12 @@ class PreferenceProcessor(Preprocessor):
     def _conversation(self, row: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
         asked = _messages(row.get(self.prompt_key), "user", f"{where}: column {self.prompt_key!r}")
         answer = _messages(row[key], "assistant", f"{where}: column {key!r}")
-        messages = answer if asked and answer[: len(asked)] == asked else [*asked, *answer]
+        messages = _joined(asked, answer)
+        if messages is None:
+            raise DataError(
+                f"{where}: column {key!r} is a whole conversation that does not begin with the prompt of the column "
+                f"{self.prompt_key!r}; give the answer alone, or name no such column (prompt_key)"
+            )
         if len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise DataError(
                 f"{where}: column {key!r} gives a conversation of {_roles(messages)}; it needs a prompt and an answer "
@@ -124,6 +129,14 @@ def _messages(value: Any, role: str, where: str) -> list[dict[str, Any]]:
     if isinstance(items, list | tuple) and items and all(isinstance(m, Mapping) and "role" in m for m in items):
         return [dict(message) for message in items]
     raise DataError(f"{where} is {shown(value)}; it is a text, or messages {{'role': ..., 'content': ...}}")
+
+
+def _joined(asked: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the whole conversation: an answer behind its prompt, unless it repeats it; None if it has another."""
+    start = 1 if answer[:1] and answer[0]["role"] == "system" and asked[:1] and asked[0]["role"] != "system" else 0
+    if not asked or answer[start : start + len(asked)] == asked:
+        return answer
+    return None if answer and answer[0]["role"] in ("system", "user") else [*asked, *answer]
 
 
 def _roles(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -88,7 +88,8 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where} has no value; its keys are {', '.join(map(str, turn))}")
     kept = {key: turn[key] for key in _KEPT if turn.get(key) is not None}
     if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _calls(text, where), **kept}
+        calls = kept.get("tool_calls") or _calls(text, where)
+        return {**kept, "role": "assistant", "content": "", "tool_calls": calls}
     return {"role": role, "content": "" if text is None else text, **kept}
 
 
