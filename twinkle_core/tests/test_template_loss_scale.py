@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +326,24 @@ def test_scales_that_are_none_are_refused_at_once() -> None:
         template(lambda messages: {}).encode(talk("a", "b"))
     with pytest.raises(ArgumentError, match="loss_scale weights turns, and use_chat_template=False knows none"):
         template(Last, use_chat_template=False)
+
+
+# Chat templates of the families
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "chat_templates").glob("*.jinja")), ids=lambda p: p.stem
+)
+def test_weights_change_no_labels_in_any_family(path: Path) -> None:
+    tokenizer = tiny_tokenizer(path.read_text("utf-8"))
+    row = talk("Hi", "Hello", "More?", "<think>\nWell.\n</think>\n\nYes.")
+    plain: Any = Template(tokenizer=tokenizer).encode(row)
+    for scale in ("RoleLossScale", "ReasoningLossScale"):
+        scaled: Any = Template(tokenizer=tokenizer, loss_scale=scale).encode(row)
+        assert scaled["input_ids"] == plain["input_ids"]
+        trained = [label for label, weight in zip(plain["labels"], scaled["loss_scale"], strict=True) if weight == 1]
+        assert [label for label in scaled["labels"] if label != -100] == trained
+        assert tokenizer.decode(trained).count("Yes.") == 1
+        assert ("Well." in tokenizer.decode(trained)) <= (scale == "RoleLossScale")
+        if scale == "RoleLossScale":
+            assert scaled["labels"] == plain["labels"]
