@@ -101,7 +101,7 @@ def test_what_needs_all_rows_or_makes_several_is_refused() -> None:
         texts("abc", strategy="split").encode()
     many = lazy()
     many.map(lambda columns: {"i": columns["i"] * 2})
-    with pytest.raises(DataError, match="row 0: map.* made 2 rows of it"):
+    with pytest.raises(DataError, match=r"row 0: map.* made 2 rows of it"):
         many[0]
     with pytest.raises(ArgumentError, match="give DataLoader num_workers="):
         lazy().map(double, num_proc=4)

@@ -120,14 +120,14 @@ def _not_empty(source: Source, name: str) -> Iterator[Row]:
 
 
 def _memory(data: Any, split: str, name: str) -> Source:
+    import pyarrow
+
     if isinstance(data, Iterator):
         raise DataError(
             f"data set {name!r}: a {type(data).__name__} can be read only once; give the function that makes it: "
             "DatasetMeta(data=function)"
         )
-    if not isinstance(data, Iterable) and not callable(data):
-        raise _no_rows(data, name)
-    if isinstance(data, str | bytes | type):
+    if isinstance(data, str | bytes | type) or not (isinstance(data, Iterable | pyarrow.Table) or callable(data)):
         raise _no_rows(data, name)
     return functools.partial(_rows_of, data, split, name)
 
