@@ -12,6 +12,7 @@ from torch import nn
 from twinkle.errors import ArgumentError, ModelLoadError, RequirementMissing
 from twinkle.hub import local_model
 from twinkle.hub.quiet import quiet_transformers
+from twinkle_transformers.value_heads import settle_head
 from twinkle_transformers.weights import check_weights
 
 _DTYPES = {
@@ -142,7 +143,7 @@ def _config_problem(folder: Path, error: Exception) -> str:
 def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration with the fields among `given` changed, and the options among them."""
     options = {name: value for name, value in given.items() if name in _OPTIONS}
-    fields = [name for name in config.to_dict() if not name.startswith("_")]
+    fields = [name for name in config.to_dict() if not name.startswith("_")] + ["num_labels"]  # kept as label names
     changed = copy.deepcopy(config)
     for name in given.keys() - options.keys():
         if name not in fields:
@@ -200,6 +201,7 @@ def _load(cls: Any, folder: Path, options: dict[str, Any], trust_remote_code: bo
     except (ValueError, OSError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load {folder}: {type(error).__name__}: {error}") from error
     model, report = loaded
+    report = settle_head(model, report, folder)
     _check_report(report, folder, type(model).__name__)
     return model
 
