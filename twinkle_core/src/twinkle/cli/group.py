@@ -90,6 +90,9 @@ class LazyGroup(click.Group):
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
             click.echo(f"Error: {error}", err=True)
+            from twinkle.runtime.reporting import report
+
+            report(error)
             sys.exit(EXIT_ERROR)
 
     def invoke(self, ctx: click.Context) -> Any:

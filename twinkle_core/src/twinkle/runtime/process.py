@@ -1,14 +1,20 @@
 """The local runtime: everything lives in this process, alone or as one rank of several under torchrun."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from twinkle.errors import MeshError
+from twinkle.errors import MeshError, SettingsError
 from twinkle.mesh import DeviceGroup, DeviceMesh
 from twinkle.platform import Platform
 from twinkle.runtime.base import Runtime, RuntimeOptions
 from twinkle.runtime.placement import placement_text
+from twinkle.runtime.reporting import has_failed, report_errors
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+TIMEOUT = "TWINKLE_DIST_TIMEOUT_SECONDS"
 
 
 class LocalRuntime(Runtime):
@@ -16,19 +22,26 @@ class LocalRuntime(Runtime):
 
     def __init__(self) -> None:
         self._owns_process_group = False
+        self._stop_reporting: Callable[[], None] | None = None
 
     def initialize(self, options: RuntimeOptions) -> None:
         """Check the mesh against `WORLD_SIZE`, join the other processes if there are any, and seed.
 
+        Under torchrun an error that nobody catches is shown in its summary from here on.
+
         Raises:
             MeshError: the mesh has other ranks than there are processes.
+            SettingsError: `TWINKLE_DIST_TIMEOUT_SECONDS` is no number of seconds.
         """
         from twinkle.runtime.seeding import seed_everything
 
         world_size = Platform.get_world_size()
+        grouped = world_size > 1 or "RANK" in os.environ  # torchrun with one process is a group, of one
+        if grouped and self._stop_reporting is None:
+            self._stop_reporting = report_errors()
         mesh = options.global_device_mesh or DeviceMesh.from_sizes(dp_size=world_size)
         _check_ranks(mesh, world_size)
-        if world_size > 1 or "RANK" in os.environ:  # torchrun with one process is a group, of one
+        if grouped:
             self._join()
         seed_everything(options.seed, options.full_determinism)
         self.mesh = mesh
@@ -43,24 +56,68 @@ class LocalRuntime(Runtime):
         return placement_text("local", mesh, groups or self.options.groups)
 
     def shutdown(self) -> None:
-        """Leave the process group, if this runtime joined it."""
+        """Leave the process group, if this runtime joined it, and stop telling torchrun of errors."""
+        if self._stop_reporting is not None:
+            self._stop_reporting()
+            self._stop_reporting = None
         if not self._owns_process_group:
             return
+        import atexit
+
         import torch.distributed as dist
 
         self._owns_process_group = False
+        atexit.unregister(self._leave)
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _join(self) -> None:
+        import atexit
+
         import torch.distributed as dist
 
         if dist.is_initialized():
             return
+        if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise MeshError(
+                f"the environment says that several processes train together (WORLD_SIZE={Platform.get_world_size()}), "
+                f"but {', '.join(missing)} is not set; start the script with torchrun, which sets all of it"
+            )
         platform = Platform.get()
         platform.set_local_device()
-        dist.init_process_group(platform.device_backend())
+        dist.init_process_group(_backend(platform), timeout=_timeout())
         self._owns_process_group = True
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Leave the process group at the end of the process: gloo aborts one that ends with its threads running.
+
+        After an error it is left as it is, since leaving waits for whatever is under way, and the others wait for us.
+        """
+        if not has_failed():
+            self.shutdown()
+
+
+def _backend(platform: type[Platform]) -> str:
+    """Return what `torch.distributed` uses for tensors on the device, and for those on the CPU beside it."""
+    own = platform.device_backend()
+    return own if own == "gloo" else f"cpu:gloo,{platform.device_prefix()}:{own}"
+
+
+def _timeout() -> "timedelta | None":
+    """Return how long ranks wait for each other, or None for torch's own time."""
+    from datetime import timedelta
+
+    text = os.environ.get(TIMEOUT, "").strip()
+    if not text:
+        return None
+    try:
+        found = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        found = timedelta(0)
+    if found <= timedelta(0):
+        raise SettingsError(f"{TIMEOUT} is {text!r}; give the seconds that ranks wait for each other, such as 1800")
+    return found
 
 
 def _check_ranks(mesh: DeviceMesh, world_size: int) -> None:
