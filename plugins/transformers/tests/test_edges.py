@@ -100,12 +100,6 @@ def test_columns_that_the_model_does_not_take_ride_along(folder: Path) -> None:
     assert torch.equal(model.forward_only(inputs=extra)["logps"], plain)
 
 
-def test_positions_that_restart_are_refused(folder: Path) -> None:
-    packed = {**rows((6,))[0], "position_ids": [0, 1, 2, 0, 1, 2]}
-    with pytest.raises(NotHere, match="row 0 of the batch: position_ids restart at 3"):
-        build(folder).forward_only(inputs=[packed])
-
-
 def test_positions_of_the_caller_do_not_depend_on_the_neighbours(folder: Path) -> None:
     model = build(folder)
     shifted = {**rows((6,))[0], "position_ids": [3, 4, 5, 6, 7, 8]}
