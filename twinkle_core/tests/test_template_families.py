@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from twinkle._registry import registry
 from twinkle.errors import ArgumentError, EncodeError
 from twinkle.template import Template
+from twinkle.template.turns import _place, _Prompts, find_turns, turn_span
 from twinkle.testing import tiny_tokenizer
 
 CHAT_TEMPLATES = Path(__file__).with_name("chat_templates")
@@ -49,7 +50,7 @@ FAMILIES = {
     "internlm2": Family("Template", ("<s>", "</s>", *CHATML), "</s>", "<s>"),
     "gemma4": Family(
         "Gemma4Template",
-        ("<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"),
+        ("<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_response>"),
         "<eos>",
         "<bos>",
         thinks=True,
@@ -259,7 +260,7 @@ CALLS = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
     "deepseek_v4": '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{dsml}\n</｜DSML｜invoke>\n'
     "</｜DSML｜tool_calls><｜end▁of▁sentence｜>",
-    "gemma4": "<|tool_call>call:f{gemma}<tool_call|>",
+    "gemma4": "<|tool_call>call:f{gemma}<tool_call|><|tool_response>",
 }
 ARGUMENTS: list[dict[str, Any]] = [
     {"json": "{}", "xml": "", "dsml": "", "gemma": "{}"},
@@ -438,6 +439,59 @@ def test_so_it_is_with_tools(family: str) -> None:
     more_calls, more_characters = work(family, agent(100))
     assert more_calls == calls < 18
     assert more_characters < 11 * characters
+
+
+FRAGMENTS = [
+    "a",
+    " ",
+    "\n",
+    "你",
+    "<think>",
+    "</think>",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|user|>",
+    "<turn|>\n",
+]
+SAYS = st.lists(st.sampled_from(FRAGMENTS), max_size=5).map("".join)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v4"])  # it marks its turns itself
+@settings(max_examples=12, deadline=None)
+@given(says=st.lists(st.tuples(SAYS, SAYS, st.none() | SAYS), min_size=1, max_size=4), thinking=st.booleans())
+def test_turns_found_at_once_are_those_found_one_by_one(family: str, says: list[Any], thinking: bool) -> None:
+    messages: list[dict[str, Any]] = []
+    for question, answer, reasoning in says:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer, "reasoning_content": reasoning})
+        if family in CALLS and len(answer) % 2:
+            messages[-1]["tool_calls"] = [call("f", {"a": question}), call("f", {"n": len(question)})]
+            messages += [{"role": "tool", "content": question}, {"role": "assistant", "content": answer}]
+    encoder = template(family, enable_thinking=thinking)
+    adapted: Any = encoder.format_trajectory({"messages": messages})["messages"]
+    chat = encoder._renderer({"messages": messages})
+    text = chat.render(adapted)
+    turns = [index for index, message in enumerate(adapted) if message["role"] == "assistant"]
+    prompts = _Prompts(chat, adapted, text)
+    starts = [prompts.measured(index, _place(chat, adapted, index, text)) for index in turns]
+    ends = [turn_span(chat, adapted, index, text)[1] for index in turns]
+    assert find_turns(chat, adapted, turns, text) == list(zip(starts, ends, strict=True))
+
+
+def test_where_no_token_ends_a_call_the_result_is_not_trained() -> None:
+    shows = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + ' ' + c.function.arguments | tojson + ']' }}"
+        "{% endfor %}{{ '\n' if m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "hm", "tool_calls": [call("f", {"n": 5})]},
+        {"role": "tool", "content": "RESULT"},
+        {"role": "assistant", "content": "done"},
+    ]
+    assert trained("llama3", {"messages": messages}, tokenizer=tiny_tokenizer(shows)) == [' hm[f {"n": 5', " done"]
 
 
 @EVERY

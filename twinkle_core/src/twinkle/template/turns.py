@@ -95,15 +95,36 @@ def _places(
     gaps = _align(text, around) if around else None
     if gaps is None or around is None:
         return None
-    after = around[1:]
+    after: list[tuple[int, str]] | None = [(0, piece) for piece in around[1:]]
     if any(messages[index].get("tool_calls") for index in indices):
-        closings = _around(chat, messages, indices, stem, whole_calls=True)
-        if closings is None:
-            return None
-        after = [_common_end(*pair) for pair in zip(after, closings[1:], strict=True)]
+        after = _closings(chat, messages, indices, stem, around[1:])
+    if after is None:
+        return None
     return [
-        _Place(first, last + len(full) - len(rest), before, rest)
-        for (first, last), before, full, rest in zip(gaps, around[:-1], around[1:], after, strict=True)
+        _Place(first, last + called, before, closing)
+        for (first, last), before, (called, closing) in zip(gaps, around[:-1], after, strict=True)
+    ]
+
+
+def _closings(
+    chat: ChatRenderer, messages: Sequence[dict[str, Any]], indices: Sequence[int], stem: str, after: Sequence[str]
+) -> list[tuple[int, str]] | None:
+    """Split the texts behind the names of the first calls into the rest of the calls and what the chat template adds.
+
+    Returns:
+        For each turn the length of the rest, and the text behind it up to what the next message says. None where
+        stand-ins for whole calls do not show.
+    """
+    pieces = _around(chat, messages, indices, stem, whole_calls=True)
+    if pieces is None:
+        return None
+    closings = [_common_end(*pair) for pair in zip(after, pieces[1:], strict=True)]
+    every = sorted({*indices, *(index + 1 for index in indices if index + 1 < len(messages))})
+    short = _around(chat, messages, every, stem, whole_calls=True)
+    limits = {} if short is None else {index: len(piece) for index, piece in zip(every, short[1:], strict=True)}
+    return [
+        (len(full) - len(closing), closing[: limits.get(index)])
+        for index, full, closing in zip(indices, after, closings, strict=True)
     ]
 
 
@@ -135,7 +156,7 @@ def _stand_in(message: dict[str, Any], mark: str, whole_calls: bool) -> dict[str
     everything, so that only the chat template's closing is left.
     """
     changed = {**message, "content": mark}
-    if "reasoning_content" in message:
+    if message.get("reasoning_content"):
         changed["reasoning_content"] = mark
     calls = message.get("tool_calls")
     if calls:
@@ -231,7 +252,7 @@ class _Prompts:
         if role not in self._headers:
             self._headers[role] = self._header(index)
         header = self._headers[role]
-        if header.strip() and not any(header in words for words in self._heard(index)):
+        if header.strip() and not any(header.split()[0] in words for words in self._heard(index)):
             # The header may reach into the turn: a thought that the prompt closes at once, and the row has empty.
             found = self._text.rfind(header, place.first - len(place.before), place.first + len(header) - 1)
             return place.first if found < 0 else found + len(header)

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from twinkle._lazy import room
-from twinkle.tool_parser.base import ToolCallParser
+from twinkle.tool_parser.base import Block, BlockParser, ToolCallParser
 from twinkle.tool_parser.finding import detect_first, parsers
 
-__all__ = ["ToolCallParser", "detect_first", "parsers"]
+__all__ = ["Block", "BlockParser", "ToolCallParser", "detect_first", "parsers"]
 
 __getattr__, __dir__ = room(__name__, "tool_parser")
 
