@@ -2,6 +2,7 @@
 
 import inspect
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
@@ -79,7 +80,7 @@ def _runs_on(hidden: "Tensor") -> bool:
 def _kernel() -> Any:
     """Return Liger's module class, or None where it is not installed or too old."""
     try:
-        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss as kernel
+        kernel = import_module("liger_kernel.transformers.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyLoss
     except ImportError as error:
         get_logger().info("liger-kernel cannot be imported (%s); the loss head computes the same numbers", error)
         return None

@@ -1,15 +1,15 @@
 """What a loss reads from a forward's outputs, with an error that says how to get it."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def output(outputs: ModelOutput, name: str, loss: object, remedy: str) -> "Tensor":
+def output(outputs: Mapping[str, Any], name: str, loss: object, remedy: str) -> "Tensor":
     """Return `outputs[name]`.
 
     Raises:
@@ -20,4 +20,5 @@ def output(outputs: ModelOutput, name: str, loss: object, remedy: str) -> "Tenso
         raise TrainingStateError(
             f"{type(loss).__name__} needs outputs[{name!r}], but the forward gave {sorted(outputs)}; {remedy}"
         )
-    return found  # type: ignore[no-any-return]
+    tensor: Tensor = found
+    return tensor

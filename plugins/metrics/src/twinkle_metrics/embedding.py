@@ -17,7 +17,9 @@ class EmbeddingMetric(Metric):
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None) -> None:
         super().__init__(device_mesh, process_group)
-        self.reset()
+        self._sum, self._count = 0.0, 0
+        self._least, self._most = float("inf"), float("-inf")
+        self._negative_sum, self._negatives = 0.0, 0
 
     def accumulate(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> None:
         """Take in `outputs["embeddings"]` `[B, H]` of length 1 and `inputs["labels"]` `[B]`."""

@@ -510,7 +510,7 @@ class TransformersModel(Components):
         outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False, task).outputs
         if status is group.train_status and self._counts(True):
             made = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-            sum(v.sum() * 0.0 for v in made).backward()  # type: ignore[union-attr, no-untyped-call]
+            (torch.stack([v.sum() for v in made]).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def _counts(self, usable: bool) -> bool:
         """Return whether a pass is counted; where ranks go in lockstep, only if all can count theirs."""

@@ -1,6 +1,5 @@
 """Heads that a language model's files lack (`AutoModelForSequenceClassification`, ...), and models without a head."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ _NEW = ("score.weight", "score.bias")
 _LEFT_OVER = ("lm_head.weight", "lm_head.bias")
 
 
-def settle_head(model: Any, report: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+def settle_head(model: Any, report: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Begin the head that a model's files do not have, and return the loader's report without it.
 
     The weights are drawn with a seed of their own, so that every rank and every run begins with the same head.
