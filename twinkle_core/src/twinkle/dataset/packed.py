@@ -115,7 +115,8 @@ class PackingDataset(Dataset):
 
     def _pack(self, number: int) -> dict[str, Any]:
         members = (self._packs or [])[number]
-        return joined([self._table().row(row) for row in members], members, self._token_keys)
+        rows = Preprocessor.map_col_to_row(self._table().columns(members))
+        return joined(rows, members, self._token_keys)
 
     def _refuse_change(self, change: str) -> None:
         if self._packs is not None:

@@ -32,8 +32,8 @@ def capacity_of(template: Any) -> int:
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Divide rows into packs, best fit decreasing: each row, longest first, goes where it leaves the least room.
 
-    Never more than 11/9 of the fewest possible packs, plus one (Johnson 1973); with rows much shorter than a pack,
-    nearly full ones. The same lengths give the same packs.
+    Hardly ever more than 11/9 of the fewest possible packs (Johnson 1973), and nearly full ones where rows are much
+    shorter than a pack. The same lengths give the same packs.
 
     Args:
         lengths: tokens of each row, each from 1 to `capacity`.
