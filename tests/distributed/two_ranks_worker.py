@@ -110,7 +110,8 @@ def precision(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, mesh in meshes().items():
         for dtype in ("bf16", "fp16"):
-            model = build(folder, mesh, lora=False, mixed_precision=dtype)
+            scaler = {"grad_scaler_config": {"init_scale": 64.0}} if dtype == "fp16" else {}
+            model = build(folder, mesh, lora=False, mixed_precision=dtype, **scaler)
             losses = []
             for _ in range(3):
                 model.forward_backward(inputs=own(mesh, rows()))

@@ -18,7 +18,7 @@ def describe(model: nn.Module, group: OptimizerGroup, *, precision: str, source:
         "mixed precision": precision,
         "adapter": _adapter(group),
         "trained": f"{trained:,} parameters ({100 * trained / total:.2f} %)",
-        "loss": loss_name(group.loss_instance) if group.loss_instance is not None else "not set",
+        "loss": loss_name(group.loss_instance) if group.loss_instance is not None else "CrossEntropyLoss",
         "optimizer": _optimizer(group),
         "scheduler": type(group.lr_scheduler).__name__ if group.lr_scheduler is not None else "none",
         "accumulation": f"{group.gradient_accumulation_steps} backward calls a step",

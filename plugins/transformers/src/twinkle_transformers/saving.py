@@ -144,11 +144,17 @@ def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, o
 def _write_adapter_config(model: "TransformersModel", group: OptimizerGroup, folder: Path) -> None:
     config = group.adapter_config
     kept = config.base_model_name_or_path, config.inference_mode
-    config.base_model_name_or_path, config.inference_mode = model.model_id, True
+    config.base_model_name_or_path, config.inference_mode = _name_for_peft(model), True
     try:
         config.save_pretrained(str(folder))
     finally:
         config.base_model_name_or_path, config.inference_mode = kept
+
+
+def _name_for_peft(model: "TransformersModel") -> str:
+    """Return what PEFT can load the base model by: a Hub's own id, or else the local folder."""
+    scheme, _, rest = model.model_id.partition("://")
+    return rest if scheme == "hf" and rest else str(Path(model.model_path).resolve())
 
 
 def _weight_files(folder: Path) -> list[Path]:

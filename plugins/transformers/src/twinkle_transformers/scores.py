@@ -66,7 +66,7 @@ def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOu
 
 def _trained(batch: dict[str, Any], needs: Needs) -> Tensor:
     """Return the indices of the positions to score, found on the CPU: no wait for the device."""
-    trained = batch["labels"].reshape(-1) != IGNORE
+    trained: Tensor = batch["labels"].reshape(-1) != IGNORE
     if needs.skip_weight_zero and (weights := batch.get("loss_scale")) is not None:
         trained &= weights.reshape(-1) != 0
     return trained.nonzero().squeeze(-1)
@@ -116,4 +116,5 @@ def _spread(shape: torch.Size, where: Tensor, scores: TokenScores) -> ModelOutpu
 
 
 def _place(shape: torch.Size, where: Tensor, values: Tensor, empty: float) -> Tensor:
-    return values.new_full((shape.numel(),), empty).index_put((where,), values).view(shape)
+    places = where // shape[1], where % shape[1]
+    return values.new_full(shape, empty).index_put(places, values)  # no view: FSDP2 hooks what a pass returns

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import open_hub
@@ -160,6 +161,11 @@ class SharedModel(Source):
     def module(self) -> nn.Module:
         """The module to call."""
         module: Any = self._model if isinstance(self._model, nn.Module) else self._model.model
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise Unsupported(
+                "the parameters of this model lie in shards on several ranks, which generation does not gather; save it "
+                "and sample from the folder, or use a mesh without fsdp"
+            )
         while isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
         if not hasattr(module, "get_input_embeddings"):
