@@ -23,7 +23,7 @@ CORE_PAGES = {
     "reference training": ("model", "loss", "metric", "optimizer", "scheduler", "patch", "kernel", "checkpoint_engine"),
     "reference sampling": ("sampler", "reward", "advantage", "rollout", "tool", "env"),
     "reference running": ("runtime", "mesh", "platform", "run", "recipe", "tracker", "notifier", "hub", "kinds",
-                          "paths", "logging", "cli", "testing", "errors"),
+                          "paths", "logging", "cli", "requirements", "plugin", "testing", "errors"),
 }  # fmt: skip
 
 

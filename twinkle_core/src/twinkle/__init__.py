@@ -24,6 +24,9 @@ _WHERE = {
     "find_node_ip": "twinkle.platform",
     "find_free_port": "twinkle.platform",
     "get_logger": "twinkle.logging",
+    "exists": "twinkle.requirements",
+    "requires": "twinkle.requirements",
+    "Plugin": "twinkle.plugin",
     "registry": "twinkle._registry",
     "Run": "twinkle.run",
     "TwinkleError": "twinkle.errors",
@@ -79,6 +82,9 @@ if TYPE_CHECKING:
     from twinkle.platform import Platform as Platform
     from twinkle.platform import find_free_port as find_free_port
     from twinkle.platform import find_node_ip as find_node_ip
+    from twinkle.plugin import Plugin as Plugin
+    from twinkle.requirements import exists as exists
+    from twinkle.requirements import requires as requires
     from twinkle.run import Run as Run
     from twinkle.runtime import get_device_placement as get_device_placement
     from twinkle.runtime import initialize as initialize

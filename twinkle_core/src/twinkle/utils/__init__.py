@@ -1,0 +1,1 @@
+"""Published paths that scripts import; what they hold lives in `twinkle.platform`."""
