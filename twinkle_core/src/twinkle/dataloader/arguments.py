@@ -117,6 +117,11 @@ def _check_stream(kwargs: Mapping[str, Any], stream: Any) -> None:
         raise Unsupported(
             "a stream's batches are made in this process, where pin_memory=True has no effect; leave it out"
         )
+    if kwargs.get("num_workers", 0) and getattr(stream, "packing_num_proc", 1) > 1:
+        raise ArgumentError(
+            f"packing_num_proc={stream.packing_num_proc} starts processes, and so does "
+            f"num_workers={kwargs['num_workers']}; give one of the two"
+        )
     if isinstance(stream, PlainStream) and kwargs.get("num_workers", 0) > 1:
         raise Unsupported(
             f"num_workers={kwargs['num_workers']}: a {type(stream.rows).__name__} may divide its rows among workers by "

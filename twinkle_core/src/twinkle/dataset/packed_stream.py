@@ -69,8 +69,8 @@ class IterablePackingDataset(IterableDataset):
             return
         if workers > 1 or multiprocessing.current_process().daemon:
             raise ArgumentError(
-                f"packing_num_proc={self.packing_num_proc} starts processes, and so does the loader's num_workers; "
-                "give one of the two"
+                f"packing_num_proc={self.packing_num_proc} starts processes, which a worker process may not; read the "
+                "stream in the main process, or leave packing_num_proc out"
             )
         rows, stages = self._plan()
         yield from _in_processes(cut(rows, CHUNK_ROWS), stages, self.packing_num_proc)
