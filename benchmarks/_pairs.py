@@ -4,7 +4,7 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +38,24 @@ def paired(
         statistics.median(b for _, b in kept),
         Ratio(statistics.median(ratios), min(ratios), max(ratios)),
     )
+
+
+def in_turn(contestants: Mapping[str, Callable[[], object]], repetitions: int = 5) -> dict[str, list[float]]:
+    """Run several functions in turn, in changing order, and return the CPU seconds of each; the first round is dropped.
+
+    Entry i of every list is of the same round, for `ratio`.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for index in range(repetitions + 1):
+        for name in sorted(contestants, reverse=bool(index % 2)):
+            seconds[name].append(_cpu_seconds(contestants[name]))
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Return the paired ratios of two lists of `in_turn`."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def describe_machine(packages: Sequence[str]) -> str:
