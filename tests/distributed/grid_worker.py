@@ -61,9 +61,9 @@ def start(model: Any, lora: bool) -> Any:
     return model
 
 
-def adapter() -> peft.LoraConfig:
+def adapter(dropout: float = 0.0) -> peft.LoraConfig:
     """Return the adapter's configuration."""
-    return peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def reference(folder: str, lora: bool, by_row: bool) -> dict[str, torch.Tensor]:

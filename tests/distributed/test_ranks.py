@@ -41,7 +41,7 @@ def run(folder: Path, names: str, ranks: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    return run(folder, "norms,options,precision,checkpoints,unfinished,no_rows,nonfinite,apart", 2)
+    return run(folder, "norms,options,precision,checkpoints,unfinished,no_rows,nonfinite,dropout,apart", 2)
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,12 @@ def test_a_loss_that_is_nan_on_one_rank_is_left_out_and_counted_once(two: dict[s
         for way in WAYS:
             assert seen[way]["nonfinite_skipped"] == 1
             assert seen[way]["loss"] == pytest.approx(5.6, abs=0.1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_differs_between_ranks_and_between_passes(way: str, two: dict[str, list[Any]]) -> None:
+    first, second = (seen[way] for seen in two["dropout"])
+    assert len({tuple(passed) for passed in (*first, *second)}) == 4
 
 
 def test_ranks_at_different_calls_are_told_who_is_where(two: dict[str, list[Any]]) -> None:

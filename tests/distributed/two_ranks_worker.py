@@ -34,12 +34,19 @@ def meshes() -> dict[str, DeviceMesh]:
 
 
 def build(
-    folder: Path, mesh: DeviceMesh, *, lora: bool = True, optimizer: str = "AdamW", lr: float = 1e-2, **options: Any
+    folder: Path,
+    mesh: DeviceMesh,
+    *,
+    lora: bool = True,
+    optimizer: str = "AdamW",
+    lr: float = 1e-2,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> Any:
     """Return a model that is ready for its first step."""
     model = TransformersModel(model_id=str(folder / "model"), device_mesh=mesh, **{"mixed_precision": "no", **options})
     if lora:
-        model.add_adapter_to_model("default", adapter())
+        model.add_adapter_to_model("default", adapter(dropout))
         start(model.model, lora)
     model.set_optimizer(optimizer, lr=lr, weight_decay=0.0)
     return model
@@ -207,6 +214,17 @@ def nonfinite(folder: Path) -> dict[str, Any]:
         model.forward_backward(inputs=own(mesh, rows()))
         model.clip_grad_and_step()
         seen[name] = model.calculate_metric(is_training=True)
+    return seen
+
+
+@scenario
+def dropout(folder: Path) -> dict[str, Any]:
+    """Return the log-probabilities of one row under dropout, twice."""
+    seen: dict[str, Any] = {}
+    for name, mesh in meshes().items():
+        model = build(folder, mesh, dropout=0.5)
+        passes = [model.forward(inputs=rows()[:1])["logps"].flatten().tolist() for _ in range(2)]
+        seen[name] = passes
     return seen
 
 

@@ -167,6 +167,10 @@ class Components(TwinkleModel):
         """Put the parameters where the ranks want them, before anything is built on them or computed with them."""
         if group.placed or self._is_sharded:
             return
+        ranks = self.parallel.ranks
+        if not ranks.is_first and not any(other.placed for other in self.optimizer_group.values()):
+            # Dropout masks of their own; the first rank's, and so a single process's, are those of the seed.
+            torch.manual_seed((torch.initial_seed() + 1_000_003 * ranks.index) % 2**63)
         group.placed = True
         if self.mixed_precision != "no" and group.trainable and (group.adapter_name or len(self.optimizer_group) == 1):
             for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
@@ -174,5 +178,5 @@ class Components(TwinkleModel):
                     parameter.data = parameter.data.float()  # what is trained is kept in float32
         causal, segmenter = self._backbone.model, self._backbone.segmenter
         if self.parallel.in_lockstep:  # once it is sharded no rank can try it alone
-            segmenter.assume(self.parallel.ranks.on_first("trying packed rows", segmenter.check))
+            segmenter.assume(ranks.on_first("trying packed rows", segmenter.check))
         self.parallel.place(causal, list(causal._no_split_modules or ()), PRECISION[self.mixed_precision])

@@ -209,6 +209,7 @@ class TransformersModel(Components):
                 loop.score(group, item, split=len(status.passes) > 1, loss_kwargs=share)
                 if group.training:
                     loop.check_finite(group, item, self.on_nonfinite)
+                    item.usable = self._counts(item.usable)
         if not group.training:
             status.unseen += loop.settled(item for item in status.passes if not item.counted)
             for item in status.passes:
