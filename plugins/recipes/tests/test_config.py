@@ -31,6 +31,9 @@ def test_an_unknown_key_names_the_nearest_one(values: dict[str, Any], told: str)
         {"batch_size": 0},
         {"epochs": -1},
         {"model": {"mixed_precision": "fp4"}},
+        {"model": {"gradient_checkpointing": "sometimes"}},
+        {"mesh": {"tp": 2}},
+        {"mesh": {"dp": 0}},
         {"optimizer": {"lr": 0}},
         {"optimizer": {"lr": float("nan")}},
         {"data": {"eval_fraction": 1.0}},
@@ -85,3 +88,22 @@ def test_warm_up_is_a_number_of_steps_or_a_part_of_them() -> None:
     config = SFTConfig.model_validate({"scheduler": {"warmup_ratio": 0.1}})
     assert config.scheduler.warmup(50) == 5
     assert SFTConfig.model_validate({"scheduler": {"warmup_steps": 0}}).scheduler.warmup(50) == 0
+
+
+def test_our_own_rows_get_names_and_no_others_do() -> None:
+    names = {"model_name": "Glow", "model_author": "the Twinkle founders"}
+    assert SFTConfig().data.preprocessor == "SelfCognitionProcessor"
+    assert SFTConfig().data.preprocessor_args == names
+    mine = SFTConfig.model_validate({"data": {"preprocessor_args": {"model_name": "Mine"}}})
+    assert mine.data.preprocessor_args == {**names, "model_name": "Mine"}
+    assert SFTConfig.model_validate({"data": {"id": "rows.jsonl"}}).data.preprocessor is None
+    assert SFTConfig.model_validate({"data": {"preprocessor": None}}).data.preprocessor is None
+    other = SFTConfig.model_validate({"data": {"preprocessor": "./mine.py:Mine"}})
+    assert other.data.preprocessor_args == {}
+
+
+def test_the_mesh_is_that_of_the_configuration() -> None:
+    assert SFTConfig().device_mesh is None
+    mesh = SFTConfig.model_validate({"mesh": {"dp": 2, "fsdp": 3}}).device_mesh
+    assert mesh is not None
+    assert (mesh.get_dim_size("dp"), mesh.get_dim_size("fsdp"), mesh.world_size) == (2, 3, 6)

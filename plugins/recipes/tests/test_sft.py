@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import pytest
 import yaml
 
 from twinkle.errors import (
+    ArgumentError,
     CheckpointError,
     ComponentNotFound,
     ConfigError,
     DataError,
+    ModelLoadError,
     NonFiniteError,
     OutputError,
-    Unsupported,
 )
 from twinkle.run import Run
 from twinkle.testing import tiny_model
@@ -116,7 +118,8 @@ def test_a_run_leaves_everything_that_says_how(values: dict[str, Any], capsys: p
     assert json.loads((folder / "answers.json").read_text())[0]["after"] is not None
     assert SFTConfig.model_validate(yaml.safe_load((folder / "config.yaml").read_text())).optimizer.lr == 0.01
     assert summary["steps"] == 12
-    assert summary["loss"] == steps[-1]["loss"]
+    assert summary["last_loss"] == steps[-1]["loss"]
+    assert (summary["curve"], summary["answers"]) == (str(folder / "loss.png"), str(folder / "answers.json"))
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert len([line for line in out.splitlines() if line.startswith("step ")]) == 12
@@ -209,8 +212,7 @@ def test_an_interrupted_run_goes_on_in_the_same_numbers(
     assert kept < 12
     assert (stopped / "checkpoints" / "last").read_text() == f"step-{kept}\n"
     assert (stopped / "loss.png").is_file()
-    command = f"twinkle run sft --config {stopped}/config.yaml --resume-from {stopped}"
-    assert command in out
+    assert f"twinkle run sft --resume_from {stopped}\n" in out
     loss = {"name": "./losses.py:Eventful", "args": {"at": 5, "event": "interrupt"}}
     monkeypatch.setattr(os, "kill", lambda *_: None)
     train(values, questions=["say 2"], loss=loss, resume_from=str(stopped))
@@ -246,7 +248,7 @@ def test_a_run_goes_on_only_as_it_began_and_nothing_is_touched(values: dict[str,
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"seed: 42 in .*config\.yaml, 7 now") as caught:
         train(values, resume_from=str(folder), max_steps=2, seed=7)
-    assert f"--resume-from {folder}/checkpoints/step-2" in str(caught.value)
+    assert f"--resume_from {folder}/checkpoints/step-2" in str(caught.value)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -279,14 +281,14 @@ def test_a_run_stopped_while_it_starts_makes_no_step(
     )
     with pytest.raises(KeyboardInterrupt):
         train(values, loss={"name": "./pressing.py:Loss"})
-    assert {path.name for path in newest().iterdir()} == {"config.yaml", "plugins.json"}
+    assert list(Path("runs").iterdir()) == []
     assert "interrupted before the first checkpoint" in capsys.readouterr().out
 
 
 def test_rows_that_teach_nothing_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"no token of its \d+ encoded rows is trained.*max_length 3"):
         train(values, data={"max_length": 3})
-    assert {path.name for path in newest().iterdir()} == {"config.yaml", "plugins.json"}
+    assert list(Path("runs").iterdir()) == []
 
 
 def test_a_few_rows_that_teach_nothing_are_counted(
@@ -352,7 +354,69 @@ def test_evaluation_may_be_left_out(values: dict[str, Any]) -> None:
     assert not (folder / "checkpoints" / "best").exists()
 
 
-def test_more_than_one_process_is_refused(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Unsupported, match="one process"):
-        train(values)
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"loss": {"name": "CrossEntropyLos"}}, ComponentNotFound),
+        ({"model": {"id": "./nowhere"}}, ModelLoadError),
+        ({"data": {"id": "nowhere.jsonl"}}, DataError),
+        ({"data": {"eval_id": "nowhere.jsonl"}}, DataError),
+        ({"loss": {"name": "CrossEntropyLoss", "args": {"dtf": True}}}, ArgumentError),
+        ({"optimizer": {"args": {"beta": 1}}}, ArgumentError),
+        ({"data": {"preprocessor": "./none.py:F"}}, ComponentNotFound),
+    ],
+)
+def test_a_run_that_is_refused_loads_nothing_and_leaves_nothing(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: type[Exception]
+) -> None:
+    monkeypatch.setattr("twinkle_recipes.sft.loaders", lambda config: pytest.fail("rows were loaded"))
+    with pytest.raises(error):
+        train(values, **changes)
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_rows_with_gaps_are_warned_of(values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "{{NAME}}, of {{AUTHOR}}"}]
+    (tmp_path / "gaps.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    train(values, data={"id": "gaps.jsonl", "eval_fraction": 0}, max_steps=1)
+    (warned,) = [record.getMessage() for record in caplog.records if "{{" in record.getMessage()]
+    assert "its rows hold {{AUTHOR}} and {{NAME}}, which the model would learn as it stands" in warned
+
+
+def test_the_default_rows_have_their_names_filled_in(values: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    data = {**values["data"], "slice": 16}
+    train({**values, "data": {"slice": data["slice"]}}, max_steps=1)
+    assert not [record for record in caplog.records if "{{" in record.getMessage()]
+
+
+def test_a_finished_run_has_nothing_left_to_do(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, first = train(values, max_steps=2, questions=["say 1"])
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    _, again = train(values, max_steps=2, questions=["say 1"], resume_from=str(folder))
+    assert again == first
+    assert "all 2 steps are made and the result is saved; nothing is left to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_lost_its_result_saves_it_again(values: dict[str, Any]) -> None:
+    folder, _ = train(values, max_steps=2)
+    weights = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(folder / "adapter")
+    train(values, max_steps=2, resume_from=str(folder))
+    assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_packed_and_padding_free_rows_make_the_same_losses(values: dict[str, Any]) -> None:
+    changes: dict[str, Any] = {"lora": {"dropout": 0.0}, "max_steps": 3}
+    plain, _ = train(values, **changes)
+    free, _ = train(values, **changes, data={"padding_free": True})
+    for one, other in zip(lines(plain), lines(free), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    packed, _ = train(values, **changes, data={"type": "PackingDataset", "max_length": 256, "eval_fraction": 0})
+    assert lines(packed)[0]["tokens"] > lines(plain)[0]["tokens"]
+
+
+def test_recomputation_changes_no_number(values: dict[str, Any]) -> None:
+    runs = [train(values, max_steps=2, model={"gradient_checkpointing": on})[0] for on in (False, True)]
+    assert timeless(runs[0]) == timeless(runs[1])

@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_keeps_every_key_that_decides_its_numbers(
     assert told in str(caught.value)
     assert "leave them as they were" in str(caught.value)
     helps = (changes, told) in DATA
-    assert (f"--resume-from {run}/checkpoints/step-4" in str(caught.value)) == helps
+    assert (f"--resume_from {run}/checkpoints/step-4" in str(caught.value)) == helps
 
 
 def test_every_changed_key_is_named_at_once(run: Path) -> None:

@@ -17,6 +17,9 @@ class Run:
     Entering fires `twinkle_configure` and `twinkle_run_start`, leaving fires `twinkle_run_error` (with the exception,
     if any) and `twinkle_run_end`. While it lasts its trackers are attached to the registry as plugins.
 
+    Of several processes (after `twinkle.initialize`) the first makes the folder and tells the others its name, has the
+    trackers, and fires the hooks; the others fire `twinkle_configure` alone.
+
     Args:
         name: what the run is called; letters, digits, `-`, `_` and `.`.
         config: the whole configuration, as plain values.
@@ -44,14 +47,16 @@ class Run:
         folder: str | Path | None = None,
     ) -> None:
         from twinkle._registry import registry
+        from twinkle.platform import Platform
 
         self.name = name
         self.config = dict(config or {})
         self.step = 0
         self._attached = contextlib.ExitStack()
-        self._trackers = [registry().build(tracker, "tracker") for tracker in trackers]
+        self._is_first = Platform.is_master()
+        self._trackers = [registry().build(tracker, "tracker") for tracker in trackers if self._is_first]
         self._is_fresh = folder is None
-        self.folder = _existing(Path(folder)) if folder is not None else _fresh(Path(root), name)
+        self.folder = _existing(Path(folder)) if folder is not None else _agreed(Path(root), name)
 
     def __enter__(self) -> "Run":
         from twinkle._registry import registry
@@ -64,41 +69,53 @@ class Run:
                 attached.callback(registry().detach, name)
             self._attached = attached.pop_all()
         registry().hook("twinkle_configure")(config=self.config)
-        registry().hook("twinkle_run_start")(run=self)
+        self._fire("twinkle_run_start", run=self)
         return self
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the numbers of step `step` (from 1) with every tracker and lifecycle plugin."""
-        from twinkle._registry import registry
-
         self.step = step
-        registry().hook("twinkle_step_end")(run=self, step=step, metrics=metrics)
+        self._fire("twinkle_step_end", run=self, step=step, metrics=metrics)
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
         """Tell trackers and plugins that a checkpoint stands at `path`."""
-        from twinkle._registry import registry
-
-        registry().hook("twinkle_checkpoint_saved")(run=self, path=Path(path), step=step)
+        self._fire("twinkle_checkpoint_saved", run=self, path=Path(path), step=step)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from twinkle._registry import registry
-
         try:
             if error is not None:
-                registry().hook("twinkle_run_error")(run=self, error=error)
-            registry().hook("twinkle_run_end")(run=self)
+                self._fire("twinkle_run_error", run=self, error=error)
+            self._fire("twinkle_run_end", run=self)
         finally:
             self._attached.__exit__(kind, error, trace)
+
+    def _fire(self, hook: str, **arguments: Any) -> None:
+        from twinkle._registry import registry
+
+        if self._is_first:
+            registry().hook(hook)(**arguments)
 
     def _forget_empty(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the fresh folder of a run that failed before it wrote anything."""
-        if error is not None and self._is_fresh:
+        if error is not None and self._is_fresh and self._is_first:
             with contextlib.suppress(OSError):  # it is not empty
                 self.folder.rmdir()
+
+
+def _agreed(root: Path, name: str) -> Path:
+    """Return a fresh folder, the same in every process."""
+    from twinkle.platform import Platform
+
+    if Platform.get_world_size() == 1:
+        return _fresh(root, name)
+    from twinkle.runtime.current import current_runtime
+    from twinkle.torch.ranks import Ranks
+
+    return Ranks.of(current_runtime().mesh).on_first(f"making a run folder in {root}", lambda: _fresh(root, name))
 
 
 def _fresh(root: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import CheckpointError
-from twinkle.paths import write_text
+from twinkle.paths import recovered, write_text
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -23,12 +23,16 @@ class Checkpoints:
         folder: `checkpoints` of the run; made with the first checkpoint.
         limit: how many folders stay, the newest; None keeps all. Those of `best` and `last` always stay.
         best_score: the lowest evaluation loss so far, when a run continues.
+        writes: whether this process moves pointers and forgets; of several ranks the first does.
     """
 
-    def __init__(self, folder: Path, limit: int | None = None, best_score: float = math.inf) -> None:
+    def __init__(
+        self, folder: Path, limit: int | None = None, best_score: float = math.inf, *, writes: bool = True
+    ) -> None:
         self.folder = folder
         self.limit = limit
         self.best_score = best_score
+        self._writes = writes
 
     def is_best(self, score: float | None) -> bool:
         """Say whether `score` is lower than every one before; a missing or non-finite one never is."""
@@ -44,10 +48,10 @@ class Checkpoints:
         """
         path = self.folder / f"step-{step}"
         write(name=path.name, output_dir=str(self.folder))
-        write_text(self.folder / "last", path.name + "\n")
+        self._point("last", path)
         if score is not None and self.is_best(score):
             self.best_score = score
-            write_text(self.folder / "best", path.name + "\n")
+            self._point("best", path)
         self._forget_old()
         return path
 
@@ -56,8 +60,12 @@ class Checkpoints:
         file = self.folder / pointer
         return self.folder / file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
+    def _point(self, pointer: str, path: Path) -> None:
+        if self._writes:
+            write_text(self.folder / pointer, path.name + "\n")
+
     def _forget_old(self) -> None:
-        if self.limit is None:
+        if self.limit is None or not self._writes:
             return
         spared = {self.path("best"), self.path("last")}
         numbered = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -77,6 +85,7 @@ def find_checkpoint(place: str) -> Path:
         path = path / "checkpoints" / "last"
     if path.is_file() and path.name in ("best", "last"):
         path = path.parent / path.read_text(encoding="utf-8").strip()
+    path = recovered(path)
     if not (path / "trainer_state.json").is_file():
         raise CheckpointError(
             f"cannot resume from {place}: {path} is no checkpoint with optimizer state (no trainer_state.json); "

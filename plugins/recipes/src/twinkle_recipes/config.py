@@ -1,14 +1,19 @@
 """The configuration of the recipe `sft`: each key with its type, default and meaning."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from twinkle_recipes.strict import Strict
 
+if TYPE_CHECKING:
+    from twinkle.mesh import DeviceMesh
+
 Arguments = dict[str, Any]
 Count = Annotated[int, Field(ge=0)]
+SELF_COGNITION = "builtin://self-cognition"
+NAMES = ("SelfCognitionProcessor", {"model_name": "Glow", "model_author": "the Twinkle founders"})
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -19,22 +24,22 @@ class ModelConfig(Strict):
         default="builtin://smollm2-135m-instruct", description="Folder, `hf://org/name`, `ms://org/name` or builtin"
     )
     type: str = Field(default="TransformersModel", description="Component of kind `model`")
-    mixed_precision: Literal["auto", "no", "bf16"] = Field(
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         default="auto", description="Precision of the forward pass; auto: bf16 where the hardware has it, else no"
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Precision of the frozen and trained weights; by default the model class decides"
     )
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations: less memory, more time")
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        default="auto", description="Recompute activations: less memory, more time; auto: where they would not fit"
+    )
     args: Arguments = Field(default={}, description="Further keyword arguments of the model class")
 
 
 class DataConfig(Strict):
     """Which rows, how they become conversations, and how those become tokens."""
 
-    id: str = Field(
-        default="builtin://self-cognition", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
-    )
+    id: str = Field(default=SELF_COGNITION, description="File, folder, `hf://org/name`, `ms://org/name` or builtin")
     type: str = Field(default="Dataset", description="Component of kind `dataset`")
     loader: str = Field(default="DataLoader", description="Component of kind `dataloader`")
     subset: str = Field(default="default", description="Subset (configuration) of the data set")
@@ -43,7 +48,9 @@ class DataConfig(Strict):
         default=None, description="Rows to use: a count, or `start:stop` or `start:stop:step`"
     )
     preprocessor: str | None = Field(
-        default=None, description="Component of kind `preprocessor`; none: rows hold `messages`"
+        default=None,
+        description="Component of kind `preprocessor`; none: rows hold `messages` (by default one that fills in the "
+        "names of `builtin://self-cognition`)",
     )
     preprocessor_args: Arguments = Field(default={}, description="Keyword arguments of the preprocessor")
     template: str = Field(default="Template", description="Component of kind `template`")
@@ -51,6 +58,9 @@ class DataConfig(Strict):
     max_length: Positive = Field(default=2048, description="Longest row, in tokens")
     truncation: Literal["raise", "left", "right", "split", "delete"] = Field(
         default="right", description="What happens to longer rows"
+    )
+    padding_free: bool = Field(
+        default=False, description="Rows of a pass one after the other instead of filled up to one length"
     )
     shuffle: bool = Field(
         default=True, description="Another order of the rows in each epoch, the same for the same seed"
@@ -65,6 +75,17 @@ class DataConfig(Strict):
         default=None, description="Another data set to evaluate on, instead of a part of this one"
     )
     eval_split: str | None = Field(default=None, description="Its split; alone: that split of the data set `id`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_filled_in(cls, values: Any) -> Any:
+        """Give our own data set, whose rows have gaps for names, what fills them."""
+        if not isinstance(values, dict) or values.get("id", SELF_COGNITION) != SELF_COGNITION:
+            return values
+        if values.get("preprocessor", NAMES[0]) != NAMES[0]:
+            return values
+        given = values.get("preprocessor_args") or {}
+        return {**values, "preprocessor": NAMES[0], "preprocessor_args": {**NAMES[1], **given}}
 
     @field_validator("slice")
     @classmethod
@@ -127,6 +148,15 @@ class SamplerConfig(Strict):
     temperature: float = Field(default=0.0, ge=0, description="0: the most probable token each time")
 
 
+class MeshConfig(Strict):
+    """How the processes that torchrun starts share the model."""
+
+    dp: Positive | None = Field(
+        default=None, description="Groups of ranks that hold the whole model; by default all ranks, one a group"
+    )
+    fsdp: Positive | None = Field(default=None, description="Ranks that hold a part of each parameter (FSDP2)")
+
+
 class SFTConfig(Strict):
     """Supervised fine-tuning on conversations."""
 
@@ -137,14 +167,15 @@ class SFTConfig(Strict):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="How the learning rate changes")
     loss: LossConfig = Field(default_factory=LossConfig, description="What is minimised")
     sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="How the questions are answered")
+    mesh: MeshConfig = Field(default_factory=MeshConfig, description="How several processes share the model")
     processor: str = Field(default="InputProcessor", description="Component of kind `processor`")
     metrics: list[str] = Field(default=[], description="Components of kind `metric`, beside the model's own")
     trackers: list[str] = Field(
         default=["JsonlTracker", "TensorBoardTracker"], description="Components of kind `tracker`"
     )
-    batch_size: Positive = Field(default=8, description="Rows of one forward and backward pass")
+    batch_size: Positive = Field(default=8, description="Rows of one forward and backward pass, over all processes")
     micro_batch_size: Positive | None = Field(
-        default=None, description="Rows in memory at once; the result is the same"
+        default=None, description="Rows in memory at once, of each process; the result is the same"
     )
     gradient_accumulation_steps: Positive = Field(default=1, description="Batches of one optimizer step")
     epochs: Positive = Field(default=1, description="How often each row is seen")
@@ -169,6 +200,19 @@ class SFTConfig(Strict):
         default=None,
         description="Run folder to go on in, from its last checkpoint; or a checkpoint to start afresh from",
     )
+
+    @property
+    def device_mesh(self) -> "DeviceMesh | None":
+        """The mesh of the processes, or None where nothing is said of it.
+
+        Raises:
+            MeshError: there is no such mesh.
+        """
+        if self.mesh.dp is None and self.mesh.fsdp is None:
+            return None
+        from twinkle.mesh import DeviceMesh
+
+        return DeviceMesh.from_sizes(dp_size=self.mesh.dp or 1, fsdp_size=self.mesh.fsdp)
 
     @property
     def run_folder(self) -> Path | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 from twinkle._registry import registry
 from twinkle.errors import DataError
 from twinkle.logging import get_logger
+from twinkle.mesh import DeviceMesh
+from twinkle.platform import Platform
 from twinkle.template.labels import IGNORE
 from twinkle_recipes.config import DataConfig, SFTConfig, parse_slice
+
+_GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
+_LOOKED_AT = 1000
 
 
 def loaders(config: SFTConfig) -> tuple[Any, Any]:
@@ -70,6 +76,11 @@ def count_steps(config: SFTConfig, batches: int) -> int:
     return min(steps, config.max_steps or steps)
 
 
+def share(batch: Sequence[Any], rank: int, ranks: int) -> list[Any]:
+    """Return the rows of a batch that rank `rank` of `ranks` computes; there may be none."""
+    return list(batch[rank::ranks])
+
+
 def count_tokens(batch: Sequence[Any]) -> int:
     """Return the number of tokens of all rows of a batch."""
     return sum(len(row["input_ids"]) for row in batch)
@@ -99,7 +110,19 @@ def _dataset(data: DataConfig, name: str, split: str, rows: list[int] | None) ->
     dataset = _source(data, name, split, rows)
     if data.preprocessor is not None:
         dataset.map(data.preprocessor, init_args=data.preprocessor_args)
+    _warn_of_gaps(dataset, name)
     return dataset
+
+
+def _warn_of_gaps(dataset: Any, name: str) -> None:
+    """Warn of names that nobody filled in: a model would learn `{{NAME}}` as its name."""
+    texts = (json.dumps(dataset[index], default=repr) for index in range(min(len(dataset), _LOOKED_AT)))
+    if gaps := sorted({gap for text in texts for gap in _GAP.findall(text)}):
+        get_logger(__name__).warning(
+            "data set %s: its rows hold %s, which the model would learn as it stands; fill it in: data.preprocessor "
+            "SelfCognitionProcessor with preprocessor_args {model_name: ..., model_author: ...}, or one of your own",
+            name, " and ".join(gaps),
+        )  # fmt: skip
 
 
 def _loader(dataset: Any, config: SFTConfig, shuffle: bool) -> Any:
@@ -107,11 +130,21 @@ def _loader(dataset: Any, config: SFTConfig, shuffle: bool) -> Any:
     arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
     dataset.set_template(data.template, model_id=config.model.id, **arguments)
     dataset.encode()
+    if hasattr(dataset, "pack_dataset"):
+        dataset.pack_dataset()
     if len(dataset) == 0:
         raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
     _check_labels(dataset, data)
-    options = {"batch_size": config.batch_size, "shuffle": shuffle, "num_workers": 0}
-    return registry().build(data.loader, "dataloader", dataset, **options, **({"seed": config.seed} if shuffle else {}))
+    options: dict[str, Any] = {"batch_size": config.batch_size, "shuffle": shuffle, "num_workers": 0}
+    if shuffle:
+        options["seed"] = config.seed
+    if Platform.get_world_size() > 1:
+        import numpy as np
+
+        # Every rank gets whole batches and takes its part of each: so the same rows make a step, and none is left
+        # over, whatever the number of ranks.
+        options["device_mesh"] = DeviceMesh(np.array([Platform.get_rank()]), ("dp",))
+    return registry().build(data.loader, "dataloader", dataset, **options)
 
 
 def _check_labels(dataset: Any, data: DataConfig) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopRequest:
-    """Listens for SIGINT while its `with` block lasts.
+    """Listens for SIGINT and SIGTERM (which schedulers of clusters send, and torchrun) while its `with` block lasts.
 
     Outside the main thread, where signals cannot be listened for, it never asks for a stop.
 
     Args:
-        on_request: called once, at the first SIGINT, for instance to tell the user that it was heard.
+        on_request: called once, at the first signal, for instance to tell the user that it was heard.
 
     Attributes:
         requested: whether the loop shall stop after the current step.
@@ -22,21 +24,19 @@ class StopRequest:
     def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self._on_request = on_request
-        self._previous: Any = None
-        self._listening = False
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._heard)
-            self._listening = True
+            self._previous = {number: signal.signal(number, self._heard) for number in _SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._listening:
-            signal.signal(signal.SIGINT, self._previous)
-            self._listening = False
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous = {}
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a stop was requested.

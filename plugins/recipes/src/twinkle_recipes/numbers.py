@@ -13,8 +13,9 @@ def readable(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def losses_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training and evaluation loss among `metrics`, as far as they are there."""
-    return {name: metrics[name] for name in ("loss", "eval/loss") if name in metrics}
+    """Return the training and evaluation loss of a step, as far as they are there, as `last_loss` and `eval/loss`."""
+    names = {"loss": "last_loss", "eval/loss": "eval/loss"}
+    return {shown: metrics[name] for name, shown in names.items() if name in metrics}
 
 
 def is_due(step: int, every: int) -> bool:

@@ -8,16 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from twinkle._registry import registry
+from twinkle.dataset import DatasetMeta
+from twinkle.hub import local_model
 from twinkle.paths import write_text
 from twinkle_recipes.config import SFTConfig
-from twinkle_registry import ComponentSpec
+from twinkle_registry import ComponentSpec, check_keywords
 from twinkle_registry.references import parse_reference
 
 PACKAGES = ("twinkle-core", "twinkle-registry", "torch", "transformers", "peft", "datasets", "safetensors")
 
 
+def check_early(config: SFTConfig) -> None:
+    """Find what can be found wrong in a moment, before a library is imported or anything is loaded.
+
+    Raises:
+        TwinkleError: no plugin offers a name, or a model or data set on this machine is not there.
+    """
+    for kind, asked in components(config):
+        if parse_reference(asked, kind).form == "name":
+            registry().find(asked, kind)
+    for place in {config.data.id, config.data.eval_id or config.data.id}:
+        if "://" not in place and not Path(place).expanduser().exists():
+            registry().build(config.data.type, "dataset", DatasetMeta(place))  # says what is there instead
+    if "://" not in config.model.id and not Path(config.model.id).expanduser().exists():
+        local_model(config.model.id)  # it may be an alias
+
+
 def components(config: SFTConfig) -> Iterator[tuple[str, str]]:
-    """Yield the (kind, reference) of every component that the recipe will use, in the order of use."""
+    """Yield the (kind, reference) of every component that the configuration names, in the order of use."""
     yield "recipe", "sft"
     yield "dataset", config.data.type
     if config.data.preprocessor is not None:
@@ -43,16 +61,27 @@ def make_plan(config: SFTConfig) -> dict[str, Any]:
         `packages`: versions of Python and of the libraries that decide the numbers.
 
     Raises:
-        TwinkleError: a name cannot be resolved; so a misspelt one is found before anything expensive starts.
+        TwinkleError: a name cannot be resolved, or a component does not take the arguments configured; so a misspelt
+            one is found before anything expensive starts.
     """
+    for kind, asked, arguments in _arguments(config):
+        found = registry().resolve(asked, kind)
+        if isinstance(found, type):
+            check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
     return {"parts": [_part(kind, asked) for kind, asked in components(config)], "packages": _versions()}
 
 
-def write_plan(config: SFTConfig, folder: Path) -> dict[str, Any]:
-    """Write the plan to `folder/plugins.json` and return it."""
-    plan = make_plan(config)
+def write_plan(plan: dict[str, Any], folder: Path) -> None:
+    """Write the plan to `folder/plugins.json`."""
     write_text(folder / "plugins.json", json.dumps(plan, indent=2, ensure_ascii=False) + "\n")
-    return plan
+
+
+def _arguments(config: SFTConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    yield "loss", config.loss.name, config.loss.args
+    yield "optimizer", config.optimizer.name, config.optimizer.args
+    yield "scheduler", config.scheduler.name, config.scheduler.args
+    if config.data.preprocessor is not None:
+        yield "preprocessor", config.data.preprocessor, config.data.preprocessor_args
 
 
 def _part(kind: str, asked: str) -> dict[str, str]:

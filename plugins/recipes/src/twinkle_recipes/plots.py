@@ -33,6 +33,11 @@ class History:
                     history.add(line["step"], line)
         return history
 
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The numbers of the newest step; none where there was no step."""
+        return self.steps[-1][1] if self.steps else {}
+
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Remember one step."""
         self.steps.append((step, metrics))

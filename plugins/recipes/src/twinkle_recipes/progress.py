@@ -41,6 +41,9 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """Show one line."""
 
+    def note(self, text: str) -> None:
+        """Show one line from within a signal handler, where something else may be being shown."""
+
     def begin(self, first_step: int, total_steps: int) -> None:
         """Tell how many steps there are, and that those before `first_step` are done."""
 
@@ -55,6 +58,33 @@ def display(log_every: int = 1, console: Console | None = None) -> Display:
     """Return the display that fits standard output: live on a terminal, plain lines when piped."""
     console = console or Console()
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console, log_every)
+
+
+class Silent:
+    """Shows nothing: what every rank but the first has."""
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is left open."""
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def begin(self, first_step: int, total_steps: int) -> None:
+        """Show nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def answers(self, answers: Sequence[Answer]) -> None:
+        """Show nothing."""
 
 
 class PlainDisplay:
@@ -84,6 +114,10 @@ class PlainDisplay:
         """Write one line."""
         self._console.out(text, highlight=False)
 
+    def note(self, text: str) -> None:
+        """Write one line."""
+        self.say(text)
+
     def begin(self, first_step: int, total_steps: int) -> None:
         """Remember the number of steps."""
         self._first, self._total = first_step, total_steps
@@ -112,6 +146,7 @@ class LiveDisplay:
         self._console = console
         self._losses: list[float] = []
         self._numbers: dict[str, float] = {}
+        self._note = ""
         self._bar = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
@@ -136,11 +171,18 @@ class LiveDisplay:
 
     def __rich__(self) -> Group:
         """Return what stands on the screen now."""
-        return Group(self._bar, _numbers_line(self._numbers), *self._chart())
+        note = [Text(self._note, style="bold")] if self._note else []
+        return Group(self._bar, _numbers_line(self._numbers), *self._chart(), *note)
 
     def say(self, text: str) -> None:
-        """Show one line above the display."""
-        self._console.print(Text(text))
+        """Show one line above the display; a long one is left to the terminal, so that it can be copied whole."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Show one line below the display, when that is drawn next; at once where it is not shown."""
+        self._note = text
+        if not self._live.is_started:
+            self.say(text)
 
     def begin(self, first_step: int, total_steps: int) -> None:
         """Set the length of the bar."""

@@ -3,18 +3,48 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinkle._registry import registry
 from twinkle.data_format import SamplingParams
 from twinkle.paths import write_text
 from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.progress import Display
+
+if TYPE_CHECKING:
+    from twinkle.torch.ranks import Ranks
+
+
+class Interview:
+    """The questions of a run: asked and written down by the first rank, where it holds the whole model."""
+
+    def __init__(self, config: SFTConfig, folder: Path, show: Display, ranks: "Ranks") -> None:
+        self._config = config
+        self._path = folder / "answers.json"
+        self._show = show
+        sharded = not ranks.alone and (config.mesh.fsdp or 1) > 1
+        self._is_asked = bool(config.questions) and ranks.is_first and not sharded
+        self._before: list[str] = []
+        if config.questions and sharded:
+            show.say("the questions are not asked: with mesh.fsdp no process holds the whole model")
+
+    def before(self, model: Any) -> None:
+        """Ask before training, unless an earlier part of this run did."""
+        if self._is_asked:
+            questions = self._config.questions
+            self._before = answers_before(self._path, questions) or ask(model, self._config)
+            write_answers(self._path, questions, self._before)
+
+    def after(self, model: Any) -> None:
+        """Ask after training, and show both answers."""
+        if self._is_asked:
+            after = ask(model, self._config)
+            write_answers(self._path, self._config.questions, self._before, after)
+            self._show.answers(list(zip(self._config.questions, self._before, after, strict=True)))
 
 
 def ask(model: Any, config: SFTConfig) -> list[str]:
-    """Return the model's answers to `config.questions`, in order; nothing is asked where there are none."""
-    if not config.questions:
-        return []
+    """Return the model's answers to `config.questions`, in order."""
     sampler = registry().build(config.sampler.name, "sampler", model=model)
     params = SamplingParams(
         max_tokens=config.sampler.max_tokens, temperature=config.sampler.temperature, seed=config.seed

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
+from twinkle.cli.processes import twinkle_command
 from twinkle.errors import CheckpointError
 from twinkle.paths import write_text
+from twinkle.platform import Platform
 from twinkle.run import Run
 from twinkle_recipes.checkpoints import Checkpoints, find_checkpoint, run_folder_of
 from twinkle_recipes.config import SFTConfig
@@ -77,5 +79,7 @@ def say_how_to_resume(show: Display, folder: Path) -> Iterator[None]:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command that continues the run in `folder`."""
-    return shlex.join(["twinkle", "run", "sft", "--config", str(folder / "config.yaml"), "--resume-from", str(folder)])
+    """Return the command that continues the run in `folder`, as it works from here."""
+    processes = Platform.get_world_size()
+    several = ["--nproc", str(processes)] if processes > 1 else []
+    return shlex.join([*twinkle_command(), "run", "sft", *several, "--resume_from", str(folder)])

@@ -5,116 +5,121 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinkle._registry import registry
-from twinkle.errors import NonFiniteError, Unsupported
+from twinkle.errors import NonFiniteError
 from twinkle.paths import write_text
-from twinkle.platform import Platform
 from twinkle.run import Run
 from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.data import count_steps, count_tokens, groups_of_batches, loaders
+from twinkle_recipes.data import count_steps, count_tokens, groups_of_batches, loaders, share
 from twinkle_recipes.interrupt import StopRequest
-from twinkle_recipes.numbers import is_due, losses_of, plain, readable
-from twinkle_recipes.plan import write_plan
+from twinkle_recipes.numbers import is_due, plain, readable
+from twinkle_recipes.plan import check_early, make_plan, write_plan
 from twinkle_recipes.plots import write_loss_curve
 from twinkle_recipes.precision import mixed_precision
-from twinkle_recipes.progress import display
-from twinkle_recipes.questions import answers_before, ask, write_answers
+from twinkle_recipes.progress import Silent, display
+from twinkle_recipes.questions import Interview
+from twinkle_recipes.ranks import agree_to_stop, check_stop, ranks_of_this_run
+from twinkle_recipes.results import counted, is_finished, result_name, summary, told_of
 from twinkle_recipes.resuming import resume, say_how_to_resume, score_of, write_config
 from twinkle_recipes.unchanged import whole_run
+
+if TYPE_CHECKING:
+    from twinkle.torch.ranks import Ranks
 
 
 def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
     """Fine-tune a model and leave in `run.folder` everything that says how.
 
     `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `answers.json`, `checkpoints/`, and the
-    result: `adapter/` (PEFT) or `model/` (all parameters).
+    result: `adapter/` (PEFT) or `model/` (all parameters). Under torchrun every rank calls this; the first one shows
+    and writes.
 
     Returns:
-        `path` of the result, `steps`, the final `loss` and `eval/loss`, and the `best` checkpoint where there is one.
+        `path` of the result (the weights of the last step), `steps`, `last_loss` (of the last step) and `eval/loss`,
+        and the `best` checkpoint, the `curve` and the `answers` where there are any.
 
     Raises:
-        Unsupported: there are several processes.
         NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`; the rows are kept in
             `nonfinite_batch.json`.
         ConfigError: it goes on in a run folder, but not as the run began (`whole_run`).
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands; before the first
             step, once what is being loaded stands.
     """
-    if Platform.get_world_size() > 1:
-        raise Unsupported("recipe sft runs in one process; start it without torchrun")
-    show = display(config.log_every)
+    whole = whole_run(config)
+    check_early(config)
+    ranks = ranks_of_this_run()
+    show = display(config.log_every) if ranks.is_first else Silent()
     with (
         say_how_to_resume(show, run.folder),
-        StopRequest(lambda: show.say("stopping before the first step; Ctrl-C again stops at once")) as stop,
+        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
     ):
-        whole = whole_run(config)
-        plan = write_plan(config, run.folder)
-        write_config(whole, run.folder)
+        plan = make_plan(config)
         show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
-        stop.check()
-
         seed_everything(config.seed)
         training, held_out = loaders(config)
         steps = count_steps(whole, len(training))
-        show.say(f"data: {len(training)} batches an epoch, {len(held_out) if held_out else 0} held out for evaluation")
-        stop.check()
+        show.say(f"data: {counted(len(training), 'batch')} an epoch{told_of(held_out)}")
+        check_stop(stop, ranks)
 
         model = build_model(config, steps)
+        if not ranks.is_first:
+            seed_everything(config.seed + ranks.index)  # no two ranks drop out the same
         done, history = resume(config, model, training, run)
         steps = count_steps(config, len(training))
-        checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit)
+        if is_finished(config, run.folder, done, steps):
+            show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
+            return summary(config, run.folder, steps, history.last)
+        checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit, writes=ranks.is_first)
         checkpoints.best_score = score_of(history, checkpoints.path("best"))
-        stop.check()
+        check_stop(stop, ranks)
 
-        before = answers_before(run.folder / "answers.json", config.questions) or ask(model, config)
-        write_answers(run.folder / "answers.json", config.questions, before)
-        stop.check()
+        if ranks.is_first:
+            write_plan(plan, run.folder)
+            write_config(whole, run.folder)
+        interview = Interview(config, run.folder, show, ranks)
+        interview.before(model)
+        check_stop(stop, ranks)
 
-    metrics: dict[str, float] = {}
-    remaining = groups_of_batches(training, config.epochs, config.gradient_accumulation_steps)
-    try:
-        with (
-            say_how_to_resume(show, run.folder),
-            StopRequest(lambda: show.say("stopping after this step; Ctrl-C again stops at once")) as stop,
-            show,
-        ):
-            show.begin(done + 1, steps)
-            for step, group in zip(range(done + 1, steps + 1), remaining, strict=False):
-                metrics = train(model, group, config, run.folder)
-                last = step == steps
-                if held_out is not None and (last or is_due(step, config.eval_every)):
-                    metrics |= evaluate(model, held_out, config)
-                history.add(step, metrics)
-                run.log(metrics, step)
-                show.step(step, metrics)
+        metrics: dict[str, float] = {}
+        remaining = groups_of_batches(training, config.epochs, config.gradient_accumulation_steps)
+        try:
+            with show:
+                show.begin(done + 1, steps)
+                for step, group in zip(range(done + 1, steps + 1), remaining, strict=False):
+                    metrics = train(model, group, config, run.folder, ranks)
+                    last = step == steps
+                    if held_out is not None and (last or is_due(step, config.eval_every)):
+                        metrics |= evaluate(model, held_out, config, ranks)
+                    history.add(step, metrics)
+                    run.log(metrics, step)
+                    show.step(step, metrics)
 
-                score = metrics.get("eval/loss")
-                if last or stop.requested or is_due(step, config.save_every) or checkpoints.is_best(score):
-                    consumed = training.get_state()["consumed_train_samples"]
-                    write = functools.partial(model.save, save_optimizer=True, consumed_train_samples=consumed)
-                    run.checkpoint_saved(checkpoints.save(step, score, write), step)
-                if not last:
-                    stop.check()
-    finally:
-        write_loss_curve(history, run.folder / "loss.png", run.folder.name)
+                    score = metrics.get("eval/loss")
+                    stopping = agree_to_stop(stop, ranks)
+                    if last or stopping or is_due(step, config.save_every) or checkpoints.is_best(score):
+                        consumed = training.get_state()["consumed_train_samples"]
+                        write = functools.partial(model.save, save_optimizer=True, consumed_train_samples=consumed)
+                        run.checkpoint_saved(checkpoints.save(step, score, write), step)
+                    if stopping and not last:
+                        raise KeyboardInterrupt
+        finally:
+            if ranks.is_first:
+                write_loss_curve(history, run.folder / "loss.png", run.folder.name)
 
-    path = Path(model.save("adapter" if config.lora else "model", output_dir=str(run.folder)))
-    after = ask(model, config)
-    write_answers(run.folder / "answers.json", config.questions, before, after)
-    show.answers(list(zip(config.questions, before, after, strict=True)))
-    best = checkpoints.path("best")
-    show.say(f"{path.name}: {path}")
-    return {"path": str(path), "steps": steps, "best": str(best) if best else None, **losses_of(metrics)}
+    model.save(result_name(config), output_dir=str(run.folder))
+    interview.after(model)
+    return summary(config, run.folder, steps, history.last)
 
 
 def build_model(config: SFTConfig, steps: int) -> Any:
     """Return the model with adapter, optimizer, scheduler, loss, processor, template and metrics as configured."""
     settings = config.model
-    optional = {"dtype": settings.dtype, "gradient_checkpointing": settings.gradient_checkpointing or None}
+    recomputation = settings.gradient_checkpointing
+    optional = {"dtype": settings.dtype, "gradient_checkpointing": None if recomputation == "auto" else recomputation}
     model = registry().build(
         settings.type,
         "model",
@@ -138,7 +143,7 @@ def build_model(config: SFTConfig, steps: int) -> Any:
         model.add_adapter_to_model("default", adapter, gradient_accumulation_steps=accumulation)
     optimizer, scheduler, data = config.optimizer, config.scheduler, config.data
     model.set_template(data.template, max_length=data.max_length, **data.template_args)
-    model.set_processor(config.processor)
+    model.set_processor(config.processor, **({"padding_free": True} if data.padding_free else {}))
     model.set_loss(config.loss.name, **config.loss.args)
     model.set_optimizer(optimizer.name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.args)
     model.set_lr_scheduler(
@@ -149,8 +154,8 @@ def build_model(config: SFTConfig, steps: int) -> Any:
     return model
 
 
-def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict[str, float]:
-    """Make one optimizer step from the batches of `group` and return its numbers."""
+def train(model: Any, group: list[Any], config: SFTConfig, folder: Path, ranks: "Ranks") -> dict[str, float]:
+    """Make one optimizer step from the batches of `group`, each rank with its rows, and return the numbers of all."""
     started = time.monotonic()
     accumulation: dict[str, Any] = {}
     if config.gradient_accumulation_steps > 1:
@@ -158,7 +163,7 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict
         accumulation = {"gradient_accumulation_steps": size, "flush": len(group) < size}
     try:
         for batch in group:
-            model.forward_backward(inputs=batch, **in_memory(config))
+            model.forward_backward(inputs=share(batch, ranks.index, ranks.size), **in_memory(config))
         model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **accumulation)
     except NonFiniteError as error:
         kept = folder / "nonfinite_batch.json"
@@ -170,10 +175,10 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path) -> dict
     return {**numbers, "tokens": tokens, "tokens_per_second": speed}
 
 
-def evaluate(model: Any, held_out: Any, config: SFTConfig) -> dict[str, float]:
-    """Return the numbers over all held-out rows, each name under `eval/`."""
+def evaluate(model: Any, held_out: Any, config: SFTConfig, ranks: "Ranks") -> dict[str, float]:
+    """Return the numbers over all held-out rows of all ranks, each name under `eval/`."""
     for batch in held_out:
-        model.forward_only(inputs=batch, **in_memory(config))
+        model.forward_only(inputs=share(batch, ranks.index, ranks.size), **in_memory(config))
         model.calculate_loss()
     numbers = readable(model.calculate_metric(is_training=False))
     return {f"eval/{name}": value for name, value in numbers.items() if name not in ("learning_rate", "grad_norm")}

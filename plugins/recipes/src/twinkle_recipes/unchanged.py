@@ -14,7 +14,7 @@ from twinkle_recipes.config import SFTConfig
 
 FREE = {
     "log_every", "save_every", "save_total_limit", "eval_every", "questions", "trackers", "sampler", "micro_batch_size",
-    "resume_from",
+    "resume_from", "mesh",
 }  # fmt: skip
 """Keys that change no number of the training; they may differ even within one run."""
 
@@ -49,7 +49,7 @@ def whole_run(config: SFTConfig) -> SFTConfig:
             raise ConfigError(_message(f"a run that starts from {checkpoint} takes these keys from it", kept, folder))
         return config
     if changed:
-        advice = "" if kept else f", or start afresh from the checkpoint: --resume-from {checkpoint}"
+        advice = "" if kept else f", or start afresh from the checkpoint: --resume_from {checkpoint}"
         raise ConfigError(_message(f"the run in {folder} can only go on as it began", changed, folder) + advice)
     return config.model_copy(update={"max_steps": earlier.max_steps})
 
@@ -88,5 +88,5 @@ def _read(folder: Path, checkpoint: Path) -> SFTConfig:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise ConfigError(
             f"{file} cannot be read, so nobody knows how the run in {folder} began ({error}); restore it, "
-            f"or start afresh from the checkpoint: --resume-from {checkpoint}"
+            f"or start afresh from the checkpoint: --resume_from {checkpoint}"
         ) from error

@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
                 import traceback
 
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error{_rank()}: {error}", err=True)
             from twinkle.runtime.reporting import report
 
             report(error)
@@ -132,6 +132,11 @@ def _show_notices_plainly() -> None:
             usual(message, category, filename, *where)
 
     warnings.showwarning = show  # type: ignore[assignment]
+
+
+def _rank() -> str:
+    """Return which of several processes this is, for their common terminal."""
+    return f" [rank {os.environ.get('RANK', '0')}]" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _terminal_width() -> int:

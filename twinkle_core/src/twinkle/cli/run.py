@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twinkle.cli.interrupt import interrupt_afterwards
+from twinkle.cli.processes import become_torchrun, process_count
 from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
 
 if TYPE_CHECKING:
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
     from twinkle.cli.options import Option
 
-RESERVED = {"config": True, "runs": True, "name": True, "debug": False, "help": False}
+RESERVED = {"config": True, "runs": True, "name": True, "nproc": True, "debug": False, "help": False}
 _RESERVED_HELP = (
     ("--config FILE", "YAML file with any of the options below; flags win [default: that of the run to resume]"),
     ("--runs DIR", "Where the folder of the run is made [default: runs]"),
     ("--name NAME", "What the run is called [default: the recipe's name]"),
+    ("--nproc N", "Start N processes on this machine with torchrun [default: 1]"),
     ("--debug", "Show the traceback of an error"),
     ("--help", "Show this message and exit"),
 )
@@ -47,7 +49,9 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
         if "--help" in rest:
             click.echo(_help(recipe, options))
             return
-        prepared = _prepare(recipe, rest, model, options)
+        prepared, nproc = _prepare(recipe, rest, model, options)
+    if (processes := process_count(nproc)) > 1:
+        become_torchrun(processes, ["run", *args])
     _run(*prepared)
 
 
@@ -98,8 +102,8 @@ def _options(model: "type[BaseModel] | None", recipe: str) -> "dict[str, Option]
 
 def _prepare(
     recipe: str, args: list[str], model: "type[BaseModel] | None", options: "Mapping[str, Option]"
-) -> tuple[Any, Any, str, str]:
-    """Return the recipe, its checked configuration, the name of the run and where its folder is made."""
+) -> tuple[tuple[Any, Any, str, str], str | None]:
+    """Return what `_run` takes (recipe, configuration, name of the run, where its folder is made), and nproc."""
     from twinkle._registry import registry
     from twinkle.cli.flags import merge, parse_flags
     from twinkle.cli.validate import validate
@@ -123,7 +127,8 @@ def _prepare(
     elif problems := [*flags.problems, *(f"{key}: {recipe!r} takes no configuration" for key in values)]:
         raise ConfigError("\n  ".join([f"{what}: {len(problems)} problems", *problems]))
     function = registry().build(recipe, "recipe")
-    return function, config, flags.reserved.get("name", _run_name(recipe)), flags.reserved.get("runs") or "runs"
+    name, runs = flags.reserved.get("name", _run_name(recipe)), flags.reserved.get("runs") or "runs"
+    return (function, config, name, runs), flags.reserved.get("nproc")
 
 
 def _config_of(resume_from: Any) -> str | None:
@@ -138,13 +143,20 @@ def _config_of(resume_from: Any) -> str | None:
 
 
 def _run(recipe: Any, config: Any, name: str, runs: str) -> None:
+    from twinkle.platform import Platform
     from twinkle.run import Run
 
+    mesh = getattr(config, "device_mesh", None)
+    if mesh is not None or Platform.get_world_size() > 1:
+        from twinkle.runtime.current import initialize
+
+        initialize(mode="local", global_device_mesh=mesh, seed=getattr(config, "seed", 42))
     plain = config.model_dump(mode="json") if config is not None else {}
     trackers, folder = getattr(config, "trackers", None) or (), getattr(config, "run_folder", None)
     with Run(name, config=plain, trackers=trackers, root=runs, folder=folder) as current:
         summary = recipe(config, current)
-    _show_summary(summary, str(current.folder))
+    if Platform.is_master():
+        _show_summary(summary, str(current.folder))
 
 
 def _show_summary(summary: Any, folder: str) -> None:

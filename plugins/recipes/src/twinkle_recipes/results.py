@@ -1,0 +1,52 @@
+"""What a run leaves at its end, and how it is told."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twinkle_recipes.checkpoints import Checkpoints
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.numbers import losses_of
+
+
+def result_name(config: SFTConfig) -> str:
+    """Return the name of the folder that holds the trained weights."""
+    return "adapter" if config.lora else "model"
+
+
+def is_finished(config: SFTConfig, folder: Path, done: int, steps: int) -> bool:
+    """Say whether the run that is to go on in `folder` is over, with its result and its answers."""
+    if config.run_folder is None or done < steps or not (folder / result_name(config)).is_dir():
+        return False
+    return not config.questions or _is_answered(folder / "answers.json", config.questions)
+
+
+def summary(config: SFTConfig, folder: Path, steps: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where everything lies, and the losses of the last step."""
+    best = Checkpoints(folder / "checkpoints").path("best")
+    files = {
+        "best": best,
+        "curve": folder / "loss.png",
+        "answers": folder / "answers.json" if config.questions else None,
+    }
+    found = {name: str(path) if path is not None and path.exists() else None for name, path in files.items()}
+    return {"path": str(folder / result_name(config)), "steps": steps, **losses_of(metrics), **found}
+
+
+def counted(number: int, one: str) -> str:
+    """Return `1 batch`, `2 batches`."""
+    return f"{number} {one}" if number == 1 else f"{number} {one}es"
+
+
+def told_of(held_out: Any) -> str:
+    """Return what is held out, as the end of a sentence."""
+    return f"; {counted(len(held_out), 'batch')} of other rows to evaluate on" if held_out else ""
+
+
+def _is_answered(path: Path, questions: list[str]) -> bool:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return [row["question"] for row in rows if row["after"] is not None] == questions
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

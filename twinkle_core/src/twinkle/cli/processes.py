@@ -1,0 +1,48 @@
+"""The command `twinkle` as a process: how it is called from here, and how several of it are started."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from twinkle.errors import ConfigError
+from twinkle.platform import Platform
+
+
+def twinkle_command() -> list[str]:
+    """Return the words that call this installation's `twinkle` from here: its name only where the shell finds it."""
+    own = Path(sys.executable).with_name("twinkle")
+    found = shutil.which("twinkle")
+    if found is not None and Path(found).absolute() == own:
+        return ["twinkle"]
+    if own.is_file():
+        here = Path.cwd()
+        return [str(own.relative_to(here) if own.is_relative_to(here) else own)]
+    return [sys.executable, "-m", "twinkle.cli"]
+
+
+def process_count(text: str | None) -> int:
+    """Return how many processes `--nproc` asks for; 1 where it is not given.
+
+    Raises:
+        ConfigError: it is no number from 1 on, or the processes are started already.
+    """
+    if text is None:
+        return 1
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--nproc {text}: give the number of processes, from 1 on")
+    if "WORLD_SIZE" in os.environ and int(text) != Platform.get_world_size():
+        raise ConfigError(
+            f"--nproc {text}: torchrun has started {Platform.get_world_size()} processes already; leave --nproc out"
+        )
+    return 1 if "WORLD_SIZE" in os.environ else int(text)
+
+
+def become_torchrun(processes: int, arguments: Sequence[str]) -> NoReturn:
+    """Replace this process by torchrun, which starts `twinkle ARGUMENTS` that many times on this machine."""
+    # Threads of several processes that share the cores of a CPU would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "twinkle.cli", *arguments])
