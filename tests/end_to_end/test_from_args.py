@@ -44,7 +44,7 @@ def by_hand(model_id: str) -> Any:
     dataset.set_template("Template", model_id=model_id, max_length=256, truncation_strategy="right")
     dataset.encode()
     loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=5)
-    model = TransformersModel(model_id=model_id, mixed_precision="no", gradient_checkpointing=True)
+    model = TransformersModel(model_id=model_id, mixed_precision="no")
     lora = {"r": 4, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
     model.add_adapter_to_model("default", lora, gradient_accumulation_steps=2)
     model.set_loss("CrossEntropyLoss")

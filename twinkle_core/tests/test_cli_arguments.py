@@ -1,6 +1,8 @@
 """Script arguments: names, sources and their order, types, and errors that say everything at once."""
 
+import copy
 import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,7 @@ def test_nobody_says_anything_and_the_published_defaults_hold() -> None:
         (["--padding_free", "0"], ("training", "padding_free"), False),
         (["--no-enable_thinking"], ("template", "enable_thinking"), False),
         (["--no-template.enable_thinking"], ("template", "enable_thinking"), False),
+        (["--gradient_checkpointing"], ("model", "gradient_checkpointing"), True),
         (["--gradient_checkpointing", "auto"], ("model", "gradient_checkpointing"), "auto"),
         (["--gradient_checkpointing=0"], ("model", "gradient_checkpointing"), False),
         (["--reward_fns", "A", "--reward_fns", "B"], ("rl", "reward_fns"), ["A", "B"]),
@@ -182,6 +185,12 @@ def test_the_variables_that_the_house_reads_are_arguments_or_known_as_others() -
     assert {name for name in read_there - arguments_too if not is_other(name)} == set()
 
 
+def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINKLE_LR", "")
+    monkeypatch.setenv("TWINKLE_SPLIT", " ")
+    assert read() == Args()
+
+
 def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWINKLE_MAX_STEP", "3")
     assert "unknown argument 'max_step' in TWINKLE_MAX_STEP (an environment variable); nearest: " in problem()
@@ -271,6 +280,8 @@ def test_problems_of_a_file(text: str, expected: str) -> None:
         (["--max_steps"], "--max_steps needs a value"),
         (["max_steps", "3"], "unexpected 'max_steps'"),
         (["--lr", "1", "--learning_rate", "1"], "--learning_rate is given twice"),
+        (["--config", "a", "--config", "b"], "--config is given twice"),
+        (["--config="], "cannot be read"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
         (["--strategy", "ddp"], "wanted 'accelerate' | 'native_fsdp' | 'megatron'"),
         (["--no-max_steps"], "unknown flag --no_max_steps"),
@@ -284,6 +295,8 @@ def test_problems_of_a_command_line(flags: list[str], expected: str) -> None:
 
 def test_all_problems_are_told_at_once_and_the_way_out_for_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWINKLE_SEED", "x")
+    files = problem("--foo", "1", "--config", "none.yaml", env_file="none.env")
+    assert [word for word in ("--foo", "none.yaml", "none.env", "TWINKLE_SEED") if word not in files] == []
     text = problem("--foo", "1", "--batch_size", "x", config_file=write("c.yaml", "bar: 1"))
     assert text.startswith("4 problems in the arguments of the script\n")
     assert [word for word in ("--foo", "batch_size", "'bar'", "TWINKLE_SEED") if word not in text] == []
@@ -322,6 +335,13 @@ def test_a_misspelt_attribute_is_an_error_when_it_is_set_too() -> None:
         args.training.max_step = 3  # type: ignore[attr-defined]
     with pytest.raises(AttributeError):
         args.trainnig = 3  # type: ignore[attr-defined]
+
+
+def test_arguments_can_be_sent_to_other_processes() -> None:
+    args = read("--max_steps", "3", "--load_weights", "--extra.a", "1")
+    again = pickle.loads(pickle.dumps(args))
+    assert again == copy.deepcopy(args) == args
+    assert again.is_set("model.load_weights")
 
 
 def test_what_is_read_does_not_depend_on_what_was_read_before() -> None:

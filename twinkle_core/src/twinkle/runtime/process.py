@@ -20,9 +20,9 @@ TIMEOUT = "TWINKLE_DIST_TIMEOUT_SECONDS"
 class LocalRuntime(Runtime):
     """Builds and calls components here. Every process runs the same script, on its own part of the data.
 
-    Under torchrun `initialize` joins the processes: on CUDA with NCCL for tensors on the device and gloo for those on the
-    CPU, elsewhere with gloo. `TWINKLE_DIST_TIMEOUT_SECONDS` says how long they wait for each other. An error that ends a
-    rank stands in torchrun's summary. The group is left at the end of the process, unless an error ends it.
+    Under torchrun `initialize` joins the processes: on CUDA with NCCL for tensors on the device and gloo for those on
+    the CPU, elsewhere with gloo. `TWINKLE_DIST_TIMEOUT_SECONDS` says how long they wait for each other. An error that
+    ends a rank stands in torchrun's summary. The group is left at the end of the process, unless an error ends it.
     """
 
     def __init__(self) -> None:

@@ -42,21 +42,32 @@ class CLI:
 
             sys.stdout.write(help_text())
             raise SystemExit(0)
-        layers = [*_env_file(env_file), from_variables(os.environ, where="")]
-        if config := reserved.get("config") or config_file:
-            from twinkle.cli.values import read_config
-
-            layers.append(from_mapping(read_config(str(config)), where=str(config)))
-        return _merged([*layers, flags])
+        file = reserved.get("config", config_file)
+        layers = [_env_file(env_file), from_variables(os.environ, where=""), _config_file(file), flags]
+        return _merged(layers)
 
 
-def _env_file(path: str | os.PathLike[str] | None) -> list[Layer]:
+def _env_file(path: str | os.PathLike[str] | None) -> Layer:
     from twinkle.cli.arguments.variables import read_env_file
 
     file = Path(".env" if path is None else path)
     if path is None and not file.is_file():
-        return []
-    return [from_env_file(file, read_env_file(file), os.environ)]
+        return Layer()
+    try:
+        return from_env_file(file, read_env_file(file), os.environ)
+    except ConfigError as error:
+        return Layer(problems=[str(error)])
+
+
+def _config_file(path: str | os.PathLike[str] | None) -> Layer:
+    from twinkle.cli.values import read_config
+
+    if path is None:
+        return Layer()
+    try:
+        return from_mapping(read_config(str(path)), where=str(path))
+    except ConfigError as error:
+        return Layer(problems=[str(error)])
 
 
 def _merged(layers: Sequence[Layer]) -> Args:

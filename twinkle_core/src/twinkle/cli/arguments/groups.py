@@ -34,7 +34,9 @@ class ModelArgs:
         "accelerate", "How the model is spread over devices; `megatron` is what `use_megatron` sets"
     )
     memory_efficient_init: bool = arg(False, "Load on one rank and hand out the weights")
-    gradient_checkpointing: bool | Literal["auto"] = arg(True, "Recompute activations in the backward")
+    gradient_checkpointing: bool | Literal["auto"] = arg(
+        "auto", "Recompute activations in the backward; `auto`: where memory needs it"
+    )
     trust_remote_code: bool = arg(False, "Run Python code that lies in the model's folder")
     load_weights: bool = arg(True, "Megatron: read the weights; off leaves them random")
     recompute_granularity: str | None = arg("full", "Megatron: what is recomputed, `full` or `selective`")

@@ -159,10 +159,10 @@ def _rows(text: int | str | list[int] | None) -> "range | slice | list[int] | No
     """Return what `data_slice` means; a count is the first so many rows, repeated where there are fewer."""
     if text is None or isinstance(text, list):
         return text
-    if isinstance(text, int):
+    if isinstance(text, int) and text > 0:
         return range(text)
     try:
-        parts = [int(part) if part.strip() else None for part in text.split(":")]
+        parts = [int(part) if part.strip() else None for part in str(text).split(":")]
     except ValueError:
         parts = []
     if not 2 <= len(parts) <= 3 or parts[2:] == [0]:

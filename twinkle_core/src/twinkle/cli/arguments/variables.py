@@ -17,9 +17,12 @@ OTHER_FAMILIES = ("AUTO", "CKPT", "CPU", "LLM", "NPU", "PER", "PERSISTENCE", "PL
 
 
 def named(variables: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield variable, name of the argument (`training.max_steps`) and text of all variables that mean an argument."""
+    """Yield variable, name of the argument (`training.max_steps`) and text of all variables that mean an argument.
+
+    An empty one is how a shell takes a variable away for one command, so it counts as absent.
+    """
     for variable, text in variables.items():
-        if variable.startswith(PREFIX) and not is_other(variable):
+        if text.strip() and variable.startswith(PREFIX) and not is_other(variable):
             yield variable, variable.removeprefix(PREFIX).lower().replace("__", "."), text
 
 
@@ -39,7 +42,7 @@ def read_env_file(path: str | Path) -> dict[str, str]:
         ConfigError: the file cannot be read, or a line is none of this.
     """
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
         raise ConfigError(f"env_file {path}: cannot be read: {reason}") from error
