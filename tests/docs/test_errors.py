@@ -169,9 +169,9 @@ def _() -> None:
     model().forward_backward(inputs=[{"input_ids": [5, 999], "labels": [6, -100]}])
 
 
-@mistake("packed rows")
+@mistake("positions that go back")
 def _() -> None:
-    model().forward_backward(inputs=[{**ROW, "position_ids": [0, 1, 0, 1][: len(ROW["input_ids"])]}])
+    model().forward_backward(inputs=[{**ROW, "position_ids": [0, 1, 1]}])
 
 
 @mistake("a step before any backward")
