@@ -45,4 +45,15 @@ def become_torchrun(processes: int, arguments: Sequence[str]) -> NoReturn:
     # Threads of several processes that share the cores of a CPU would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "twinkle.cli", *arguments])
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "twinkle.cli", *without_nproc(arguments)])
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without `--nproc N`, which torchrun would take for a flag of its own."""
+    rest, kept = iter(arguments), []
+    for argument in rest:
+        if argument == "--nproc":
+            next(rest, None)
+        elif not argument.startswith("--nproc="):
+            kept.append(argument)
+    return kept
