@@ -50,17 +50,6 @@ def test_a_rank_that_raises_stops_all_and_its_error_is_the_summarys(tmp_path: Pa
     assert 'raise ValueError("the disk of rank one is full")' in summary(done)
 
 
-def test_ranks_that_wait_for_one_that_raised_are_stopped_too(tmp_path: Path) -> None:
-    code = """
-    if rank == 0:
-        raise ValueError("no more rows")
-    dist.all_reduce(torch.ones(1))
-    """
-    done = run(tmp_path, BEGIN + textwrap.dedent(code))
-    assert done.returncode != 0
-    assert "ValueError: no more rows" in summary(done)
-
-
 def test_a_world_of_another_size_is_told_by_every_rank(tmp_path: Path) -> None:
     code = """
     import twinkle
