@@ -100,7 +100,7 @@ class Dataset:
                     "interleave=False keeps all",
                     len(parts), rounds, left_out,
                 )  # fmt: skip
-            joined = joined.select(start + row for row in range(rounds) for start in starts)
+            joined = joined.select([start + row for row in range(rounds) for start in starts])
         self._mixed = joined
 
     # Rows
