@@ -218,11 +218,13 @@ class Template(TextOnly):
         tokenizer, tools = self.tokenizer, plain_tools(trajectory)
         if self._special is None or self._special[0] != len(tokenizer):
             self._special = len(tokenizer), special_tokens(tokenizer)
-        return self._chat(tokenizer, tools, self.enable_thinking, self._special[1])
+        return self._chat(
+            tokenizer=tokenizer, tools=tools, enable_thinking=self.enable_thinking, special_tokens=self._special[1]
+        )
 
-    def _chat(self, *options: Any) -> ChatRenderer:
+    def _chat(self, **options: Any) -> ChatRenderer:
         """Make the renderer; a family of models whose chat template does not do for training makes its own."""
-        return ChatRenderer(*options)
+        return ChatRenderer(**options)
 
     def _encode_pair(self, pair: Mapping[str, Any], add_generation_prompt: bool) -> InputFeature:
         if self.truncation_strategy == "split":

@@ -58,13 +58,16 @@ class DeepseekV4Template(Template):
         ordered: Any = {**formatted, "messages": _in_call_order(formatted["messages"])}
         return ordered  # type: ignore[no-any-return]
 
-    def _chat(self, *options: Any) -> ChatRenderer:
-        return ChatRenderer(*options, _chat_template(), {"reasoning_effort": self.reasoning_effort})
+    def _chat(self, **options: Any) -> ChatRenderer:
+        return ChatRenderer(
+            **options, chat_template=_chat_template(), variables={"reasoning_effort": self.reasoning_effort}
+        )
 
 
 def _in_call_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with the tool results of each user's turn in the order of the calls before it."""
-    ordered, order, places = list(messages), {}, list[int]()
+    ordered, places = list(messages), list[int]()
+    order: dict[Any, int] = {}
     for place, message in enumerate([*messages, {"role": "assistant"}]):
         if message["role"] == "tool":
             places.append(place)

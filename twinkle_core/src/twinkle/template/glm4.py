@@ -23,5 +23,5 @@ class Glm4Template(Template):
     These are the tokens at which the models stop to generate; their chat template writes them only before a next turn.
     """
 
-    def _chat(self, *options: Any) -> ChatRenderer:
-        return _ClosingRenderer(*options)
+    def _chat(self, **options: Any) -> ChatRenderer:
+        return _ClosingRenderer(**options)

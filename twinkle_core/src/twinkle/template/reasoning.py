@@ -57,9 +57,9 @@ class ReasoningRenderer(ChatRenderer):
 class DeepseekR1Template(Template):
     """DeepSeek-R1 and the models distilled from it: the prompt opens the reasoning, and the last turn shows it."""
 
-    def _chat(self, *options: Any) -> ChatRenderer:
+    def _chat(self, **options: Any) -> ChatRenderer:
         return ReasoningRenderer(
-            *options, opening="<think>\n", closing="\n</think>\n\n", empty="<think>\n\n</think>\n\n"
+            **options, opening="<think>\n", closing="\n</think>\n\n", empty="<think>\n\n</think>\n\n"
         )
 
 
@@ -67,7 +67,7 @@ class DeepseekR1Template(Template):
 class Gemma4Template(Template):
     """Gemma 4: reasoning is a channel of its own; without thinking, the larger models' prompt opens and closes it."""
 
-    def _chat(self, *options: Any) -> ChatRenderer:
+    def _chat(self, **options: Any) -> ChatRenderer:
         return ReasoningRenderer(
-            *options, opening="<|channel>thought\n", closing="\n<channel|>", empty="<|channel>thought\n<channel|>"
+            **options, opening="<|channel>thought\n", closing="\n<channel|>", empty="<|channel>thought\n<channel|>"
         )

@@ -139,7 +139,8 @@ def _around(
     for index in indices:
         marked[index] = _stand_in(messages[index], f"{stem}{index}E", whole_calls)
     rendered = chat.render(marked)
-    pieces, place, seen = [], 0, []
+    pieces, seen = list[str](), list[int]()
+    place = 0
     for found in re.finditer(stem + r"(\d+)E", rendered):
         index = int(found[1])
         if not seen or seen[-1] != index:
