@@ -258,3 +258,32 @@ def test_a_forward_in_another_thread_is_refused() -> None:
         worker.start()
         worker.join()
     assert "two threads use one model" in str(refused[0])
+
+
+def test_two_threads_may_see_segments_of_one_model_at_a_time() -> None:
+    model = made("qwen3-next").eval()
+    segmenter, parts = Segmenter(model), torch.split(ids(), LENGTHS, dim=1)
+    found: dict[int, Tensor] = {}
+    inside = threading.Barrier(2)
+
+    def run(first: int) -> None:
+        some, lengths = parts[first:], LENGTHS[first:]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        inside.wait(30)
+        for _ in range(5):
+            with torch.no_grad(), segmenter.within(Segments.of(lengths)):
+                found[first] = model.base_model(input_ids=torch.cat(some, 1), position_ids=positions, use_cache=False)[
+                    0
+                ]
+
+    segmenter.check()
+    workers = [threading.Thread(target=run, args=(first,)) for first in (0, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(found[0][:, 15:], found[2], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        alone_ = model.base_model(input_ids=parts[5], use_cache=False)[0]
+    torch.testing.assert_close(found[0][:, -17:], alone_, rtol=1e-4, atol=1e-4)

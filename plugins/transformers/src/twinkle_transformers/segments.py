@@ -6,11 +6,11 @@ time. Otherwise the model is as it was: what runs without segments runs as if th
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -24,8 +24,41 @@ _CHECKED = (5, 3, 6, 3)
 """Lengths of the sequences that tell whether a model can do this."""
 
 
+class Switch:
+    """Puts our attention and mixers in place of a model's own for as long as somebody wants them, in any thread."""
+
+    def __init__(self, config: Any, mixers: Sequence[nn.Module]) -> None:
+        self.config, self.mixers = config, mixers
+        self._lock, self._users = Lock(), 0
+        self._own: tuple[Any, list[Any]] = None, []
+
+    def on(self) -> None:
+        """Want them; what is there is put aside by the first who does."""
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            forwards = [mixer.__dict__.get("forward") for mixer in self.mixers]
+            self._own = self.config._attn_implementation_internal, forwards
+            self.config._attn_implementation_internal = NAME
+            for mixer in self.mixers:
+                mixer.__dict__["forward"] = _Apart(mixer, mixer.forward)
+
+    def off(self) -> None:
+        """Want them no more; the last one puts back what was there."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self.config._attn_implementation_internal, forwards = self._own
+            for mixer, forward in zip(self.mixers, forwards, strict=True):
+                mixer.__dict__["forward"] = forward
+                if forward is None:
+                    del mixer.__dict__["forward"]
+
+
 class Scope(AbstractContextManager[None]):
-    """The time during which a model sees segments. May be entered again, also inside itself.
+    """The time during which a model sees segments. May be entered again: later, inside itself, in another thread.
 
     Attributes:
         segments: where the sequences lie.
@@ -33,29 +66,26 @@ class Scope(AbstractContextManager[None]):
         masked: sizes of local attention that its masks were asked for.
     """
 
-    def __init__(self, segments: Segments, config: Any, mixers: tuple[nn.Module, ...]) -> None:
-        self.segments, self.config, self.mixers = segments, config, mixers
+    def __init__(self, segments: Segments, switch: Switch) -> None:
+        self.segments, self.switch = segments, switch
         self.windows: set[int | None] = set()
         self.masked: set[int] = set()
-        self._entered: list[tuple[Token[Scope | None], Any, list[Any]]] = []
+        self._tokens = _Tokens()
 
     def __enter__(self) -> None:
-        own = [mixer.__dict__.get("forward") for mixer in self.mixers]
-        self._entered.append((_ACTIVE.set(self), self.config._attn_implementation_internal, own))
-        self.config._attn_implementation_internal = NAME
-        for mixer in self.mixers:
-            if not isinstance(mixer.__dict__.get("forward"), _Apart):
-                mixer.__dict__["forward"] = _Apart(mixer, mixer.forward)
+        self._tokens.entered.append(_ACTIVE.set(self))
+        self.switch.on()
 
     def __exit__(self, *exception: object) -> None:
-        token, implementation, own = self._entered.pop()
-        for mixer, forward in zip(self.mixers, own, strict=True):
-            if forward is None:
-                del mixer.__dict__["forward"]
-            else:
-                mixer.__dict__["forward"] = forward
-        self.config._attn_implementation_internal = implementation
-        _ACTIVE.reset(token)
+        self.switch.off()
+        _ACTIVE.reset(self._tokens.entered.pop())
+
+
+class _Tokens(local):
+    """What each thread needs to leave a scope."""
+
+    def __init__(self) -> None:
+        self.entered: list[Token[Scope | None]] = []
 
 
 _ACTIVE: ContextVar[Scope | None] = ContextVar("twinkle_segments", default=None)
@@ -70,7 +100,6 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     return nullcontext(), nullcontext() if scope is None else scope
 
 
-@dataclass(eq=False)
 class Segmenter:
     """Lets one model see segments, if it can.
 
@@ -78,11 +107,10 @@ class Segmenter:
         model: the causal language model.
     """
 
-    model: Any
-    _refusal: str | None = None
-    _checked: bool = False
-    _mixers: tuple[nn.Module, ...] = ()
-    _layers: list[nn.Module] = field(default_factory=list)
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._refusal: str | None = None
+        self._checked = False
 
     def within(self, segments: Segments) -> AbstractContextManager[None]:
         """Return the context in which the model's body takes one row `[1, T]` of these segments.
@@ -95,7 +123,7 @@ class Segmenter:
             raise Unsupported(refusal)
         if self.model.training and torch.is_grad_enabled():
             self._check_recomputation()
-        return self._scope(segments)
+        return Scope(segments, self._switch)
 
     def check(self) -> str | None:
         """Return why this model cannot see segments, None if it can; found out once, on a few tokens.
@@ -103,29 +131,28 @@ class Segmenter:
         Where parameters are sharded over ranks, call it before that: it runs the model.
         """
         if not self._checked:
-            self._look()
             reason = self._try()
             if reason is not None:
                 self._refusal = (
                     f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad instead: "
                     "leave padding_free out and give each sequence as a row of its own"
                 )
+            self._checked = True
         return self._refusal
 
     def assume(self, refusal: str | None) -> None:
         """Take over what `check` returned where the same model has its weights."""
         if not self._checked:
-            self._look()
-            self._refusal = refusal
+            self._refusal, self._checked = refusal, True
 
-    def _look(self) -> None:
+    @cached_property
+    def _switch(self) -> Switch:
         _register()
-        self._mixers = tuple(_mixers(self.model))
-        self._layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
-        self._checked = True
+        return Switch(self.model.config.get_text_config(), _mixers(self.model))
 
-    def _scope(self, segments: Segments) -> Scope:
-        return Scope(segments, self.model.config.get_text_config(), self._mixers)
+    @cached_property
+    def _layers(self) -> list[nn.Module]:
+        return [module for module in self.model.modules() if hasattr(module, "gradient_checkpointing")]
 
     def _check_recomputation(self) -> None:
         for layer in self._layers:
@@ -150,7 +177,7 @@ class Segmenter:
         given = {"input_ids": ids}
         if "position_ids" in inspect.signature(body.forward).parameters:
             given["position_ids"] = torch.cat([torch.arange(n, device=device) for n in _CHECKED])[None]
-        scope = self._scope(Segments.of(_CHECKED, device))
+        scope = Scope(Segments.of(_CHECKED, device), self._switch)
         training = self.model.training
         self.model.eval()
         try:
@@ -160,7 +187,9 @@ class Segmenter:
             ]
             with scope:
                 packed = body(**given, use_cache=False).last_hidden_state
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Unsupported) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             return str(error) or type(error).__name__
         finally:
             self.model.train(training)
@@ -176,25 +205,27 @@ class _Apart:
         self.name, self.forward = type(mixer).__name__, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; of several results the first is what it mixed, and the others are left out."""
         scope = _current(self.name)
-        given = dict(kwargs)
-        hidden = given.pop("hidden_states") if "hidden_states" in given else args[0]
-        rest = args[1:] if "hidden_states" not in kwargs else args
-        for name in ("attention_mask", "cache_params", "past_key_values", "position_ids"):
-            value = given.pop(name, None)
-            if value is not None and name in ("cache_params", "past_key_values"):
-                raise Unsupported(f"{self.name} takes a cache, which packed rows do not have")
-        if any(value is not None for value in rest) or hidden.shape[0] != 1:
+        given = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
+        hidden, *rest = (given.pop("hidden_states"), *args) if "hidden_states" in given else args
+        if any(isinstance(value, Tensor) for value in (*rest, *given.values())) or hidden.shape[0] != 1:
             raise Unsupported(f"{self.name} is called in a way that Twinkle does not know")
+        if any(given.get(name) is not None for name in ("cache_params", "past_key_values")):
+            raise Unsupported(f"{self.name} takes a cache, which packed rows do not have")
+        others = 0
 
         def run(stacked: Tensor) -> Tensor:
-            out = self.forward(stacked, **given)
-            extra.append(out[1:] if isinstance(out, tuple) else None)
-            return out[0] if isinstance(out, tuple) else out
+            nonlocal others
+            out = self.forward(stacked, *rest, **given)
+            if isinstance(out, tuple):
+                others = len(out) - 1
+                out = out[0]
+            mixed: Tensor = out
+            return mixed
 
-        extra: list[Any] = []
         mixed = by_segment(run, scope.segments, hidden[0])[None]
-        return mixed if extra[0] is None else (mixed, *[None] * len(extra[0]))
+        return (mixed, *[None] * others) if others else mixed
 
 
 def _attend(
@@ -235,6 +266,7 @@ def _attend(
 
 
 _POSITIONS = frozenset({"position_ids", "cache_position"})
+_OF_THE_ROW = _POSITIONS | {"attention_mask"}
 
 
 def _no_mask(*, config: Any, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any) -> None:
@@ -273,7 +305,7 @@ def _mixers(model: Any) -> list[nn.Module]:
 
 
 def _unseen_windows(scope: Scope) -> list[int]:
-    kinds = set(getattr(scope.config, "layer_types", None) or ["sliding_attention"])
+    kinds = set(getattr(scope.switch.config, "layer_types", None) or ["sliding_attention"])
     local = kinds - {"full_attention", "linear_attention"}
     return sorted(scope.masked - scope.windows) if local else []
 
