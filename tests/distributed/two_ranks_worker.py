@@ -11,7 +11,7 @@ import torch
 from grid_worker import adapter, rows, start
 
 import twinkle
-from twinkle import DeviceMesh, Platform
+from twinkle import DeviceMesh, Platform, registry
 from twinkle.errors import RankError
 from twinkle_transformers.model import TransformersModel
 
@@ -48,7 +48,7 @@ def build(
     if lora:
         model.add_adapter_to_model("default", adapter(dropout))
         start(model.model, lora)
-    model.set_optimizer(optimizer, lr=lr, weight_decay=0.0)
+    model.set_optimizer(optimizer, lr=lr, **({} if optimizer == "Rprop" else {"weight_decay": 0.0}))
     return model
 
 
@@ -225,6 +225,28 @@ def dropout(folder: Path) -> dict[str, Any]:
         model = build(folder, mesh, dropout=0.5)
         passes = [model.forward(inputs=rows()[:1])["logps"].flatten().tolist() for _ in range(2)]
         seen[name] = passes
+    return seen
+
+
+@scenario
+def optimizers(folder: Path) -> dict[str, Any]:
+    """Train three steps with each optimizer, resume after the second and make the third again."""
+    seen: dict[str, Any] = {}
+    names = [name for name in registry().names("optimizer") if name not in ("LBFGS", "SparseAdam")]
+    for optimizer in names:
+        for name, mesh in meshes().items():
+            try:
+                model = build(folder, mesh, optimizer=optimizer, lr=1e-3)
+                train(model, mesh, 2)
+                path = model.save(f"{optimizer}-{name}", output_dir=str(folder / "saved"), save_optimizer=True)
+                train(model, mesh, 1)
+                again = build(folder, mesh, optimizer=optimizer, lr=1e-3)
+                again.resume_from_checkpoint(path)
+                train(again, mesh, 1)
+            except Exception as error:
+                seen[f"{optimizer} {name}"] = {"refused": f"{type(error).__name__}: {error}"}
+            else:
+                seen[f"{optimizer} {name}"] = {"went on": weights(model), "resumed": weights(again)}
     return seen
 
 

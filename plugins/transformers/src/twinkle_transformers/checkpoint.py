@@ -254,12 +254,17 @@ def _unpack_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], names: Names
 ) -> None:
     optimizer.state.clear()
+    on_device = {
+        id(p) for group in optimizer.param_groups if group.get("fused") or group.get("capturable") for p in group["params"]
+    }
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
         parameter = names[name]
-        optimizer.state.setdefault(parameter, {})[field] = (
-            placed_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
-        )
+        if tensor.shape == parameter.shape:
+            tensor = placed_like(tensor, parameter)
+        elif field != "step" or id(parameter) in on_device:  # torch counts steps on the CPU unless it must not
+            tensor = tensor.to(local(parameter).device)
+        optimizer.state.setdefault(parameter, {})[field] = tensor
     for name, values in saved["values"].items():
         optimizer.state.setdefault(names[name], {}).update(values)
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):

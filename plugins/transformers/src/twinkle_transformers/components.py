@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from twinkle import get_logger, registry
-from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.model import TwinkleModel
 from twinkle_registry import nearest
 from twinkle_transformers import adapters
@@ -50,7 +50,13 @@ class Components(TwinkleModel):
         group = self._trained(adapter_name)
         self._place(group)
         names = list(adapters.named_parameters(self.model, group.adapter_name))
-        group.optimizer = build_optimizer(optimizer_cls, names, **kwargs)
+        optimizer = build_optimizer(optimizer_cls, names, **kwargs)
+        if self.parallel.in_lockstep and isinstance(optimizer, torch.optim.Adafactor):
+            raise Unsupported(
+                "set_optimizer('Adafactor'): its sums over rows and columns are not offered for sharded parameters; use "
+                "a mesh without fsdp, or AdamW"
+            )
+        group.optimizer = optimizer
         if group.lr_scheduler is not None:
             get_logger().warning(
                 "adapter %r: its scheduler followed the old optimizer; set it again", group.adapter_name

@@ -60,9 +60,8 @@ class Ranks:
         whole = mesh.world_size == world
         group = dist.group.WORLD if whole else mesh.get_dim_group(("dp", "fsdp"))
         control = group
-        if Platform.device_backend() != "gloo":
-            ranks = sorted(mesh.mesh.ravel().tolist())
-            control = dist.new_group(ranks, backend="gloo")
+        if "cpu:gloo" not in dist.get_backend_config(group):  # a script made its process group itself, for GPUs alone
+            control = dist.new_group(sorted(mesh.mesh.ravel().tolist()), backend="gloo")
         return cls(mesh.data_world_size, dist.get_rank(control), group, control)
 
     @property
