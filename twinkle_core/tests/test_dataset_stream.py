@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from twinkle.dataset import Dataset, DatasetLike, DatasetMeta, IterableDataset, StreamLike
 from twinkle.errors import ArgumentError, DataError, EncodeError, TrainingStateError, Unsupported
+from twinkle.filter import Filter
 from twinkle.preprocessor import Preprocessor
 
 
@@ -436,3 +437,26 @@ def test_a_late_column_has_no_place_in_a_table(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     with pytest.raises(ArgumentError, match="unknown format 'xml'"):
         dataset.save_as(tmp_path / "rows", format="xml")
+
+
+def test_what_remembers_rows_forgets_them_when_they_come_anew() -> None:
+    class New(Filter):
+        def __init__(self) -> None:
+            self.seen: set[object] = set()
+
+        def reset(self) -> None:
+            self.seen.clear()
+
+        def __call__(self, row):
+            new = row["i"] % 3 not in self.seen
+            self.seen.add(row["i"] % 3)
+            return new
+
+    dataset = stream(9)
+    dataset.filter(New())
+    assert [row["i"] for row in dataset] == [row["i"] for row in dataset] == [0, 1, 2]
+    mixed, _ = three(9, 2)
+    mixed.filter(New(), dataset_meta=DatasetMeta("a", data=rows(9, "a")))
+    mixed.mix_dataset(interleave=False)
+    mixed.filter(New())
+    assert [row["i"] for row in mixed] == [row["i"] for row in mixed] == [0, 1, 2]

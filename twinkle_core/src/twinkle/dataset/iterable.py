@@ -151,11 +151,8 @@ class IterableDataset:
         The chunks of all workers, taken in turn, are the stream. Every worker reads the whole source, but does the
         steps (after mixing, where sets are mixed) for its own chunks only.
         """
-        rows, stages = self._plan()
-        for stage in self._recorded():
-            if isinstance(stage, FilterStage):
-                stage.begin()
-        for number, chunk in enumerate(cut(rows, CHUNK_ROWS)):
+        _, stages = self._plan()
+        for number, chunk in enumerate(self._raw_chunks()):
             if number % workers == worker:
                 yield run_stages(stages, chunk).rows
 
@@ -287,6 +284,14 @@ class IterableDataset:
 
     def _every_row(self) -> Iterator[Row]:
         return self._assembled(itertools.chain.from_iterable(self.chunks()))
+
+    def _raw_chunks(self) -> Iterator[Chunk]:
+        """Begin a pass over the rows, and yield them in chunks for which the last steps are still to be done."""
+        rows, _ = self._plan()
+        for stage in self._recorded():
+            if isinstance(stage, FilterStage):
+                stage.begin()
+        return cut(rows, CHUNK_ROWS)
 
     def _plan(self) -> tuple[Iterator[Row], list[Stage]]:
         """Return the rows as they are to be cut into chunks, and the steps for each chunk."""

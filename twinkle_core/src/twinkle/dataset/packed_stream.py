@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-from twinkle.dataset.iterable import CHUNK_ROWS, IterableDataset, cut
+from twinkle.dataset.iterable import IterableDataset
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.packed import from_one
 from twinkle.dataset.packing import Fill, capacity_of, check_lengths, joined, pack_lengths, token_keys_of
@@ -72,15 +72,12 @@ class IterablePackingDataset(IterableDataset):
                 f"packing_num_proc={self.packing_num_proc} starts processes, which a worker process may not; read the "
                 "stream in the main process, or leave packing_num_proc out"
             )
-        rows, stages = self._plan()
-        yield from _in_processes(cut(rows, CHUNK_ROWS), stages, self.packing_num_proc)
+        yield from _in_processes(self._raw_chunks(), self._plan()[1], self.packing_num_proc)
 
     # Inside
 
-    def _plan(self) -> tuple[Iterator[Row], list[Stage]]:
-        plan = super()._plan
-        rows, stages = plan()
-        return (_endless(lambda: plan()[0]) if self.cyclic else rows), stages
+    def _raw_chunks(self) -> Iterator[Chunk]:
+        return _endless(super()._raw_chunks) if self.cyclic else super()._raw_chunks()
 
     def _assembled(self, rows: Iterator[Row]) -> Iterator[Row]:
         return rows if self._capacity is None else self._packed(rows, self._capacity)
@@ -129,12 +126,12 @@ def _lengths(window: list[tuple[int, Row]], capacity: int) -> list[int]:
     return lengths
 
 
-def _endless(begin: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def _endless(begin_pass: Callable[[], Iterator[Chunk]]) -> Iterator[Chunk]:
     while True:
         nothing = True
-        for row in begin():
+        for chunk in begin_pass():
             nothing = False
-            yield row
+            yield chunk
         if nothing:
             raise DataError("the stream has no rows, so it cannot begin again")
 
