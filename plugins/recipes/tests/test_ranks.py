@@ -1,0 +1,246 @@
+"""The recipe on one and two ranks: the same numbers, stops at the same step, and runs that are killed and go on.
+
+The ranks are forks of one process that has imported everything, with the environment that torchrun would give them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from twinkle.testing import tiny_model
+
+KILLED, STOPPED = -9, 130
+LOSS = '''
+"""Cross-entropy, and what shall happen during a run: it is read from `event.json`, `[what, number]`."""
+import json, os, signal
+from pathlib import Path
+from twinkle import paths
+from twinkle.loss import CrossEntropyLoss
+
+WHAT, NUMBER = json.loads(Path("event.json").read_text())
+swap, sync_tree = paths._swap, paths._sync_tree
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sync_and_kill(folder):
+    if WHAT == "save" and f"step-{NUMBER}." in folder.name:
+        kill()
+    sync_tree(folder)
+
+
+def swap_and_kill(work, target):
+    swap(work, target)
+    if WHAT == "pointer" and target.name == f"step-{NUMBER}":
+        kill()
+
+
+paths._sync_tree, paths._swap = sync_and_kill, swap_and_kill
+
+
+class Eventful(CrossEntropyLoss):
+    calls = 0
+
+    def __call__(self, inputs, outputs, **kwargs):
+        self.calls += 1
+        if self.calls == NUMBER and WHAT == "step":
+            kill()
+        if self.calls == NUMBER and WHAT == "stop" and os.environ.get("RANK", "0") != "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.calls == NUMBER and WHAT == "full":
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+        return super().__call__(inputs, outputs, **kwargs)
+'''
+ZYGOTE = '''
+"""Starts ranks by fork: reads `[arguments, ranks]` a line, writes the exit codes of the ranks."""
+import json, os, socket, sys
+import torch, transformers, peft
+import twinkle.model, twinkle.dataset, twinkle.dataloader, twinkle_recipes.sft
+from twinkle import registry
+from twinkle.cli import main
+
+twinkle.model.TransformersModel, twinkle.dataset.Dataset, twinkle.dataloader.DataLoader
+torch.set_num_threads(1)
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def child(arguments, rank, ranks, port):
+    if ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    out = os.open("out.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
+    try:
+        main(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+
+for line in sys.stdin:
+    folder, arguments, ranks = json.loads(line)
+    os.chdir(folder)
+    port = free_port()
+    children = []
+    for rank in range(ranks):
+        if (pid := os.fork()) == 0:
+            child(arguments, rank, ranks, port)
+        children.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
+'''
+
+
+class Zygote:
+    """The process that forks ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        script = folder / "zygote.py"
+        script.write_text(ZYGOTE)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, folder: Path, arguments: list[str], ranks: int) -> list[int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(folder), arguments, ranks]) + "\n")
+        self._process.stdin.flush()
+        codes: list[int] = json.loads(self._process.stdout.readline())
+        return codes
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    made = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    tiny_model(folder / "model")
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(23):
+            turns = [("user", f"say {number}"), ("assistant", "ab" * (number % 5 + 1))]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    return folder
+
+
+class House:
+    """A folder to run the recipe in."""
+
+    def __init__(self, folder: Path, source: Path, zygote: Zygote) -> None:
+        self.folder, self._zygote = folder, zygote
+        values = {
+            "model": {"id": str(source / "model"), "mixed_precision": "no"},
+            "data": {"id": str(source / "rows.jsonl"), "eval_fraction": 0.1},
+            "lora": {"rank": 2, "dropout": 0.1},
+            "optimizer": {"lr": 0.01},
+            "loss": {"name": "./loss.py:Eventful"},
+            "batch_size": 4,
+            "eval_every": 3,
+            "save_every": 2,
+            "trackers": ["JsonlTracker"],
+        }
+        (folder / "sft.yaml").write_text(yaml.safe_dump(values))
+        (folder / "loss.py").write_text(LOSS)
+
+    def run(self, *arguments: str, ranks: int = 1, event: tuple[str, int] = ("", 0)) -> list[int]:
+        """Run `twinkle run sft` on that many ranks; return their exit codes."""
+        (self.folder / "event.json").write_text(json.dumps(event))
+        (self.folder / "out.txt").unlink(missing_ok=True)
+        return self._zygote.run(self.folder, ["run", "sft", *arguments], ranks)
+
+    def begin(self, name: str, *arguments: str, ranks: int = 1, event: tuple[str, int] = ("", 0)) -> list[int]:
+        """Begin a run of this name."""
+        return self.run("--config", "sft.yaml", "--name", name, *arguments, ranks=ranks, event=event)
+
+    def found(self, name: str) -> Path:
+        """Return the folder of a run; the ranks have made one in all."""
+        (folder,) = (self.folder / "runs").glob(f"{name}-*")
+        return folder
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "out.txt").read_text()
+
+
+@pytest.fixture
+def house(tmp_path: Path, source: Path, zygote: Zygote) -> House:
+    return House(tmp_path, source, zygote)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines(folder)]
+
+
+def tensors(folder: Path) -> Mapping[str, Any]:
+    from safetensors.numpy import load_file
+
+    found: dict[str, Any] = {}
+    for file in ("adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"):
+        if (folder / file).is_file():
+            found |= {f"{file}/{name}": value for name, value in load_file(folder / file).items()}
+    return found
+
+
+MESHES = {"alone": (1, ()), "dp": (2, ()), "fsdp": (2, ("--mesh.fsdp", "2"))}
+TRAINED = {"lora": (), "full": ("--lora", "null")}
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_killed_run_goes_on_in_the_same_numbers(house: House, mesh: str, trained: str) -> None:
+    ranks, options = MESHES[mesh]
+    options = (*options, *TRAINED[trained])
+    assert house.begin("whole", *options, ranks=ranks) == [0] * ranks, house.output
+    whole = timeless(house.found("whole"))
+    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
+
+    def kill(name: str, event: tuple[str, int], last: str) -> Path:
+        codes = house.begin(name, *options, ranks=ranks, event=event)
+        assert codes[0] == KILLED, house.output
+        folder = house.found(name)
+        assert (folder / "checkpoints" / "last").read_text() == f"{last}\n"
+        assert (folder / "checkpoints" / last / "trainer_state.json").is_file()
+        return folder
+
+    # each rank scores one part of each batch; the third step is evaluated once more
+    for name, event, last in (("step", ("step", 5), "step-3"), ("save", ("save", 4), "step-3"), ("pointer", ("pointer", 4), "step-3")):
+        folder = kill(name, event, last)
+        assert house.run("--resume_from", f"runs/{folder.name}", ranks=ranks) == [0] * ranks, house.output
+        assert timeless(folder) == whole
+        assert not [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
+        result = "model" if trained == "full" else "adapter"
+        theirs, ours = tensors(house.found("whole") / result), tensors(folder / result)
+        assert theirs.keys() == ours.keys()
+        assert all((theirs[key] == ours[key]).all() for key in theirs)
