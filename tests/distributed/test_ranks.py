@@ -152,8 +152,8 @@ def test_every_optimizer_trains_and_resumes_alike_on_both_ways(folder: Path) -> 
     first, second = run(folder, "optimizers", 2)["optimizers"]
     assert first == second
     refused = {name: seen.pop("refused") for name, seen in list(first.items()) if "refused" in seen}
-    assert list(refused) == ["Adafactor FSDP2"]
-    assert "Unsupported: set_optimizer('Adafactor')" in refused["Adafactor FSDP2"]
+    assert list(refused) == ["Adafactor FSDP2", "Rprop FSDP2"]
+    assert all("Unsupported: set_optimizer('" in text for text in refused.values())
     for name, seen in first.items():
         if name in refused:
             continue

@@ -51,10 +51,10 @@ class Components(TwinkleModel):
         self._place(group)
         names = list(adapters.named_parameters(self.model, group.adapter_name))
         optimizer = build_optimizer(optimizer_cls, names, **kwargs)
-        if self.parallel.in_lockstep and isinstance(optimizer, torch.optim.Adafactor):
+        if self.parallel.in_lockstep and isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
             raise Unsupported(
-                "set_optimizer('Adafactor'): its sums over rows and columns are not offered for sharded parameters; use "
-                "a mesh without fsdp, or AdamW"
+                f"set_optimizer({type(optimizer).__name__!r}): torch does not compute its update on sharded parameters; "
+                "use a mesh without fsdp, or AdamW"
             )
         group.optimizer = optimizer
         if group.lr_scheduler is not None:

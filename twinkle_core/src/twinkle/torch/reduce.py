@@ -29,8 +29,8 @@ def sum_over_ranks(tensors: Sequence[Tensor], group: Any = None, bucket_bytes: i
         waiting.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
     for work, flat, bucket in waiting:
         work.wait()
-        sizes = [tensor.numel() for tensor in bucket]
-        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(flat.split(sizes), bucket, strict=True)])
+        parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
