@@ -5,6 +5,7 @@ The ranks are forks of one process that has imported everything, with the enviro
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,17 @@ def swap_and_kill(work, target):
 
 paths._sync_tree, paths._swap = sync_and_kill, swap_and_kill
 
+if WHAT == "resave":
+    from twinkle.model import TransformersModel
+    resume = TransformersModel.resume_from_checkpoint
+
+    def resume_and_save(self, folder, **options):
+        progress = resume(self, folder, **options)
+        self.save("resaved", output_dir=".", save_optimizer=True)
+        return progress
+
+    TransformersModel.resume_from_checkpoint = resume_and_save
+
 
 class Eventful(CrossEntropyLoss):
     calls = 0
@@ -64,7 +76,7 @@ class Eventful(CrossEntropyLoss):
 ZYGOTE = '''
 """Starts ranks by fork: reads `[arguments, ranks]` a line, writes the exit codes of the ranks."""
 import json, os, socket, sys
-import torch, transformers, peft
+import torch, transformers, peft, datasets, matplotlib.figure, matplotlib.backends.backend_agg, PIL.PngImagePlugin
 import twinkle.model, twinkle.dataset, twinkle.dataloader, twinkle_recipes.sft
 from twinkle import registry
 from twinkle.cli import main
@@ -215,32 +227,116 @@ def tensors(folder: Path) -> Mapping[str, Any]:
 
 MESHES = {"alone": (1, ()), "dp": (2, ()), "fsdp": (2, ("--mesh.fsdp", "2"))}
 TRAINED = {"lora": (), "full": ("--lora", "null")}
+# What kills, at which call of the loss (each rank scores its part of each batch, and an evaluation after step 3) or at
+# which step's checkpoint: while its files are synced, or when it stands and no pointer names it yet.
+KILLS = {"step": ("step", 5), "save": ("save", 4), "pointer": ("pointer", 4)}
 
 
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_killed_run_goes_on_in_the_same_numbers(house: House, mesh: str, trained: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "trained", "kills"),
+    [
+        ("alone", "lora", ("step", "save", "pointer")),
+        ("alone", "full", ("save",)),
+        ("dp", "lora", ("step", "save")),
+        ("dp", "full", ("step",)),
+        ("fsdp", "lora", ("step",)),
+        ("fsdp", "full", ("save",)),
+    ],
+)
+def test_a_killed_run_goes_on_in_the_same_numbers(house: House, mesh: str, trained: str, kills: tuple[str]) -> None:
     ranks, options = MESHES[mesh]
     options = (*options, *TRAINED[trained])
     assert house.begin("whole", *options, ranks=ranks) == [0] * ranks, house.output
-    whole = timeless(house.found("whole"))
-    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
-
-    def kill(name: str, event: tuple[str, int], last: str) -> Path:
-        codes = house.begin(name, *options, ranks=ranks, event=event)
+    whole = house.found("whole")
+    assert [line["step"] for line in lines(whole)] == [1, 2, 3, 4, 5, 6]
+    for name in kills:
+        codes = house.begin(name, *options, ranks=ranks, event=KILLS[name])
         assert codes[0] == KILLED, house.output
         folder = house.found(name)
-        assert (folder / "checkpoints" / "last").read_text() == f"{last}\n"
-        assert (folder / "checkpoints" / last / "trainer_state.json").is_file()
-        return folder
-
-    # each rank scores one part of each batch; the third step is evaluated once more
-    for name, event, last in (("step", ("step", 5), "step-3"), ("save", ("save", 4), "step-3"), ("pointer", ("pointer", 4), "step-3")):
-        folder = kill(name, event, last)
+        assert (folder / "checkpoints" / "last").read_text() == "step-3\n"
+        assert (folder / "checkpoints" / "step-3" / "trainer_state.json").is_file()
         assert house.run("--resume_from", f"runs/{folder.name}", ranks=ranks) == [0] * ranks, house.output
-        assert timeless(folder) == whole
+        assert timeless(folder) == timeless(whole)
         assert not [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
         result = "model" if trained == "full" else "adapter"
-        theirs, ours = tensors(house.found("whole") / result), tensors(folder / result)
-        assert theirs.keys() == ours.keys()
-        assert all((theirs[key] == ours[key]).all() for key in theirs)
+        assert_equal(tensors(whole / result), tensors(folder / result))
+
+
+def assert_equal(ones: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    assert ones.keys() == others.keys()
+    assert all((ones[name] == others[name]).all() for name in ones)
+
+
+def test_two_ranks_make_the_numbers_of_one(house: House) -> None:
+    plain = ("--lora.dropout", "0")
+    assert house.begin("one", *plain) == [0], house.output
+    assert house.begin("two", *plain, "--questions", "say 1", ranks=2) == [0, 0], house.output
+    assert house.output.count("step 6/6") == 1
+    assert house.output.count("question: say 1") == 1
+    for one, two in zip(lines(house.found("one")), lines(house.found("two")), strict=True):
+        assert {name: two[name] for name in ("step", "tokens", "total_tokens")} == {
+            name: one[name] for name in ("step", "tokens", "total_tokens")
+        }
+        for name in ("loss", "grad_norm", *(name for name in one if name == "eval/loss")):
+            assert two[name] == pytest.approx(one[name], rel=1e-4)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_from_the_same_state(house: House) -> None:
+    for name, first, second in (("up", 1, 2), ("down", 2, 1)):
+        assert house.begin(name, "--save_every", "3", ranks=first, event=("step", 5))[0] == KILLED
+        folder = house.found(name)
+        kept = folder / "checkpoints" / "step-3"
+        before = tensors(kept)
+        # Saved again before any step, by that other number of ranks: the same weights and moments.
+        fsdp = ("--mesh.fsdp", "2") if second == 2 else ()
+        place = f"runs/{folder.name}"
+        assert house.run("--resume_from", place, *fsdp, ranks=second, event=("resave", 3)) == [0] * second, house.output
+        assert_equal(before, tensors(house.folder / "resaved"))
+        assert [line["step"] for line in lines(folder)] == [1, 2, 3, 4, 5, 6]
+        shutil.rmtree(house.folder / "resaved")
+
+
+def test_a_stop_asked_of_one_rank_stops_all_at_the_same_step(house: House) -> None:
+    assert house.begin("stopped", ranks=2, event=("stop", 2)) == [STOPPED, STOPPED], house.output
+    folder = house.found("stopped")
+    assert [line["step"] for line in lines(folder)] == [1, 2]
+    assert (folder / "checkpoints" / "last").read_text() == "step-2\n"
+    assert f"--nproc 2 --resume_from runs/{folder.name}\n" in house.output
+    assert house.run("--resume_from", f"runs/{folder.name}", ranks=2) == [0, 0], house.output
+    assert len(lines(folder)) == 6
+
+
+def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(house: House) -> None:
+    for name, ranks in (("one", 1), ("two", 2)):
+        codes = house.begin(name, ranks=ranks, event=("full", 3))
+        assert codes == [2] * ranks, house.output
+        assert "File too large; nothing of it is left, and what stood there before still stands" in house.output
+        folder = house.found(name)
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["last", "step-2"]
+        assert not list(folder.glob(".*"))
+        assert house.run("--resume_from", f"runs/{folder.name}", ranks=ranks) == [0] * ranks, house.output
+
+
+def test_a_run_that_is_refused_on_ranks_leaves_no_folder(house: House) -> None:
+    codes = house.begin("wrong", "--loss.name", "CrossEntropyLos", ranks=2)
+    assert codes == [2, 2]
+    assert "Error [rank 1]: loss 'CrossEntropyLos'" in house.output
+    assert list((house.folder / "runs").iterdir()) == []
+    assert house.begin("wrong", "--mesh.dp", "3", ranks=2) == [2, 2]
+    assert "2 processes run" in house.output
+
+
+def test_torchrun_itself_starts_the_ranks(house: House) -> None:
+    (house.folder / "event.json").write_text('["", 0]')
+    command = [sys.executable, "-m", "twinkle.cli", "run", "sft", "--config", "sft.yaml", "--nproc", "2"]
+    done = subprocess.run(
+        [*command, "--name", "real", "--max_steps", "2"],
+        cwd=house.folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in lines(house.found("real"))] == [1, 2]

@@ -85,7 +85,7 @@ def loss_figure(history: History, title: str) -> "Figure":
 
 
 def write_loss_curve(history: History, path: Path, title: str) -> Path | None:
-    """Write the loss curve as PNG; None where there is nothing to draw or matplotlib is not installed."""
+    """Write the loss curve as PNG; None where there is nothing to draw, no matplotlib, or no room (the log says so)."""
     if not history.series("loss")[0]:
         return None
     try:
@@ -96,8 +96,13 @@ def write_loss_curve(history: History, path: Path, title: str) -> Path | None:
         get_logger(__name__).warning("no loss curve: matplotlib is not installed; run: pip install matplotlib")
         return None
     work = path.with_name(f".{path.name}.tmp")
-    figure.savefig(work, format="png")
-    work.replace(path)
+    try:
+        figure.savefig(work, format="png")
+        work.replace(path)
+    except OSError as error:  # a picture must not hide why the run ends, which may be the same full disk
+        work.unlink(missing_ok=True)
+        get_logger(__name__).warning("no loss curve: %s cannot be written: %s", path, error.strerror or error)
+        return None
     return path
 
 
