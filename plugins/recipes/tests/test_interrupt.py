@@ -22,6 +22,14 @@ def test_the_first_signal_asks_and_tells() -> None:
     assert heard == [True]
 
 
+def test_the_signal_of_a_scheduler_asks_too() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_check_stops_only_once_asked() -> None:
     with StopRequest() as stop:
         stop.check()

@@ -67,3 +67,8 @@ def test_the_chart_is_as_high_as_its_highest_value() -> None:
 def test_a_long_series_is_averaged_into_the_columns() -> None:
     assert chart([2.0, 2.0, 1.0, 1.0], width=2, height=1) == ["█▄"]
     assert all(len(row) == 60 for row in chart([float(n) for n in range(1000)], width=60))
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert write_loss_curve(history(3), tmp_path / "absent" / "loss.png", "run") is None
+    assert "no loss curve" in caplog.text

@@ -2,9 +2,10 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
-from twinkle_recipes.progress import LiveDisplay, PlainDisplay, display
+from twinkle_recipes.progress import LiveDisplay, PlainDisplay, Silent, display
 
 ANSWERS = [("Who are\nyou?", "a [bold]model", "Glow")]
 
@@ -49,3 +50,33 @@ def test_a_terminal_shows_bar_chart_and_table() -> None:
     assert "█" in text
     assert "a [bold]model" in text
     assert "hello [red]there" in text
+
+
+def test_a_long_line_can_be_copied_whole_from_a_terminal() -> None:
+    stream = io.StringIO()
+    command = "continue with: " + "twinkle run sft --resume_from " + "x" * 100
+    display(console=Console(file=stream, force_terminal=True, width=80)).say(command)
+    assert command in stream.getvalue()
+
+
+def test_a_note_stands_below_the_display_while_it_lasts() -> None:
+    stream = io.StringIO()
+    show = display(console=Console(file=stream, force_terminal=True, width=80))
+    show.note("heard before")
+    assert stream.getvalue().startswith("heard before")
+    with show:
+        show.begin(1, 2)
+        show.step(1, {"loss": 1.0})
+        show.note("heard while it lasts")
+        show.step(2, {"loss": 0.5})
+    assert stream.getvalue().rpartition("2/2")[2].count("heard while it lasts") == 1
+
+
+def test_a_rank_that_is_not_the_first_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Silent() as show:
+        show.begin(1, 2)
+        show.step(1, {"loss": 1.0})
+        show.say("x")
+        show.note("y")
+        show.answers(ANSWERS)
+    assert capsys.readouterr() == ("", "")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,21 @@ _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
 _LOOKED_AT = 1000
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep `datasets` from drawing a bar of its own, without a name, for each pass over the rows."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+@without_bars()
 def loaders(config: SFTConfig) -> tuple[Any, Any]:
     """Return the loader of the training rows and that of the evaluation rows (None without evaluation).
 
