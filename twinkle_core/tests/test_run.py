@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from twinkle import Run
-from twinkle.errors import OutputError
+from twinkle.errors import MeshError, OutputError
 from twinkle.tracker import Tracker
 from twinkle_registry import hookimpl
 
@@ -125,3 +125,24 @@ def test_a_run_that_fails_before_it_writes_leaves_no_folder_of_its_own(tmp_path:
     with pytest.raises(ValueError, match="again"), Run("trial", folder=own):
         raise ValueError("again")
     assert own.is_dir()
+
+
+def test_of_several_processes_the_first_has_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, calls in (("1", []), ("0", [("start", True), ("step", 1, {"loss": 2.0}), ("end",)])):
+        monkeypatch.setenv("RANK", rank)
+        notes = Notes()
+        with Run("trial", trackers=[notes], folder=tmp_path) as run:
+            run.log({"loss": 2.0}, step=1)
+        assert notes.calls == calls
+        assert run.step == 1
+
+
+def test_several_processes_must_know_each_other_before_they_make_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("twinkle.runtime.current._current", None)
+    with pytest.raises(MeshError, match=r"twinkle\.initialize"):
+        Run("trial", root=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
