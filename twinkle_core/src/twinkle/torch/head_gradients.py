@@ -31,8 +31,8 @@ class FrozenHead(torch.autograd.Function):
         slopes = _Slopes(h, weight, transform, want) if ctx.needs_input_grad[0] else None
         for start in range(0, h.shape[0], chunk):
             part = slice(start, start + chunk)
-            z = logits_of(h[part], weight, bias, transform)
-            _score(z, y[part], part, scores, want, slopes)
+            # Logits that nothing else names are gone before the next chunk's are made.
+            _score(logits_of(h[part], weight, bias, transform), y[part], part, scores, want, slopes)
         ctx.save_for_backward(*(slopes.made() if slopes else ()))
         ctx.want = want
         _mark(ctx, scores, want)
@@ -63,6 +63,7 @@ class TrainedHead(torch.autograd.Function):
             part = slice(start, start + chunk)
             z = logits_of(h[part], weight, bias, transform)
             log_zs[part] = _score(z, y[part], part, scores, want, None)
+            del z
         ctx.save_for_backward(h, y, weight, bias, log_zs, scores[1])
         ctx.transform, ctx.want, ctx.chunk = transform, want, chunk
         _mark(ctx, scores, want)
@@ -92,6 +93,7 @@ class TrainedHead(torch.autograd.Function):
                 d_weight.addmm_(small.T, h[part])
             elif d_weight is not None:
                 d_weight += small.T @ h[part]
+            del z, grad, small
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
         if d_bias is not None:
