@@ -105,7 +105,7 @@ def _() -> None:
     TransformersModel(model_id=trained.save("adapter", output_dir="."))
 
 
-@mistake("several devices")
+@mistake("a mesh before the processes know each other")
 def _() -> None:
     model(device_mesh=DeviceMesh.from_sizes(dp_size=2))
 

@@ -61,7 +61,7 @@ def _client(name: str) -> Any:
         from twinkle.errors import RequirementMissing
 
         raise RequirementMissing(
-            f"twinkle.{name} belongs to twinkle-client, which is not installed; run: pip install twinkle-client"
+            f"twinkle.{name} belongs to twinkle-client, which is not available yet in this version"
         ) from error
 
 

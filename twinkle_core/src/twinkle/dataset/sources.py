@@ -244,9 +244,8 @@ def absent(asked: str, path: Path) -> str:
     close = nearest(path.name, beside, 1)
     hint = f" (nearest: {str(path.parent / close[0])!r})" if close else ""
     return (
-        f"data set {asked!r}: there is no file or folder {str(path.absolute())!r}{hint}. A data set of a hub is named "
-        f"with its scheme: 'hf://{asked.strip('/')}' or 'ms://{asked.strip('/')}', which need twinkle-hub "
-        "(pip install twinkle-hub)"
+        f"data set {asked!r}: there is no file or folder {str(path.absolute())!r}{hint}. Data sets of a "
+        "hub (hf://, ms://) cannot be fetched yet in this version"
     )
 
 

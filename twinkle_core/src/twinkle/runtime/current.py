@@ -110,8 +110,8 @@ def _runtime(mode: Any) -> Runtime:
         if mode not in _PACKAGES:
             raise
         raise RequirementMissing(
-            f"twinkle.initialize(mode={mode!r}) needs the package {_PACKAGES[mode]}, which is not installed; "
-            f"run: pip install {_PACKAGES[mode]}"
+            f"twinkle.initialize(mode={mode!r}) needs the package {_PACKAGES[mode]}, which is not "
+            "available yet in this version; use mode='local', alone or under torchrun"
         ) from error
     return runtime
 
