@@ -42,8 +42,11 @@ format: install  ## Format the code, mend what ruff can mend, renew generated bl
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: install  ## Run the benchmarks of this machine
-	@set -e; export OMP_NUM_THREADS=1; for script in $(wildcard benchmarks/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
+bench: install  ## Run the benchmarks of this machine, about 12 minutes
+	$(PIP) -r requirements-bench.txt -c constraints.txt
+	@export OMP_NUM_THREADS=1; failed=; for script in $(wildcard benchmarks/[a-z]*.py); do \
+		(set -x; $(BIN)/python $$script) || failed="$$failed $$script"; \
+	done; test -z "$$failed" || { echo "a goal was missed in:$$failed"; exit 1; }
 
 docs: install  ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -156,10 +156,13 @@ def theirs(
     folder: Path,
     rows: list[Row],
     changes: dict[str, Any],
-    start: dict[str, torch.Tensor],
+    start: dict[str, torch.Tensor] | None,
     turn: Callable[[float, float], None],
 ) -> None:
-    """Train with TRL from the adapter `start`; call `turn` with CPU seconds and loss of each step after it."""
+    """Train with TRL from the adapter `start`; call `turn` with CPU seconds and loss of each step after it.
+
+    With `start` None it begins from an adapter of its own.
+    """
     import datasets
     from trl import SFTConfig, SFTTrainer
 
@@ -199,13 +202,19 @@ def theirs(
             peft_config=lora(), callbacks=[Clock()],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-        if trained.keys() != start.keys():
-            raise RuntimeError(f"the two sides train different parameters: {sorted(trained.keys() ^ start.keys())[:4]}")
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(start[name])
+        if start is not None:
+            copy_weights(trainer.model, start)
         trainer.train()
+
+
+def copy_weights(model: Any, start: dict[str, torch.Tensor]) -> None:
+    """Give the trained parameters of `model` these numbers."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if trained.keys() != start.keys():
+        raise RuntimeError(f"the two sides train different parameters: {sorted(trained.keys() ^ start.keys())[:4]}")
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(start[name])
 
 
 def data(kind: str, batches: int) -> list[Row]:
@@ -248,13 +257,12 @@ def make_model(folder: Path, architecture: str) -> Path:
 def alone(name: str, folder: Path) -> None:
     """Train one side alone on three mixed batches, and print the peak resident KiB."""
     rows = data("mixed", 5)[: 3 * ROWS]
-    model, step = ours(folder, rows)
     if name == "ours":
+        _, step = ours(folder, rows)
         for _ in cut(rows):
             step()
     else:
-        start = {n: p.detach().clone() for n, p in model.model.named_parameters() if p.requires_grad}
-        theirs(folder, rows, TRL[name], start, lambda seconds, loss: None)
+        theirs(folder, rows, TRL[name], None, lambda seconds, loss: None)
     print(peak_kib())
 
 
