@@ -1,12 +1,14 @@
 """How `twinkle` is called from here, and how several processes of it are started."""
 
 import os
+import signal
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from twinkle.cli.processes import become_torchrun, process_count, twinkle_command, without_nproc
+from twinkle.cli.processes import process_count, start_ranks, twinkle_command, without_nproc
 from twinkle.errors import ConfigError
 
 
@@ -59,15 +61,45 @@ def test_those_that_torchrun_started_start_no_more(monkeypatch: pytest.MonkeyPat
         process_count("3")
 
 
-def test_torchrun_gets_everything_but_its_own_number(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_gets_everything_but_its_own_number() -> None:
     given = ["run", "sft", "--nproc", "2", "--epochs", "3", "--nproc=2", "--nprocess", "4"]
     assert without_nproc(given) == ["run", "sft", "--epochs", "3", "--nprocess", "4"]
-    called: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda path, arguments: called.append(arguments))
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, 0), (2, 2), (130, 130), (-9, 137)])
+def test_the_exit_code_is_that_of_the_first_rank_to_fail(
+    monkeypatch: pytest.MonkeyPatch, code: int, shown: int
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    asked = []
+
+    def run(arguments: Namespace) -> None:
+        asked.append(arguments)
+        if code:
+            raise ChildFailedError("twinkle", {1: ProcessFailure(1, 7, code, "none.json")})
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    become_torchrun(2, given)
-    python, *rest = called[0]
-    assert python == str(bin_folder / "python")
-    assert rest[:4] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    assert rest[4:] == ["-m", "twinkle.cli", "run", "sft", "--epochs", "3", "--nprocess", "4"]
+    assert start_ranks(2, ["run", "sft", "--nproc", "2", "--epochs", "3"]) == shown
+    (arguments,) = asked
+    assert (arguments.nproc_per_node, arguments.standalone, arguments.module) == ("2", True, True)
+    assert [arguments.training_script, *arguments.training_script_args] == [
+        "twinkle.cli",
+        "run",
+        "sft",
+        "--epochs",
+        "3",
+    ]
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_ctrl_c_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def run(arguments: Namespace) -> None:
+        raise SignalException("stopped", signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_ranks(2, ["run", "sft"]) == 130

@@ -5,10 +5,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from twinkle.errors import ConfigError
 from twinkle.platform import Platform
+
+EXIT_INTERRUPTED = 130
 
 
 def twinkle_command() -> list[str]:
@@ -40,12 +41,29 @@ def process_count(text: str | None) -> int:
     return 1 if "WORLD_SIZE" in os.environ else int(text)
 
 
-def become_torchrun(processes: int, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by torchrun, which starts `twinkle ARGUMENTS` that many times on this machine."""
+def start_ranks(processes: int, arguments: Sequence[str]) -> int:
+    """Let torchrun start `twinkle ARGUMENTS` that many times on this machine.
+
+    Returns the exit code of the first rank to fail, or 0. Ctrl-C and SIGTERM are passed on to the ranks, which have ten
+    minutes to save what they have.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
     # Threads of several processes that share the cores of a CPU would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "twinkle.cli", *without_nproc(arguments)])
+    parser = get_args_parser()
+    patience = ["--shutdown-timeout=600"] if "--shutdown-timeout" in parser.format_help() else []  # older ones lack it
+    launcher = ["--standalone", f"--nproc_per_node={processes}", *patience, "-m", "twinkle.cli"]
+    try:
+        run(parser.parse_args([*launcher, *without_nproc(arguments)]))  # type: ignore[no-untyped-call]
+    except SignalException:
+        return EXIT_INTERRUPTED
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    return 0
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twinkle.cli.interrupt import interrupt_afterwards
-from twinkle.cli.processes import become_torchrun, process_count
+from twinkle.cli.processes import process_count, start_ranks
 from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
             return
         prepared, nproc = _prepare(recipe, rest, model, options)
     if (processes := process_count(nproc)) > 1:
-        become_torchrun(processes, ["run", *args])
+        ctx.exit(start_ranks(processes, ["run", *args]))
     _run(*prepared)
 
 
