@@ -138,3 +138,12 @@ def test_metrics_are_found_by_name_and_give_plain_numbers(name: str) -> None:
     outputs: Any = {"loss_sum": 1.0, "num_tokens": 2.0, "predictions": torch.zeros(2, 3, dtype=torch.int64)}
     metric.accumulate(INPUTS, outputs, lr=[0.1], step=1, grad_norm=1.0)
     assert {type(value) for value in metric.calculate().values()} <= {int, float}
+
+
+def test_what_a_loss_reports_is_divided_by_its_denominator() -> None:
+    metric = LossMetric()
+    for extra, count in ((6.0, 2), (3.0, 1)):
+        metric.accumulate({}, {"loss_sum": 1.0, "num_tokens": count, "loss_metrics": {"kl": extra}})
+    assert metric.calculate() == {"loss": 2 / 3, "kl": 3.0}
+    metric.accumulate({}, {"loss_sum": 1.0, "num_tokens": 1})
+    assert metric.calculate() == {"loss": 1.0}

@@ -217,3 +217,22 @@ def test_clipping_uses_the_norm_of_the_divided_gradient(folder: Path, rows: list
     assert seen == [pytest.approx(norm, rel=1e-5)]
     clipped = sum(float(u.double().square().sum()) for u in ours.values()) ** 0.5 / LR
     assert clipped == pytest.approx(norm / 10, rel=1e-5)
+
+
+def test_numbers_that_a_loss_reports_are_logged_whatever_the_split(folder: Path, rows: list[dict[str, Any]]) -> None:
+    class Reporting(Loss):
+        def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+            mask = inputs["labels"] != -100
+            total = -(outputs["logps"] * mask).sum()
+            return LossOutput(total, float(mask.sum()), {"nll": float(total.detach())})
+
+    seen = []
+    for micro in (None, 3):
+        model = TransformersModel(model_id=str(folder), mixed_precision="no")
+        model.set_loss(Reporting)
+        model.forward_backward(inputs=rows, micro_batch_size=micro)
+        model.clip_grad_and_step()
+        numbers = model.calculate_metric(is_training=True)
+        assert numbers["nll"] == pytest.approx(numbers["loss"], rel=1e-6)
+        seen.append(numbers["nll"])
+    assert seen[0] == pytest.approx(seen[1], rel=1e-6)

@@ -10,7 +10,8 @@ from twinkle.metric import Metric
 class LossMetric(Metric):
     """`loss`: sum of losses over sum of denominators; `grad_norm`: of the last step, if gradients were clipped.
 
-    The loss is exact over micro-batches, accumulation steps and ranks: sums are added, then divided once.
+    So are the numbers that the loss itself returned in `LossOutput.metrics`, under their names. All are exact over
+    micro-batches, accumulation steps and ranks: sums are added, then divided once.
     """
 
     def __init__(self, device_mesh: Any = None, process_group: Any = None) -> None:
@@ -22,14 +23,18 @@ class LossMetric(Metric):
         """Add `outputs["loss_sum"]` and `outputs["num_tokens"]`; keep the step's `grad_norm`."""
         self._loss_sum += float(outputs["loss_sum"])
         self._denominator += float(outputs["num_tokens"])
+        for name, value in outputs.get("loss_metrics", {}).items():
+            self._extra[name] = self._extra.get(name, 0.0) + value
         if (norm := kwargs.get("grad_norm")) is not None:
             self._grad_norm = float(norm)
 
     def calculate(self) -> Mapping[str, float]:
         """Return `loss` and, after a clipped step, `grad_norm`; nothing if nothing was accumulated."""
-        parts = self.gather_results([{"sum": self._loss_sum, "count": self._denominator}])
+        parts = self.gather_results([{"sum": self._loss_sum, "count": self._denominator, "extra": self._extra}])
         count = sum(part["count"] for part in parts)
         values = {"loss": sum(part["sum"] for part in parts) / count} if count else {}
+        for name in sorted({name for part in parts for name in part["extra"]}) if count else ():
+            values[name] = sum(part["extra"].get(name, 0.0) for part in parts) / count
         if self._grad_norm is not None:
             values["grad_norm"] = self._grad_norm
         self.reset()
@@ -40,3 +45,5 @@ class LossMetric(Metric):
         self._loss_sum = 0.0
         self._denominator = 0.0
         self._grad_norm = None
+        self._extra: dict[str, float] = {}
+        self._extra: dict[str, float] = {}

@@ -12,7 +12,7 @@ from twinkle.model import TwinkleModel
 from twinkle_registry import nearest
 from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.group import OptimizerGroup, build_metric, new_group
+from twinkle_transformers.group import OptimizerGroup, build_for_ranks, build_metric, new_group
 from twinkle_transformers.loss_scaler import LossScaler
 from twinkle_transformers.optimizers import build_optimizer, build_scheduler
 from twinkle_transformers.options import PRECISION, check_adapter
@@ -37,7 +37,8 @@ class Components(TwinkleModel):
 
     def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the loss; keyword arguments go to its constructor."""
-        self._group(adapter_name).loss_instance = registry().build(loss_cls, "loss", **kwargs)
+        group = self._group(adapter_name)
+        group.loss_instance = build_for_ranks(loss_cls, "loss", {"process_group": self.parallel.ranks.group}, kwargs)
 
     def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the optimizer over the adapter's parameters, or over the whole model's.
@@ -49,6 +50,7 @@ class Components(TwinkleModel):
         """
         group = self._trained(adapter_name)
         self._place(group)
+        self.parallel.settle()
         names = list(adapters.named_parameters(self.model, group.adapter_name))
         optimizer = build_optimizer(optimizer_cls, names, **kwargs)
         if self.parallel.in_lockstep and isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
@@ -56,6 +58,9 @@ class Components(TwinkleModel):
                 f"set_optimizer({type(optimizer).__name__!r}): torch does not compute its update on sharded parameters; "
                 "use a mesh without fsdp, or AdamW"
             )
+        if not group.pending:  # parameters that the old optimizer left out have gradients of all its steps
+            for _, parameter in names:
+                parameter.grad = None
         group.optimizer = optimizer
         if group.lr_scheduler is not None:
             get_logger().warning(
@@ -101,7 +106,13 @@ class Components(TwinkleModel):
             raise TrainingStateError(
                 f"set_grad_scaler is for mixed_precision='fp16'; this model has {self.mixed_precision!r}"
             )
-        self._group(adapter_name).loss_scale = LossScaler.from_config(kwargs)
+        group = self._group(adapter_name)
+        if group.pending or group.train_status.passes:
+            raise TrainingStateError(
+                f"set_grad_scaler: adapter {group.adapter_name!r} has gradients (or a forward) of the old scale; make "
+                "the step first, or drop them with zero_grad(flush=True)"
+            )
+        group.loss_scale = LossScaler.from_config(kwargs)
 
     def add_adapter_to_model(
         self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1

@@ -1,7 +1,7 @@
 """What belongs to one adapter (or to the full model): optimizer, loss, template, counters, pending gradients."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,10 +171,13 @@ def new_group(name: str, mesh: Any = None, ranks: Any = None) -> OptimizerGroup:
 
 def build_metric(metric: Any, mesh: Any, ranks: Any, **kwargs: Any) -> Any:
     """Build a metric; one that takes `device_mesh` and `process_group` gets the model's."""
-    found = registry().resolve(metric, "metric")
+    return build_for_ranks(metric, "metric", {"device_mesh": mesh, "process_group": ranks}, kwargs)
+
+
+def build_for_ranks(component: Any, kind: str, offered: Mapping[str, Any], kwargs: dict[str, Any]) -> Any:
+    """Build a component; of the arguments `offered`, a class that takes one gets it unless it is given."""
+    found = registry().resolve(component, kind)
     if isinstance(found, type):
         taken = inspect.signature(found).parameters
-        for name, value in (("device_mesh", mesh), ("process_group", ranks)):
-            if name in taken:
-                kwargs.setdefault(name, value)
-    return registry().build(found, "metric", **kwargs)
+        kwargs = {name: value for name, value in offered.items() if name in taken} | kwargs
+    return registry().build(found, kind, **kwargs)

@@ -45,6 +45,7 @@ def score(group: OptimizerGroup, item: Pass, *, split: bool, loss_kwargs: dict[s
     value, count = float(item.loss.loss_sum.detach()), float(item.loss.denominator)
     item.outputs["loss_sum"], item.outputs["num_tokens"] = value, count
     item.outputs["loss"] = value / count if count else 0.0
+    item.outputs["loss_metrics"] = {name: float(number) for name, number in item.loss.metrics.items()}
 
 
 def check_finite(group: OptimizerGroup, item: Pass, policy: str) -> None:
@@ -105,7 +106,8 @@ def feed_metrics(group: OptimizerGroup, status: Status) -> None:
     training = status is group.train_status
     known: dict[str, Any] = {"gradient_accumulation_steps": group.gradient_accumulation_steps}
     if training and group.optimizer is not None:
-        known |= {"lr": group.learning_rates(), "iterations": group.updates, "grad_norm": group.last_grad_norm}
+        known |= {"lr": group.learning_rates(), "iterations": group.updates}
+        known["grad_norm"] = group.last_grad_norm if group.measured else None  # not that of an earlier step
     for item in status.unseen:
         for metric in status.metrics:
             metric.accumulate(item.inputs, item.outputs, **known, step=item.step, **item.loss_kwargs)

@@ -19,12 +19,12 @@ from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.options import PRECISION, check_call, check_model_options, check_name
+from twinkle_transformers.options import PRECISION, check_call, check_clipping, check_model_options, check_name
 from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
-from twinkle_transformers.scoring import check_loss_arguments
+from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
 from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
@@ -145,6 +145,7 @@ class TransformersModel(Components):
         group = self._trained(adapter_name)
         rows = as_rows(inputs, group.encoder(self.model_path))
         batch = self._batch(group, rows)
+        self._ready(group, training=True)
         group.training = True
         item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
         group.train_status.passes = [item]
@@ -172,6 +173,7 @@ class TransformersModel(Components):
         parts = split_rows(self._rows(group, inputs), micro_batch_size)
         batches = [self._batch(group, part) for part in parts]
         status = group.eval_status
+        self._ready(group, training=False)
         group.training = False
         base = disable_lora or not group.adapter_name
         with torch.no_grad(), adapters.without_adapters(self.model, base):
@@ -266,9 +268,11 @@ class TransformersModel(Components):
         loss = group.loss()
         check_loss_arguments(loss, loss_kwargs)
         parts = split_rows(self._rows(group, inputs), micro_batch_size)
+        check_rows_for(loss, len(parts))
         batches = [self._batch(group, part) for part in parts]  # all of them first: a bad row must not cost a gradient
         left = group.pads_left()
         shares = share_arguments(loss_kwargs, row_inputs(loss), [batch_size(batch) for batch in batches], left=left)
+        self._ready(group, training=True)
         group.training, group.train_status.passes = True, []
         done: list[Pass] = []
         touched = False
@@ -313,8 +317,10 @@ class TransformersModel(Components):
         Returns 0 while an accumulation is unfinished (unless `flush`). `max_grad_norm` <= 0 measures only.
 
         Raises:
+            ArgumentError: `max_grad_norm` is no number, or `norm_type` none above 0.
             NonFiniteError: the norm is not finite and `on_nonfinite="raise"`; nothing was updated.
         """
+        check_clipping(max_grad_norm, norm_type)
         group = self._trained(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
         if not group.due(flush):
@@ -402,6 +408,7 @@ class TransformersModel(Components):
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
         """Return the trained weights by saved name (PEFT's names for an adapter), whole; collective if sharded."""
         group = self._select(adapter_name)
+        self.parallel.settle()
         return {name: whole(tensor) for name, tensor in adapters.weights(self.model, group.adapter_name).items()}
 
     def get_peft_config_dict(self, adapter_name: str | None = None) -> dict[str, Any] | None:
@@ -499,6 +506,14 @@ class TransformersModel(Components):
             return []
         return as_rows(inputs, group.encoder(self.model_path))
 
+    def _ready(self, group: OptimizerGroup, *, training: bool) -> None:
+        """Do what passes rely on; ranks do it together, those without rows too."""
+        if training and group.optimizer is None:
+            get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
+            self.set_optimizer("AdamW", adapter_name=group.adapter_name)
+        group.loss()
+        self._place(group)
+
     def _idle_passes(self, call: str, passes: int) -> int:
         """Return how many passes without rows this rank must make so that sharded ranks stay together."""
         if not self.parallel.in_lockstep:
@@ -529,11 +544,6 @@ class TransformersModel(Components):
         task: str,
     ) -> Pass:  # fmt: skip
         training = status is group.train_status
-        if training and group.optimizer is None:
-            get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
-            self.set_optimizer("AdamW", adapter_name=group.adapter_name)
-        group.loss()
-        self._place(group)
         self.model.train(training)
         needs = loop.needs_of(group, status, return_logits, task)
 

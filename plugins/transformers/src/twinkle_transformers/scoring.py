@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
-from twinkle.errors import ArgumentError, ComponentTypeError
+from twinkle.errors import ArgumentError, ComponentTypeError, DataError
 from twinkle_registry import check_keywords
 
 
@@ -17,6 +17,19 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
         ArgumentError: names the argument and the nearest one that exists.
     """
     check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
+
+
+def check_rows_for(loss: Any, parts: int) -> None:
+    """Refuse a rank without rows where the loss compares rows of all ranks: the others would wait for it.
+
+    Raises:
+        DataError: there are no rows.
+    """
+    if not parts and not getattr(loss, "splittable", True):
+        raise DataError(
+            f"this rank has no rows, and {loss_name(loss)} compares the rows of all ranks; give every rank some "
+            "(DataLoader drops a last batch that is smaller than the number of data ranks)"
+        )
 
 
 def loss_name(loss: Any) -> str:

@@ -36,6 +36,8 @@ class ModelOutput(TypedDict, total=False):
     """The loss of this call before that division."""
     num_tokens: float
     """The denominator of this call."""
+    loss_metrics: Mapping[str, float]
+    """`LossOutput.metrics` of a micro-batch: what metrics see of them."""
     aux_loss: "torch.Tensor"
     routed_experts: Any
 
@@ -49,7 +51,7 @@ class LossOutput:
         denominator: how much was counted (tokens, rows, or a constant), a number without gradient. The training loop
             divides the sum of `loss_sum` by the sum of `denominator` over ranks, micro-batches and accumulation
             steps, once, at the step.
-        metrics: numbers worth logging, each with the same denominator.
+        metrics: numbers worth logging, as sums with the same denominator; `LossMetric` divides and reports them.
     """
 
     loss_sum: "torch.Tensor"

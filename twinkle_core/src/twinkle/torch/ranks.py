@@ -57,6 +57,12 @@ class Ranks:
         for name in ("ulysses_size", "ep_size"):
             if (getattr(mesh, name) or 1) > 1:
                 raise Unsupported(f"the mesh has {name}={getattr(mesh, name)}; this backend divides by dp and fsdp")
+        if not dist.is_initialized() or mesh.world_size > world:
+            processes = "1 process takes" if world == 1 else f"{world} processes take"
+            raise MeshError(
+                f"the mesh {mesh} has {mesh.world_size} ranks, but {processes} part: start with "
+                f"torchrun --nproc_per_node={mesh.world_size} and call twinkle.initialize(mode='local') first"
+            )
         whole = mesh.world_size == world
         group = dist.group.WORLD if whole else mesh.get_dim_group(("dp", "fsdp"))
         control = group
