@@ -35,9 +35,9 @@ def test_the_loss_is_sum_over_sum_not_a_mean_of_means() -> None:
 
 def test_the_loss_is_exact_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     metric = LossMetric()
-    monkeypatch.setattr(metric, "gather_results", TwoRanks({"sum": 9.0, "count": 9.0}))
+    monkeypatch.setattr(metric, "gather_results", TwoRanks({"sum": 9.0, "count": 9.0, "extra": {"kl": 1.2}}))
     metric.accumulate({}, {"loss_sum": 3.0, "num_tokens": 1.0})
-    assert metric.calculate() == {"loss": 1.2}
+    assert metric.calculate() == {"loss": 1.2, "kl": pytest.approx(0.12)}
 
 
 def test_the_gradient_norm_is_the_last_steps() -> None:

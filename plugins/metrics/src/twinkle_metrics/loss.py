@@ -46,4 +46,3 @@ class LossMetric(Metric):
         self._denominator = 0.0
         self._grad_norm = None
         self._extra: dict[str, float] = {}
-        self._extra: dict[str, float] = {}
