@@ -179,3 +179,12 @@ def test_every_other_error_stays_what_it_is(tmp_path: Path, error: Exception) ->
         raise error
     assert caught.value is error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_were_made_for_their_owner_alone_can_be_read_like_others(tmp_path: Path) -> None:
+    with new_directory(tmp_path / "out") as work:
+        (work / "plain").write_text("x")
+        (work / "private").touch(mode=0o600)
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["private"] == modes["plain"]
+    assert sorted(modes) == ["plain", "private"]

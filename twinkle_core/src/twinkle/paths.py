@@ -171,8 +171,14 @@ def _swap(work: Path, target: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
+    """Write a tree to the disk; files that a library made for its owner alone get the usual permissions."""
+    probe = folder / ".permissions"
+    probe.touch()
+    usual = probe.stat().st_mode
+    probe.unlink()
     for path in folder.rglob("*"):
         if path.is_file():
+            path.chmod(path.stat().st_mode | usual)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     _sync_directory(folder)
