@@ -162,11 +162,14 @@ def _compare_configs(mine: Any, saved: Any, folder: Path) -> None:
             )
 
 
-def named_parameters(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trainable parameters of adapter `name` (or of a full model, name "") under their saved names."""
+def named_parameters(model: nn.Module, name: str, *, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the trainable parameters of adapter `name` (or of a full model, name "") under their saved names.
+
+    With `frozen`, those that take no gradient now too: all of an adapter that is not the active one.
+    """
     ours = re.compile(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}(?=\.|$)")
     for key, parameter in model.named_parameters():
-        if parameter.requires_grad and (not name or ours.search(key)):
+        if (frozen or parameter.requires_grad) and (not name or ours.search(key)):
             yield (ours.sub(r"\1", key) if name else key), parameter
 
 

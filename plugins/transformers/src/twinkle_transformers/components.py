@@ -107,10 +107,10 @@ class Components(TwinkleModel):
                 f"set_grad_scaler is for mixed_precision='fp16'; this model has {self.mixed_precision!r}"
             )
         group = self._group(adapter_name)
-        if group.pending or group.train_status.passes:
+        if group.pending:
             raise TrainingStateError(
-                f"set_grad_scaler: adapter {group.adapter_name!r} has gradients (or a forward) of the old scale; make "
-                "the step first, or drop them with zero_grad(flush=True)"
+                f"set_grad_scaler: adapter {group.adapter_name!r} has gradients of the old scale; make the step "
+                "first, or drop them with zero_grad(flush=True)"
             )
         group.loss_scale = LossScaler.from_config(kwargs)
 
@@ -130,6 +130,11 @@ class Components(TwinkleModel):
             raise TrainingStateError(
                 f"adapter {adapter_name!r}: the model is sharded already; add adapters before set_optimizer and before "
                 "the first forward"
+            )
+        if steps := self.optimizer_group[""].updates:
+            raise TrainingStateError(
+                f"adapter {adapter_name!r}: the full model was trained for {steps} steps, which an adapter's checkpoint "
+                "would not hold; save it, and make a model from that folder"
             )
         group = self._new_group(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)
@@ -180,20 +185,40 @@ class Components(TwinkleModel):
     def _is_sharded(self) -> bool:
         return self.parallel.in_lockstep and any(group.placed for group in self.optimizer_group.values())
 
-    def _place(self, group: OptimizerGroup) -> None:
-        """Put the parameters where the ranks want them, before anything is built on them or computed with them."""
-        if group.placed or self._is_sharded:
+    def _place(self, group: OptimizerGroup, *, trained: bool = True) -> None:
+        """Put the parameters where the ranks want them, before anything is built on them or computed with them.
+
+        Args:
+            group: whose.
+            trained: whether they are to be trained, or only looked at so far.
+        """
+        if self._is_sharded:
+            return
+        if self.parallel.in_lockstep:  # shards keep the dtype that they have now
+            for other in self.optimizer_group.values():
+                self._widen(other)
+        elif trained:
+            self._widen(group)
+        if group.placed:
             return
         ranks = self.parallel.ranks
         if not ranks.is_first and not any(other.placed for other in self.optimizer_group.values()):
             # Dropout masks of their own; the first rank's, and so a single process's, are those of the seed.
             torch.manual_seed((torch.initial_seed() + 1_000_003 * ranks.index) % 2**63)
         group.placed = True
-        if self.mixed_precision != "no" and group.trainable and (group.adapter_name or len(self.optimizer_group) == 1):
-            for _, parameter in adapters.named_parameters(self.model, group.adapter_name):
-                if parameter.dtype in (torch.bfloat16, torch.float16):
-                    parameter.data = parameter.data.float()  # what is trained is kept in float32
         causal, segmenter = self._backbone.model, self._backbone.segmenter
         if self.parallel.in_lockstep:  # once it is sharded no rank can try it alone
             segmenter.assume(ranks.on_first("trying packed rows", segmenter.check))
         self.parallel.place(causal, list(causal._no_split_modules or ()), PRECISION[self.mixed_precision])
+
+    def _widen(self, group: OptimizerGroup) -> None:
+        """Keep in float32 what mixed precision trains."""
+        if group.wide:
+            return
+        group.wide = True
+        name = group.adapter_name
+        if self.mixed_precision == "no" or not group.trainable or (not name and len(self.optimizer_group) > 1):
+            return
+        for _, parameter in adapters.named_parameters(self.model, name, frozen=bool(name)):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()

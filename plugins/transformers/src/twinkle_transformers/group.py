@@ -62,6 +62,8 @@ class OptimizerGroup:
     trainable: bool = True
     placed: bool = False
     """Whether its parameters lie where the ranks want them."""
+    wide: bool = False
+    """Whether its parameters are in the dtype in which they are trained."""
     optimizer: Any = None
     lr_scheduler: Any = None
     loss_scale: Any = None

@@ -34,14 +34,15 @@ def needs_of(group: OptimizerGroup, status: Status, return_logits: bool, task: s
     )
 
 
-def score(group: OptimizerGroup, item: Pass, *, split: bool, loss_kwargs: dict[str, Any]) -> None:
-    """Calculate the loss of one pass and keep it there."""
+def score(group: OptimizerGroup, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict[str, Any]) -> None:
+    """Calculate the loss of one pass and keep it there; `split` and `spread` are those of `call_loss`."""
     if item.inputs.get("labels") is None:
         raise TrainingStateError(
             "calculate_loss: the rows have no `labels`; encode them with a template, or give features with labels"
         )
     item.loss_kwargs = loss_kwargs
-    item.loss = call_loss(group.loss_instance, item.inputs, item.outputs, split=split, **loss_kwargs)
+    how = {"split": split, "spread": spread}
+    item.loss = call_loss(group.loss_instance, item.inputs, item.outputs, **how, **loss_kwargs)
     value, count = float(item.loss.loss_sum.detach()), float(item.loss.denominator)
     item.outputs["loss_sum"], item.outputs["num_tokens"] = value, count
     item.outputs["loss"] = value / count if count else 0.0

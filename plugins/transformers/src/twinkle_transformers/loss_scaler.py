@@ -62,8 +62,8 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last step overflowed at the smallest scale: its gradients are not finite by themselves."""
-        return self._exhausted
+        """Whether no smaller scale is left to try: gradients that are not finite are so by themselves."""
+        return self._exhausted or not self.enabled
 
     def scale(self, loss_sum: Tensor) -> Tensor:
         """Return the loss to call `backward` on, in at least float32."""

@@ -206,9 +206,10 @@ class TransformersModel(Components):
         check_loss_arguments(loss, loss_kwargs)
         sizes = [batch_size(item.inputs) for item in status.passes]
         shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=group.pads_left())
+        spread = not self.parallel.ranks.alone
         with torch.set_grad_enabled(group.training):
             for item, share in zip(status.passes, shares, strict=True):
-                loop.score(group, item, split=len(status.passes) > 1, loss_kwargs=share)
+                loop.score(group, item, split=len(status.passes) > 1, spread=spread, loss_kwargs=share)
                 if group.training:
                     loop.check_finite(group, item, self.on_nonfinite)
                     item.usable = self._counts(item.usable)
@@ -275,12 +276,12 @@ class TransformersModel(Components):
         self._ready(group, training=True)
         group.training, group.train_status.passes = True, []
         done: list[Pass] = []
-        touched = False
+        touched, spread = False, not self.parallel.ranks.alone
         idle = self._idle_passes("forward_backward", len(parts))
         try:
             for part, batch, share in zip(parts, batches, shares, strict=True):
                 item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
-                loop.score(group, item, split=len(parts) > 1, loss_kwargs=share)
+                loop.score(group, item, split=len(parts) > 1, spread=spread, loss_kwargs=share)
                 loop.check_finite(group, item, self.on_nonfinite)
                 item.usable = self._counts(item.usable)
                 if item.usable:
@@ -480,7 +481,7 @@ class TransformersModel(Components):
         if load_optimizer:
             self.resume_from_checkpoint(str(folder), adapter_name=adapter_name)
         else:
-            saving.load_weights(self, self._trained(adapter_name, saving=True), folder)
+            saving.load_weights(self, self._trained(adapter_name, saving=True), saving.find(self, folder))
 
     @remote_function(collect="first")
     def resume_from_checkpoint(
@@ -512,7 +513,7 @@ class TransformersModel(Components):
             get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
             self.set_optimizer("AdamW", adapter_name=group.adapter_name)
         group.loss()
-        self._place(group)
+        self._place(group, trained=training)
 
     def _idle_passes(self, call: str, passes: int) -> int:
         """Return how many passes without rows this rank must make so that sharded ranks stay together."""

@@ -1,6 +1,8 @@
 """What the constructor and the calls of `TransformersModel` accept on one device, and how the rest is refused."""
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import PurePath
 from typing import Any
 
@@ -39,6 +41,14 @@ def check_call(task: str, temperature: float) -> None:
         raise ArgumentError(f"temperature={temperature}; a forward needs a number above 0")
     if task not in ("causal_lm", "fused_lm_ce", "embedding"):
         raise Unsupported(f"task={task!r}; choose 'causal_lm', 'fused_lm_ce' or 'embedding'")
+
+
+def check_clipping(max_norm: Any, norm_type: Any) -> None:
+    """Refuse a bound or a norm that is none."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or math.isnan(max_norm):
+        raise ArgumentError(f"max_grad_norm={max_norm!r}; give a number, 0 to measure without clipping")
+    if isinstance(norm_type, bool) or not isinstance(norm_type, Real) or not norm_type > 0:
+        raise ArgumentError(f"norm_type={norm_type!r}; give a number above 0, float('inf') for the largest entry")
 
 
 def check_name(name: str, interval: int) -> None:

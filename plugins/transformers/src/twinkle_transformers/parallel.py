@@ -22,7 +22,7 @@ from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
 from twinkle.mesh import DeviceMesh
 from twinkle.platform import Platform
-from twinkle.torch.ranks import Ranks
+from twinkle.torch.ranks import Ranks, group_of
 from twinkle.torch.reduce import BUCKET_BYTES, sum_over_ranks
 from twinkle_registry import nearest
 from twinkle_transformers.backbone import Backbone
@@ -70,6 +70,9 @@ class Replicated:
     def run(self, model: Any, call: Callable[[], T]) -> T:
         """Make a pass that uses the parameters of `model`."""
         return call()
+
+    def settle(self) -> None:
+        """Bring parameters back to how they lie between passes, before they are read or changed."""
 
     def any_rank(self, wish: bool) -> bool:
         """Return whether any rank wishes something."""
@@ -120,6 +123,7 @@ class Sharded(Replicated):
             raise ArgumentError(f"fsdp_config: reduce_dtype is {self.options['reduce_dtype']!r}, not {list(_DTYPES)}")
         self.mesh = _torch_mesh(mesh)
         self._shards = self.mesh.get_group(self.mesh.ndim - 1)
+        self._units: list[FSDPModule] = []
 
     def place(self, model: Any, blocks: Sequence[str], dtype: torch.dtype | None) -> None:
         """Shard the model, layer by layer; layers on the meta device get the first rank's weights before."""
@@ -138,16 +142,26 @@ class Sharded(Replicated):
             if any(lacking):
                 self._fill(module)
             fully_shard(module, **settings)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)  # losses are sums: what divides them is known at the step
-                module.set_force_sum_reduction_for_comms(True)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)  # losses are sums: what divides them is known at the step
+            unit.set_force_sum_reduction_for_comms(True)
         setattr(model, _RUN, lambda call: call())
         register_fsdp_forward_method(model, _RUN)
 
     def run(self, model: Any, call: Callable[[], T]) -> T:
         """Make a pass while the parameters outside the layers (embeddings, norm, head) are gathered."""
-        return getattr(model, _RUN)(call)  # type: ignore[no-any-return]
+        try:
+            return getattr(model, _RUN)(call)  # type: ignore[no-any-return]
+        finally:
+            if not torch.is_grad_enabled():
+                self.settle()
+
+    def settle(self) -> None:
+        """Let go of parameters that a pass without backward left gathered: they would hide an update."""
+        if not self.options["reshard_after_forward"]:
+            for unit in self._units:
+                unit.reshard()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do nothing: every backward summed them."""
@@ -167,9 +181,17 @@ class Sharded(Replicated):
         return powers ** (1.0 / norm_type)
 
     def _blocks(self, model: Any, names: Sequence[str]) -> list[nn.Module]:
-        wanted = self.options["transformer_cls_names_to_wrap"] or names
-        wanted = {wanted} if isinstance(wanted, str) else set(wanted)
-        found = [module for module in model.modules() if type(module).__name__ in wanted]
+        asked = self.options["transformer_cls_names_to_wrap"]
+        asked = [asked] if isinstance(asked, str) else asked
+        wanted = set(asked or names)
+        inside = [module for module in model.modules() if module is not model]
+        there = {type(module).__name__ for module in inside}
+        if asked and (lacking := sorted(wanted - there)):
+            raise ArgumentError(
+                f"fsdp_config: transformer_cls_names_to_wrap: {type(model).__name__} has no module of class "
+                f"{lacking[0]!r}; nearest: {', '.join(nearest(lacking[0], there))}"
+            )
+        found = [module for module in inside if type(module).__name__ in wanted]
         if not found:
             lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
             found = list(max(lists, key=len, default=[]))
@@ -177,7 +199,8 @@ class Sharded(Replicated):
                 "%s has no module called %s; it is sharded by its %d %s",
                 type(model).__name__, sorted(wanted), len(found), type(found[0]).__name__ if found else "parts",
             )  # fmt: skip
-        return found
+        _check_ties(model, found)
+        return found[::-1]  # what lies inside another block is sharded first
 
     def _fill(self, module: nn.Module) -> None:
         """Give parameters and buffers of the meta device memory, and all of them the first rank's numbers."""
@@ -259,6 +282,21 @@ def _checked(what: str, given: Mapping[str, Any] | None, known: Mapping[str, Any
     return {**known, **(given or {})}
 
 
+def _check_ties(model: Any, blocks: Sequence[nn.Module]) -> None:
+    """Refuse blocks that would part a weight from the one that it is tied to."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    for block in blocks:
+        inside = {id(module) for module in block.modules()}
+        for name in {name for parameter in block.parameters() for name in holders[id(parameter)]}:
+            if id(model.get_submodule(name.rpartition(".")[0])) not in inside:
+                raise Unsupported(
+                    f"fsdp_config: transformer_cls_names_to_wrap: {type(block).__name__} would be sharded apart from "
+                    f"{name}, which it is tied to; leave {type(block).__name__} out"
+                )
+
+
 def _torch_mesh(mesh: DeviceMesh) -> Any:
     """Return torch's mesh with the replicas outside and the shards inside, as FSDP2 wants it."""
     device = mesh.device_type or Platform.device_prefix()
@@ -270,7 +308,19 @@ def _torch_mesh(mesh: DeviceMesh) -> Any:
     kept = tuple(names[axis] for axis in order)
     if len(kept) == 2 and grid.shape[0] == 1:
         grid, kept = grid[0], kept[1:]
-    return TorchDeviceMesh(device, grid.tolist(), mesh_dim_names=kept)
+    if grid.size == dist.get_world_size():
+        return TorchDeviceMesh(device, grid.tolist(), mesh_dim_names=kept)
+    rank = dist.get_rank()
+    lines = [line.tolist() for axis in range(grid.ndim) for line in _lines(grid, axis) if rank in line]
+    groups = [group_of(line) for line in lines]
+    return TorchDeviceMesh.from_group(
+        groups if len(groups) > 1 else groups[0], device, mesh=grid.tolist(), mesh_dim_names=kept
+    )
+
+
+def _lines(grid: Any, axis: int) -> Any:
+    """Return all lines of an array along an axis."""
+    return grid.swapaxes(axis, -1).reshape(-1, grid.shape[axis])
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from twinkle.errors import CheckpointError, OutputError
 from twinkle.hub.quiet import quiet_transformers
-from twinkle.paths import new_directory
+from twinkle.paths import new_directory, recovered
 from twinkle_transformers import adapters, checkpoint
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.reading import read_tensors
@@ -43,6 +43,7 @@ def save(
     """Write weights, tokenizer files and training state to `target`, which never exists half-written."""
     ranks = model.parallel.ranks
     ranks.agree(f"save to {target}", group.cur_step)
+    model.parallel.settle()
     names = dict(adapters.named_parameters(model.model, group.adapter_name))
     held = adapters.weights(model.model, group.adapter_name) if group.adapter_name else model.model.state_dict()
     sharded_or_small = bool(group.adapter_name) or model.parallel.in_lockstep
@@ -52,7 +53,7 @@ def save(
     )
 
     def write() -> None:
-        _check_target(target)
+        _check_target(recovered(target))
         with new_directory(target) as work:
             if group.adapter_name:
                 save_file(tensors, work / adapters.WEIGHTS, metadata={"format": "pt"})
@@ -67,6 +68,11 @@ def save(
             snapshot.write(work)
 
     ranks.on_first(f"saving to {target}", write)
+
+
+def find(model: "TransformersModel", folder: Path) -> Path:
+    """Return the folder, put back by the first rank if a process was killed while replacing it."""
+    return model.parallel.ranks.on_first(f"looking for {folder}", lambda: recovered(folder))
 
 
 def _check_target(target: Path) -> None:
@@ -86,11 +92,11 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
     Raises:
         CheckpointError: missing, incomplete, or of another model.
     """
+    model._place(group)
+    model.parallel.settle()
     if group.adapter_name:
-        model._place(group)
         adapters.load_weights(model.model, group.adapter_name, folder)
         return
-    model._place(group)
     files = _weight_files(folder)
     own = model.model.state_dict()
     shapes: dict[str, list[int]] = {}
@@ -121,8 +127,9 @@ def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, o
         CheckpointError: something needed is missing or belongs to another model or optimizer.
     """
     ranks = model.parallel.ranks
-    ranks.agree(f"resume from {folder}")
+    folder = find(model, folder)
     model._place(group)
+    model.parallel.settle()
     names = dict(adapters.named_parameters(model.model, group.adapter_name))
 
     def read() -> tuple[dict[str, Any], checkpoint.Training | None]:

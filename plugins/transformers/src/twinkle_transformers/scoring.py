@@ -7,7 +7,11 @@ import torch
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError
-from twinkle_registry import check_keywords
+from twinkle_registry import check_keywords, nearest
+from twinkle_transformers.scores import IGNORE, has_targets
+
+_OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "return_logits", "task")
+"""Arguments of `forward_backward` beside those of the loss."""
 
 
 def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
@@ -16,7 +20,13 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: names the argument and the nearest one that exists.
     """
-    check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
+    try:
+        check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
+    except ArgumentError as error:
+        for name in loss_kwargs:
+            if close := nearest(name, _OF_THE_CALL, 1):
+                raise ArgumentError(f"there is no argument {name!r}; did you mean {close[0]!r}? ({error})") from error
+        raise
 
 
 def check_rows_for(loss: Any, parts: int) -> None:
@@ -37,7 +47,9 @@ def loss_name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def call_loss(loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: bool, **kwargs: Any) -> LossOutput:
+def call_loss(
+    loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: bool, spread: bool = False, **kwargs: Any
+) -> LossOutput:
     """Compute a loss on one micro-batch.
 
     Args:
@@ -45,6 +57,7 @@ def call_loss(loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: boo
         inputs: the collated micro-batch, on the device of the outputs.
         outputs: the forward's outputs.
         split: whether the call that this micro-batch belongs to has several; a mean cannot be added up then.
+        spread: whether other ranks have rows of the same step; likewise.
         **kwargs: the loss's arguments, cut to these rows.
 
     Raises:
@@ -57,7 +70,7 @@ def call_loss(loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: boo
             "batch; leave micro_batch_size out"
         )
     raw = loss(inputs, outputs, **kwargs)
-    result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), split)
+    result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), inputs, split, spread)
     total = result.loss_sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         found = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
@@ -69,7 +82,7 @@ def call_loss(loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: boo
     return result
 
 
-def _older(raw: Any, name: str, split: bool) -> LossOutput:
+def _older(raw: Any, name: str, inputs: InputBatch, split: bool, spread: bool) -> LossOutput:
     if not isinstance(raw, Mapping) or "loss" not in raw:
         raise ComponentTypeError(
             f"loss {name} returned a {type(raw).__name__}; return LossOutput(loss_sum, denominator), "
@@ -78,9 +91,12 @@ def _older(raw: Any, name: str, split: bool) -> LossOutput:
     count = float(raw.get("num_tokens") or 0)
     if count > 0:
         return LossOutput(raw["loss"], count)
-    if split:
+    if has_targets(labels := inputs.get("labels")) and not bool((labels != IGNORE).any()):
+        return LossOutput(raw["loss"], 0.0)  # these rows train nothing: it counted right, and is no mean
+    if split or spread:
+        parts, do = ("micro-batches", ", or call without micro_batch_size") if split else ("ranks", "")
         raise ComponentTypeError(
-            f"loss {name} returned a mean (num_tokens = 0), and a mean of micro-batches is not the mean of the batch; "
-            "return LossOutput(loss_sum, denominator), or call without micro_batch_size"
+            f"loss {name} returned a mean (num_tokens = 0), and a mean of {parts} is not the mean of the batch; "
+            f"return LossOutput(loss_sum, denominator){do}"
         )
     return LossOutput(raw["loss"], 1.0)

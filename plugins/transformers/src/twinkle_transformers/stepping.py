@@ -69,6 +69,7 @@ def step_group(
     if optim_params:
         override(group.optimizer, optim_params)
     if not group.dropped:
+        parallel.settle()
         group.optimizer.step()
         group.updates += 1
     loop.feed_metrics(group, group.train_status)
@@ -141,10 +142,23 @@ def clip(
         norm_type: p of the p-norm.
         combine: makes the norm over all ranks from this rank's.
     """
-    norm = float(combine(torch.nn.utils.get_total_norm(grads, norm_type), norm_type))
+    norm = float(combine(_joint_norm(grads, norm_type), norm_type))
     if grads and 0 < max_norm < norm:
         torch._foreach_mul_(list(grads), max_norm / norm)
     return norm
+
+
+def _joint_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all `grads` together, at least in float32; 0 where this rank's shards are empty."""
+    held = [grad for grad in grads if grad.numel()]
+    if not held:
+        return torch.zeros((), device=grads[0].device if grads else None)
+    short = [grad for grad in held if grad.dtype in (torch.bfloat16, torch.float16)]
+    norms: list[Tensor] = list(torch._foreach_norm(short, norm_type, dtype=torch.float32)) if short else []
+    if wide := [grad for grad in held if grad.dtype not in (torch.bfloat16, torch.float16)]:
+        norms += torch._foreach_norm(wide, norm_type)
+    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
 
 
 def gradients(group: OptimizerGroup) -> list[Tensor]:

@@ -40,10 +40,15 @@ class Ranks:
         """Return the ranks of a mesh whose dimensions are `dp` and `fsdp`; collective.
 
         Raises:
-            MeshError: several processes run, but no mesh says how they belong together.
+            MeshError: several processes run, but no mesh says how they belong together, or it is without this one.
             Unsupported: the mesh divides the model in other ways.
         """
         world = Platform.get_world_size()
+        if mesh is not None and dist.is_initialized() and dist.get_rank() not in mesh.mesh:
+            raise MeshError(
+                f"this is rank {dist.get_rank()}, and the mesh {mesh} has ranks {mesh.mesh.ravel().tolist()}: build the "
+                "model on those alone, or give a mesh of all ranks"
+            )
         if mesh is None or mesh.world_size == 1:
             if mesh is None and world > 1:
                 raise MeshError(
@@ -64,7 +69,7 @@ class Ranks:
                 f"torchrun --nproc_per_node={mesh.world_size} and call twinkle.initialize(mode='local') first"
             )
         whole = mesh.world_size == world
-        group = dist.group.WORLD if whole else mesh.get_dim_group(("dp", "fsdp"))
+        group = dist.group.WORLD if whole else group_of(mesh.mesh.ravel().tolist())
         control = group
         if "cpu:gloo" not in dist.get_backend_config(group):  # a script made its process group itself, for GPUs alone
             control = dist.new_group(sorted(mesh.mesh.ravel().tolist()), backend="gloo")
@@ -160,6 +165,15 @@ class Ranks:
                 f"{what}: another rank has left or failed ({_short(error)}). If it failed, its own message says why; "
                 "if not, the ranks made unequal numbers of calls, for example of steps"
             ) from error
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """Make a process group that its members alone make: other ranks may be at work on something else.
+
+    Args:
+        ranks: the members, in any order; in the group they are in ascending order.
+    """
+    return dist.new_group(sorted(ranks), use_local_synchronization=True)
 
 
 def _short(error: Exception) -> str:
