@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from twinkle_transformers.model import TransformersModel
 
 ALL_REDUCE, BALANCE, SCALING = 5.0, 1.02, 0.9
 BATCHES, ROWS = 100, 8
-Row = dict[str, list[int]]
+Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def balance(rows: int, ranks: int) -> bool:
     """Print how full the fullest rank is; say whether the goal is reached."""
     lengths = drawn(rows * BATCHES, seed=rows)
     data = [{"input_ids": [0] * length} for length in lengths]
-    dealt = {kind: loads(data, rows, ranks, kind) for kind in ("tokens", "rows")}
+    dealt = {"tokens": loads(data, rows, ranks, "tokens"), "rows": loads(data, rows, ranks, "rows")}
     bound = [rank_mean(lengths[i : i + rows], ranks) for i in range(0, len(lengths), rows)]
     fits = [n for n, full in enumerate(bound) if max(lengths[n * rows : (n + 1) * rows]) <= full]
     ours, consecutive = (mean(max(dealt[kind][n]) / mean(dealt[kind][n]) for n in fits) for kind in dealt)
@@ -85,7 +85,7 @@ def balance(rows: int, ranks: int) -> bool:
     return ours <= BALANCE
 
 
-def loads(data: list[Row], rows: int, ranks: int, kind: str) -> list[list[int]]:
+def loads(data: list[Row], rows: int, ranks: int, kind: Literal["tokens", "rows"]) -> list[list[int]]:
     """Return the tokens of each rank in each batch, as each rank's data loader deals them."""
     columns = []
     for rank in range(ranks):
@@ -186,12 +186,12 @@ def scaling(folder: Path, repetitions: int) -> list[dict[str, Any]]:
     for length in drawn(2 * ROWS * (repetitions + 1), seed=7):
         ids = torch.randint(3, 16384, (min(length, 400),), generator=generator).tolist()
         rows.append({"input_ids": ids, "labels": [*ids[1:], -100]})
-    single, joint = model(folder, DeviceMesh.from_sizes(dp_size=1)), model(folder, None)
-    first = Platform.get_rank() == 0
+    single = model(folder, 1) if Platform.get_rank() == 0 else None
+    joint = model(folder, 2)
     steps = []
     for batch in DataLoader(rows, batch_size=2 * ROWS, balance="tokens"):
         dist.barrier()
-        alone = train(single, batch) if first else (0.0, 0.0)
+        alone = train(single, batch) if single is not None else (0.0, 0.0)
         dist.barrier()
         together = train(joint, batch)
         gathered: list[Any] = [None, None]
@@ -200,10 +200,10 @@ def scaling(folder: Path, repetitions: int) -> list[dict[str, Any]]:
     return steps[1:]
 
 
-def model(folder: Path, mesh: DeviceMesh | None) -> TransformersModel:
-    """Return a model on the ranks of a mesh; None is all of them."""
+def model(folder: Path, ranks: int) -> TransformersModel:
+    """Return a model on this many ranks."""
     torch.manual_seed(5)
-    mesh = mesh or DeviceMesh.from_sizes(dp_size=2)
+    mesh = DeviceMesh.from_sizes(dp_size=ranks)
     made = TransformersModel(model_id=str(folder), mixed_precision="no", device_mesh=mesh)
     made.add_adapter_to_model("default", lora())
     made.set_processor("InputProcessor", padding_free=True)

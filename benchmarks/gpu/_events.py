@@ -8,11 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from typing import TypeVar
 
 import torch
 
 WARM_UPS = 3
 Contestants = Mapping[str, Callable[[], object]]
+T = TypeVar("T")
 
 
 def arguments(doc: str | None, given: Sequence[str] | None) -> argparse.Namespace | None:
@@ -90,7 +92,7 @@ def extra_mib(function: Callable[[], object], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
-def that_fit(contestants: Contestants) -> dict[str, Callable[[], object]]:
+def that_fit(contestants: Mapping[str, Callable[[], T]]) -> dict[str, Callable[[], T]]:
     """Return the contestants that do not run out of the device's memory; name the others."""
     kept = {}
     for name, function in contestants.items():

@@ -57,7 +57,8 @@ def attention(lengths: Sequence[int], device: torch.device, repetitions: int) ->
     wide_up[real] = up
 
     def ours() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(segment_attention(*leaves, segments), leaves, up)
+        q, k, v = leaves
+        return torch.autograd.grad(segment_attention(q, k, v, segments), leaves, up)
 
     def padded() -> tuple[Tensor, ...]:
         q, k, v = (x.transpose(1, 2) for x in spread)

@@ -34,7 +34,7 @@ MIXED = (1024, 32, 256, 96, 768, 128, 64, 384, 512, 48, 192, 640, 80, 320, 160, 
 EQUAL = (1024,) * 8
 TOLERANCE = 2e-2
 Step = Callable[[], float]
-Row = dict[str, list[int]]
+Row = dict[str, Any]
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -32,8 +32,6 @@ extra:
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    # initialize() sets the runtime of the process, which other tests share.
-    monkeypatch.setattr("twinkle.runtime.current._current", None)
     return str(tiny_model(tmp_path / "tiny"))
 
 

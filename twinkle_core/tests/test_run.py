@@ -142,7 +142,6 @@ def test_several_processes_must_know_each_other_before_they_make_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("twinkle.runtime.current._current", None)
     with pytest.raises(MeshError, match=r"twinkle\.initialize"):
         Run("trial", root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

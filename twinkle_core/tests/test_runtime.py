@@ -24,10 +24,9 @@ from twinkle.runtime import RemoteClass, RemoteFunction, Runtime, RuntimeOptions
 
 
 @pytest.fixture(autouse=True)
-def fresh_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give each test a process that nobody has initialized, and its old state back afterwards."""
+def restored_generators() -> Iterator[None]:
+    """Leave the random generators as they were."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    monkeypatch.setattr("twinkle.runtime.current._current", None)
     yield
     random.setstate(states[0])
     np.random.set_state(states[1])

@@ -68,7 +68,7 @@ def test_a_scaler_that_is_off_does_nothing() -> None:
     loss = torch.tensor(3.0)
     scaler.update(True)
     assert scaler.scale(loss) is loss
-    assert (scaler.factor, scaler.state_dict(), scaler.exhausted) == (1.0, {}, False)
+    assert (scaler.factor, scaler.state_dict(), scaler.exhausted) == (1.0, {}, True)  # there is no scale to lower
     scaler.load_state_dict({})
 
 

@@ -537,3 +537,8 @@ def test_the_summary_names_what_is_trained(model: TransformersModel) -> None:
     assert "LoRA r=4" in text
     assert "AdamW, lr 0.01" in text
     assert "float32, on cpu" in text
+
+
+def test_a_misspelt_argument_of_the_call_is_not_blamed_on_the_loss(model: TransformersModel) -> None:
+    with pytest.raises(ArgumentError, match="there is no argument 'micro_batch'; did you mean 'micro_batch_size'"):
+        model.forward_backward(inputs=[{"input_ids": [1, 2], "labels": [2, -100]}], micro_batch=1)

@@ -255,7 +255,10 @@ def _unpack_optimizer(
 ) -> None:
     optimizer.state.clear()
     on_device = {
-        id(p) for group in optimizer.param_groups if group.get("fused") or group.get("capturable") for p in group["params"]
+        id(p)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for p in group["params"]
     }
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")

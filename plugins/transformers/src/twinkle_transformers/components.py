@@ -55,7 +55,7 @@ class Components(TwinkleModel):
         optimizer = build_optimizer(optimizer_cls, names, **kwargs)
         if self.parallel.in_lockstep and isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
             raise Unsupported(
-                f"set_optimizer({type(optimizer).__name__!r}): torch does not compute its update on sharded parameters; "
+                f"set_optimizer({type(optimizer).__name__!r}): torch does not compute its update on shards; "
                 "use a mesh without fsdp, or AdamW"
             )
         if not group.pending:  # parameters that the old optimizer left out have gradients of all its steps
@@ -133,7 +133,7 @@ class Components(TwinkleModel):
             )
         if steps := self.optimizer_group[""].updates:
             raise TrainingStateError(
-                f"adapter {adapter_name!r}: the full model was trained for {steps} steps, which an adapter's checkpoint "
+                f"adapter {adapter_name!r}: the full model was trained for {steps} steps, which the adapter's files "
                 "would not hold; save it, and make a model from that folder"
             )
         group = self._new_group(adapter_name)

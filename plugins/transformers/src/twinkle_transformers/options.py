@@ -47,7 +47,7 @@ def check_clipping(max_norm: Any, norm_type: Any) -> None:
     """Refuse a bound or a norm that is none."""
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or math.isnan(max_norm):
         raise ArgumentError(f"max_grad_norm={max_norm!r}; give a number, 0 to measure without clipping")
-    if isinstance(norm_type, bool) or not isinstance(norm_type, Real) or not norm_type > 0:
+    if isinstance(norm_type, bool) or not isinstance(norm_type, Real) or not float(norm_type) > 0:
         raise ArgumentError(f"norm_type={norm_type!r}; give a number above 0, float('inf') for the largest entry")
 
 

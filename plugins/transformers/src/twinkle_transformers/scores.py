@@ -1,6 +1,6 @@
 """From hidden states or whole logits to what is known of each trained position, spread over `[B, T]`."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from twinkle_transformers.needs import Needs
 IGNORE = -100
 
 
-def has_targets(labels: Any) -> bool:
+def has_targets(labels: Any) -> TypeGuard[Tensor]:
     """Return whether `labels` are target tokens, int64 `[B, T]`, and not numbers that whole rows are compared with."""
     return isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
 

@@ -163,8 +163,8 @@ class SharedModel(Source):
         module: Any = self._model if isinstance(self._model, nn.Module) else self._model.model
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise Unsupported(
-                "the parameters of this model lie in shards on several ranks, which generation does not gather; save it "
-                "and sample from the folder, or use a mesh without fsdp"
+                "the parameters of this model lie in shards on several ranks, which generation does not gather; "
+                "save it and sample from the folder, or use a mesh without fsdp"
             )
         while isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module

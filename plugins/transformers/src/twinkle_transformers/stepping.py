@@ -16,9 +16,7 @@ from twinkle_transformers.parallel import Replicated
 from twinkle_transformers.sharding import local
 
 
-def clip_group(
-    group: OptimizerGroup, parallel: Replicated, max_norm: float, norm_type: float, policy: str
-) -> float:
+def clip_group(group: OptimizerGroup, parallel: Replicated, max_norm: float, norm_type: float, policy: str) -> float:
     """Divide and clip the pending gradients of all ranks; return their norm before clipping.
 
     Raises:
@@ -158,7 +156,10 @@ def _joint_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     if wide := [grad for grad in held if grad.dtype not in (torch.bfloat16, torch.float16)]:
         norms += torch._foreach_norm(wide, norm_type)
     dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
+    joint: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type
+    )
+    return joint
 
 
 def gradients(group: OptimizerGroup) -> list[Tensor]:

@@ -46,8 +46,8 @@ class Ranks:
         world = Platform.get_world_size()
         if mesh is not None and dist.is_initialized() and dist.get_rank() not in mesh.mesh:
             raise MeshError(
-                f"this is rank {dist.get_rank()}, and the mesh {mesh} has ranks {mesh.mesh.ravel().tolist()}: build the "
-                "model on those alone, or give a mesh of all ranks"
+                f"this is rank {dist.get_rank()}, and the mesh {mesh} has ranks {mesh.mesh.ravel().tolist()}: build "
+                "the model on those alone, or give a mesh of all ranks"
             )
         if mesh is None or mesh.world_size == 1:
             if mesh is None and world > 1:

@@ -1,0 +1,14 @@
+"""What no test leaves behind for the next one in the same process."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_runtime_of_another_test() -> Iterator[None]:
+    """Let each test begin before any `twinkle.initialize`."""
+    yield
+    if current := sys.modules.get("twinkle.runtime.current"):
+        vars(current)["_current"] = None
