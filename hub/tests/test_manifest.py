@@ -1,0 +1,7 @@
+"""The plugin is found."""
+
+import twinkle
+
+
+def test_the_plugin_is_found() -> None:
+    assert "twinkle-hub" in {record.name for record in twinkle.registry().records if record.status == "ok"}

@@ -1,0 +1,1 @@
+"""Kernels: faster forms of layers and functions, by device."""

@@ -1,0 +1,1 @@
+"""Notifiers: messages to people when a run fails."""

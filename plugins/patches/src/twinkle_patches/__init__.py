@@ -1,0 +1,1 @@
+"""Patches: changes to models and libraries that can be undone."""

@@ -1,0 +1,1 @@
+"""Scaffolds of plugins: one for every kind of component that people write."""
