@@ -353,3 +353,9 @@ def test_the_id_tells_source_split_slice_and_data_apart() -> None:
     assert len(set(ids)) == len(ids)
     assert [meta.get_id() for meta in metas] == ids
     assert DatasetMeta("x").get_id() == "x:default:train"
+
+
+@pytest.mark.parametrize("rows", [[{"a": 1}], {"a": [1]}, 3])
+def test_rows_given_as_the_id_of_a_data_set_are_told_where_they_belong(rows: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"dataset_id is a \w+, not a text; rows in memory go into data"):
+        DatasetMeta(rows)

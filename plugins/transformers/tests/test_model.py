@@ -539,6 +539,14 @@ def test_the_summary_names_what_is_trained(model: TransformersModel) -> None:
     assert "float32, on cpu" in text
 
 
+@pytest.mark.parametrize(
+    ("args", "options"), [(("./m",), {}), ((), {"model": "./m"}), ((), {"model_name_or_path": "./m"})]
+)
+def test_a_model_id_at_the_wrong_place_is_named(args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"model_id is missing; .*: model_id='./m'"):
+        TransformersModel(*args, **options)
+
+
 def test_a_misspelt_argument_of_the_call_is_not_blamed_on_the_loss(model: TransformersModel) -> None:
     with pytest.raises(ArgumentError, match="there is no argument 'micro_batch'; did you mean 'micro_batch_size'"):
         model.forward_backward(inputs=[{"input_ids": [1, 2], "labels": [2, -100]}], micro_batch=1)

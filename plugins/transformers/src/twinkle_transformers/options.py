@@ -35,6 +35,19 @@ def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapp
         raise ArgumentError(f"TransformersModel: grad_scaler_config is for mixed_precision='fp16', not {precision!r}")
 
 
+def check_model_id(model_id: Any, model_cls: Any, others: Mapping[str, Any]) -> None:
+    """Refuse a model without an id, and say where the id that was meant may stand instead."""
+    if model_id is not None:
+        return
+    meant = (
+        model_cls if isinstance(model_cls, str | PurePath) else others.get("model", others.get("model_name_or_path"))
+    )
+    instead = f": model_id={str(meant)!r}" if isinstance(meant, str | PurePath) else ""
+    raise ArgumentError(
+        f"TransformersModel: model_id is missing; give a folder, a GGUF file or a reference by that name{instead}"
+    )
+
+
 def check_call(task: str, temperature: float) -> None:
     """Refuse tasks that there are not, and temperatures that are none."""
     if not temperature > 0:

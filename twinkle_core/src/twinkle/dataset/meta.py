@@ -3,7 +3,10 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
+
+from twinkle.errors import ArgumentError
 
 
 @dataclass
@@ -31,7 +34,12 @@ class DatasetMeta:
     data: Any = None
 
     def __post_init__(self) -> None:
-        """Keep the indices of an iterator, which could be read only once."""
+        """Keep the indices of an iterator, which could be read only once; refuse what names no data set."""
+        if not isinstance(self.dataset_id, str | PathLike):
+            found = type(self.dataset_id).__name__
+            raise ArgumentError(
+                f"dataset_id is a {found}, not a text; rows in memory go into data: DatasetMeta(data=rows)"
+            )
         if self.data_slice is not None and not isinstance(self.data_slice, range | slice | list | tuple | str):
             self.data_slice = list(self.data_slice)
 
