@@ -22,6 +22,7 @@ _PLUGIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _NAME = re.compile(r"\w[\w.+-]*")
 _WORD = re.compile(r"[A-Za-z][\w-]*")
+_COMMAND_NAME = re.compile(r"(plugins )?[A-Za-z][\w-]*")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 _MODULE = re.compile(r"\.?([^\W\d]\w*(\.[^\W\d]\w*)*)?")
 _REF = re.compile(r"(\.|\.?[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -165,7 +166,7 @@ def _component(table: _Table, place: _Place) -> ComponentSpec:
 def _command(table: _Table, place: _Place) -> CommandSpec:
     table.refuse_unknown(_COMMAND)
     return CommandSpec(
-        name=table.take("name", _matches(_WORD, "a command name"), ""),
+        name=table.take("name", _matches(_COMMAND_NAME, "a command name, such as 'report' or 'plugins report'"), ""),
         ref=place.absolute(table.take("ref", _ref, "")),
         summary=table.optional("summary", _text, ""),
         dist=place.name,

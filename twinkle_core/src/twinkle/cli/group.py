@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,19 +37,7 @@ class LazyGroup(click.Group):
             module, _, attribute = OWN[cmd_name][0].partition(":")
             own: click.Command = getattr(importlib.import_module(module), attribute)
             return own
-        from twinkle._registry import registry
-
-        commands = registry().commands()
-        spec = commands.get(cmd_name)
-        if spec is None and "/" in cmd_name:  # a command that bears the name of one of ours
-            dist, _, bare = cmd_name.partition("/")
-            spec = commands[bare] if bare in commands and commands[bare].dist == dist else None
-        if spec is None:
-            return None
-        from twinkle_registry import ComponentSpec
-
-        found = registry().load(ComponentSpec("command", cmd_name, spec.ref, dist=spec.dist))
-        return _as_command(cmd_name, found, spec.summary)
+        return plugins_command(cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -105,20 +93,50 @@ class LazyGroup(click.Group):
 
     def _summaries(self) -> dict[str, str]:
         """Return name and summary of every command. The registry itself would cost twice the rest of `--help`."""
-        from twinkle_registry import Settings, installed_plugins
+        return plugins_summaries(OWN) | {name: summary for name, (_, summary) in OWN.items()}
 
-        settings = Settings.load()
-        found: dict[str, list[CommandSpec]] = {}
-        for record in installed_plugins(__version__):
-            usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist))
-            for spec in record.manifest.commands if usable and record.manifest else ():
-                found.setdefault(spec.name, []).append(spec)
-        summaries = {}
-        for name, specs in found.items():
-            for spec in specs:
-                unique = name if len(specs) == 1 and name not in OWN else f"{spec.dist}/{name}"
-                summaries[unique] = spec.summary or f"of {spec.dist}"
-        return summaries | {name: summary for name, (_, summary) in OWN.items()}
+
+def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
+    """Return name and summary of every command that plugins add to a group, without importing any.
+
+    Args:
+        own: names that the group has itself; a plugin's command of such a name is `plugin/name`.
+        group: the first word of the manifest's names, as in `plugins new`; empty for the top.
+    """
+    from twinkle_registry import Settings, installed_plugins
+
+    settings = Settings.load()
+    found: dict[str, list[CommandSpec]] = {}
+    for record in installed_plugins(__version__):
+        usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist))
+        for spec in record.manifest.commands if usable and record.manifest else ():
+            of, _, name = spec.name.rpartition(" ")
+            if of == group:
+                found.setdefault(name, []).append(spec)
+    summaries = {}
+    for name, specs in found.items():
+        for spec in specs:
+            unique = name if len(specs) == 1 and name not in own else f"{spec.dist}/{name}"
+            summaries[unique] = spec.summary or f"of {spec.dist}"
+    return summaries
+
+
+def plugins_command(name: str, group: str = "") -> click.Command | None:
+    """Import and return a command that a plugin adds to a group; None if there is no such command."""
+    from twinkle._registry import registry
+
+    commands = registry().commands()
+    dist, slash, bare = name.rpartition("/")
+    full = f"{group} {bare}".strip()
+    spec = commands.get(f"{dist}{slash}{full}")
+    if spec is None and dist:  # a command that bears the name of one of ours
+        spec = commands[full] if full in commands and commands[full].dist == dist else None
+    if spec is None:
+        return None
+    from twinkle_registry import ComponentSpec
+
+    found = registry().load(ComponentSpec("command", name, spec.ref, dist=spec.dist))
+    return _as_command(name, found, spec.summary)
 
 
 def _show_notices_plainly() -> None:

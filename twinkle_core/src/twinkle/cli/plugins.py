@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twinkle.cli.plugins_group import PluginsGroup
 from twinkle.cli.text import echo_json, table
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 
-@click.group()
+@click.group(cls=PluginsGroup)
 def plugins() -> None:
     """List, explain and check plugins."""
 
