@@ -156,7 +156,6 @@ def test_a_group_without_negatives_cannot_have_hard_ones() -> None:
         ({"hard_negatives": True}, "hard_negatives=True"),
         ({"use_batch": False, "include_qq": True}, "use_batch=False leaves out"),
         ({"use_batch": False, "include_dd": True}, "use_batch=False leaves out"),
-        ({"use_batch": False, "process_group": object()}, "use_batch=False leaves out"),
     ],
 )
 def test_options_that_have_no_meaning_are_refused(options: Any, message: str) -> None:

@@ -128,3 +128,62 @@ def test_rows_that_train_nothing_count_nothing_in_an_older_loss(folder: Path) ->
         model.forward_backward(inputs=rows, micro_batch_size=micro)
         norms.append(model.clip_grad_norm(max_grad_norm=0.0))
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_evaluation_between_forward_and_backward_changes_no_gradient(folder: Path, recompute: bool) -> None:
+    norms = []
+    for evaluates in (False, True):
+        model = build(folder, gradient_checkpointing=recompute)
+        model.add_adapter_to_model("default", {**LORA, "lora_dropout": 0.5})
+        torch.manual_seed(1)
+        model.forward(inputs=ROWS)
+        model.calculate_loss()
+        if evaluates:
+            model.forward_only(inputs=ROWS)
+        model.backward()
+        norms.append(model.clip_grad_norm(max_grad_norm=0.0))
+    assert norms[0] == norms[1]
+
+
+def loss_that_a_scheduler_sees(model: TransformersModel) -> float:
+    return model.optimizer_group["default"].last_loss
+
+
+def test_a_scheduler_sees_the_loss_of_the_whole_step_whenever_metrics_are_read(folder: Path) -> None:
+    seen = []
+    for reads in (False, True):
+        model = build(folder, lora=True)
+        for row in ROWS:
+            model.forward_backward(inputs=[row])
+            if reads:
+                model.calculate_metric(is_training=True)
+        model.clip_grad_and_step(gradient_accumulation_steps=3)
+        seen.append(loss_that_a_scheduler_sees(model))
+    assert seen[0] == seen[1] > 1.0
+
+
+def test_a_scheduler_does_not_see_gradients_that_were_dropped(folder: Path) -> None:
+    model, fresh = build(folder, lora=True), build(folder, lora=True)
+    model.forward_backward(inputs=ROWS)
+    model.zero_grad(flush=True)
+    for one in (model, fresh):
+        one.forward_backward(inputs=ROWS[:1])
+        one.clip_grad_and_step()
+    assert loss_that_a_scheduler_sees(model) == loss_that_a_scheduler_sees(fresh)
+
+
+def test_a_step_that_goes_on_from_a_checkpoint_has_the_loss_of_its_first_part_too(folder: Path, tmp_path: Path) -> None:
+    losses = []
+    for interrupted in (False, True):
+        model = build(folder, lora=True)
+        model.forward_backward(inputs=ROWS[:2])
+        if interrupted:
+            path = model.save("part", output_dir=str(tmp_path), save_optimizer=True)
+            model = build(folder, lora=True)
+            model.set_optimizer("AdamW", lr=1e-5)
+            model.resume_from_checkpoint(path)
+        model.forward_backward(inputs=ROWS[2:])
+        model.clip_grad_and_step(gradient_accumulation_steps=2)
+        losses.append(loss_that_a_scheduler_sees(model))
+    assert losses[0] == losses[1]

@@ -36,7 +36,8 @@ class InfonceLoss(Loss):
         fake_neg_margin: see `mask_fake_negative`.
         include_qq: compare anchors with each other.
         include_dd: compare positives with all other documents.
-        process_group: data ranks whose rows are compared; None is all ranks, if there are several.
+        process_group: data ranks whose rows are compared with `use_batch` (a model on several ranks gives its own);
+            None is all ranks, if there are several.
 
     Raises:
         ArgumentError: an argument is outside its range, or needs `use_batch`.
@@ -63,10 +64,10 @@ class InfonceLoss(Loss):
             raise ArgumentError(
                 f"InfonceLoss: hard_negatives={hard_negatives!r}; it must be a whole number from 0, or None"
             )
-        if not use_batch and (include_qq or include_dd or process_group is not None):
+        if not use_batch and (include_qq or include_dd):
             raise ArgumentError(
-                "InfonceLoss: include_qq, include_dd and process_group compare groups with each other, which "
-                "use_batch=False leaves out; give one or the other"
+                "InfonceLoss: include_qq and include_dd compare groups with each other, which use_batch=False leaves "
+                "out; give one or the other"
             )
         self.temperature = temperature
         self.use_batch = use_batch

@@ -82,8 +82,8 @@ def take_snapshot(
     gradients = None
     if group.pending and not group.stepped:
         state["accumulation"] = {field: getattr(group, field) for field in ("pending", "divided", "dropped")}
-        total = parallel.ranks.agree("saving an unfinished step", group.denominator).sum()
-        state["accumulation"]["denominator"] = float(total)
+        sums = parallel.ranks.agree("saving an unfinished step", group.denominator, group.loss_sum).sum(0).tolist()
+        state["accumulation"]["denominator"], state["accumulation"]["loss_sum"] = sums
         gradients = gathered(parallel.summed_gradients(names, group.divided), keep)
     return Snapshot(state, packed, gradients, parallel.ranks.gather("random state", capture_random()))
 
@@ -146,7 +146,7 @@ class Training:
         if group.loss_scale is not None and self.loss_scale is not None:
             group.loss_scale.load_state_dict(self.loss_scale)
         if not parallel.ranks.is_first:
-            group.denominator = 0.0  # the first rank's stands for all until the step adds them up
+            group.denominator = group.loss_sum = 0.0  # the first rank's stand for all until the step adds them up
         if parallel.in_lockstep or parallel.ranks.is_first or group.divided:
             for name, grad in self.gradients.items():
                 names[name].grad = placed_like(grad, names[name])

@@ -55,6 +55,7 @@ class OptimizerGroup:
         gradient_accumulation_steps: backward calls for each update.
         pending: backward calls whose gradients wait for the next update.
         denominator: sum of the denominators of the pending gradients.
+        loss_sum: sum of their losses.
     """
 
     adapter_name: str
@@ -76,6 +77,7 @@ class OptimizerGroup:
     updates: int = 0
     pending: int = 0
     denominator: float = 0.0
+    loss_sum: float = 0.0
     divided: bool = False
     measured: bool = False
     stepped: bool = False
@@ -138,6 +140,7 @@ class OptimizerGroup:
         self.pending += 1
         for item in passes:
             item.step = self.cur_step
+            self.loss_sum += item.outputs["loss_sum"]
         self.train_status.unseen += passes
         self.train_status.passes = []
 
@@ -153,7 +156,7 @@ class OptimizerGroup:
         """Forget the pending gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self.pending, self.denominator = 0, 0.0
+        self.pending, self.denominator, self.loss_sum = 0, 0.0, 0.0
         self.divided = self.measured = self.stepped = self.dropped = False
 
 

@@ -64,6 +64,7 @@ class Replicated:
             dtype: in which sharded parameters are gathered; None is their own.
         """
         if not self.ranks.alone:
+            self.ranks.agree("sending the first rank's weights")
             with torch.no_grad():
                 _broadcast((p for p in model.parameters() if p.requires_grad), self.ranks)
 
@@ -172,13 +173,11 @@ class Sharded(Replicated):
 
     def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine the norms of the shards."""
-        norm = norm.to(local_device())
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._shards)
-            return norm
-        powers = norm**norm_type
-        dist.all_reduce(powers, group=self._shards)
-        return powers ** (1.0 / norm_type)
+        norm = norm.to(local_device(), torch.float64)
+        norms = [torch.empty_like(norm) for _ in range(self._shards.size())]
+        dist.all_gather(norms, norm, group=self._shards)  # no MAX over ranks: gloo's may lose a NaN
+        joint: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return joint
 
     def _blocks(self, model: Any, names: Sequence[str]) -> list[nn.Module]:
         asked = self.options["transformer_cls_names_to_wrap"]
@@ -308,6 +307,10 @@ def _torch_mesh(mesh: DeviceMesh) -> Any:
     kept = tuple(names[axis] for axis in order)
     if len(kept) == 2 and grid.shape[0] == 1:
         grid, kept = grid[0], kept[1:]
+    if any((line[:-1] > line[1:]).any() for axis in range(grid.ndim) for line in _lines(grid, axis)):
+        raise Unsupported(  # torch sorts the ranks of a group: shards would lie elsewhere than the mesh says
+            f"the mesh {mesh} has ranks {mesh.mesh.tolist()}; give them in ascending order where the model is sharded"
+        )
     if grid.size == dist.get_world_size():
         return TorchDeviceMesh(device, grid.tolist(), mesh_dim_names=kept)
     rank = dist.get_rank()

@@ -111,11 +111,9 @@ def divide(group: OptimizerGroup, parallel: Replicated) -> None:
     if group.divided:
         return
     group.divided = True
-    done = [item.outputs for item in group.train_status.unseen]
-    sums = [sum(output[key] for output in done) for key in ("loss_sum", "num_tokens")]
     step = f"step {group.updates + 1} of adapter {group.adapter_name!r}"
-    denominator, loss_sum, tokens = parallel.ranks.agree(step, group.denominator, *sums).sum(0).tolist()
-    group.last_loss = loss_sum / tokens if tokens else 0.0
+    denominator, loss_sum = parallel.ranks.agree(step, group.denominator, group.loss_sum).sum(0).tolist()
+    group.last_loss = loss_sum / denominator if denominator else 0.0
     parallel.sum_gradients(group.parameters())
     grads = [local(grad) for grad in gradients(group)]
     if denominator <= 0:

@@ -26,7 +26,7 @@ class Ranks:
     Attributes:
         size: number of ranks.
         index: this one, from 0, in the order of `control`.
-        group: process group of tensors on the model's device; None where there is one rank.
+        group: process group of tensors on the model's device; None where there is one process.
         control: process group of tensors on the CPU; likewise.
     """
 
@@ -55,7 +55,10 @@ class Ranks:
                     f"{world} processes run, but they do not know of each other; call twinkle.initialize(mode='local') "
                     "first, or give device_mesh="
                 )
-            return cls()
+            if world == 1 or not dist.is_initialized():
+                return cls()
+            own = group_of([dist.get_rank()])  # to a loss or metric no group would be the world
+            return cls(1, 0, own, own)
         for name in ("tp", "pp", "cp"):
             if mesh.get_dim_size(name) > 1:
                 raise Unsupported(f"the mesh {mesh} has {name}_size > 1; this backend divides by dp and fsdp alone")
@@ -72,7 +75,7 @@ class Ranks:
         group = dist.group.WORLD if whole else group_of(mesh.mesh.ravel().tolist())
         control = group
         if "cpu:gloo" not in dist.get_backend_config(group):  # a script made its process group itself, for GPUs alone
-            control = dist.new_group(sorted(mesh.mesh.ravel().tolist()), backend="gloo")
+            control = group_of(mesh.mesh.ravel().tolist(), backend="gloo")
         return cls(mesh.data_world_size, dist.get_rank(control), group, control)
 
     @property
@@ -167,13 +170,14 @@ class Ranks:
             ) from error
 
 
-def group_of(ranks: Sequence[int]) -> Any:
+def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
     """Make a process group that its members alone make: other ranks may be at work on something else.
 
     Args:
         ranks: the members, in any order; in the group they are in ascending order.
+        backend: by default the world's.
     """
-    return dist.new_group(sorted(ranks), use_local_synchronization=True)
+    return dist.new_group(sorted(ranks), backend=backend, use_local_synchronization=True)
 
 
 def _short(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """Sums of many tensors over ranks, in few messages."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -23,14 +24,21 @@ def sum_over_ranks(tensors: Sequence[Tensor], group: Any = None, bucket_bytes: i
         group: process group; None is the world.
         bucket_bytes: size of a buffer.
     """
-    waiting = []
+    waiting: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     for bucket in _buckets(tensors, bucket_bytes):
         flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
         waiting.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
-    for work, flat, bucket in waiting:
-        work.wait()
-        parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+        if len(waiting) > 1:  # all buffers at once would be a second copy of a model's gradients
+            _take_back(*waiting.popleft())
+    while waiting:
+        _take_back(*waiting.popleft())
+
+
+def _take_back(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
+    """Wait for a buffer and copy it to where it came from."""
+    work.wait()
+    parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
 
 def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
