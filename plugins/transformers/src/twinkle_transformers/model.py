@@ -10,7 +10,7 @@ import torch
 
 from twinkle import get_logger, remote_class, remote_function
 from twinkle.data_format import ModelOutput
-from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.errors import TrainingStateError
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle_transformers import adapters, loop, saving
@@ -19,7 +19,14 @@ from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.options import PRECISION, check_call, check_clipping, check_model_options, check_name
+from twinkle_transformers.options import (
+    PRECISION,
+    check_call,
+    check_clipping,
+    check_model_id,
+    check_model_options,
+    check_name,
+)
 from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.recompute import Recompute
@@ -93,8 +100,7 @@ class TransformersModel(Components):
         **kwargs: Any,
     ) -> None:
         check_model_options(mixed_precision, strategy, on_nonfinite, grad_scaler_config)
-        if model_id is None:
-            raise ArgumentError("TransformersModel: model_id is missing; give a folder, a GGUF file or a reference")
+        check_model_id(model_id, model_cls, kwargs)
         self.model_id = str(model_id)
         self.device_mesh = device_mesh
         self.mixed_precision = mixed_precision
@@ -146,6 +152,7 @@ class TransformersModel(Components):
         rows = as_rows(inputs, group.encoder(self.model_path))
         batch = self._batch(group, rows)
         self._ready(group, training=True)
+        self._idle_passes("forward", 1)
         group.training = True
         item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
         group.train_status.passes = [item]
@@ -228,7 +235,9 @@ class TransformersModel(Components):
         if not status.passes:
             raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
         group.begin_backward()
+        self.model.train()  # recomputation runs in it, and a forward_only may have come between
         usable = [item for item in status.passes if item.usable]
+        self._idle_passes("backward", len(usable))
         for item in usable:
             loop.backward(group, item)
         group.count_backward(loop.settled(usable))
@@ -409,6 +418,7 @@ class TransformersModel(Components):
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
         """Return the trained weights by saved name (PEFT's names for an adapter), whole; collective if sharded."""
         group = self._select(adapter_name)
+        self._idle_passes("get_state_dict", 0)
         self.parallel.settle()
         return {name: whole(tensor) for name, tensor in adapters.weights(self.model, group.adapter_name).items()}
 
@@ -516,7 +526,10 @@ class TransformersModel(Components):
         self._place(group, trained=training)
 
     def _idle_passes(self, call: str, passes: int) -> int:
-        """Return how many passes without rows this rank must make so that sharded ranks stay together."""
+        """Return how many passes without rows this rank must make so that sharded ranks stay together.
+
+        Sharded ranks at different calls are told so here.
+        """
         if not self.parallel.in_lockstep:
             return 0
         return int(self.parallel.ranks.agree(call, passes).max()) - passes
