@@ -1,0 +1,44 @@
+"""`twinkle plugins new KIND NAME`."""
+
+from pathlib import Path
+
+import click
+
+from twinkle.errors import ArgumentError
+from twinkle_templates.baking import ask, bake, interactive, scaffolds
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("kind", required=False)
+@click.argument("name", required=False)
+@click.option(
+    "--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Where to make the folder."
+)
+@click.option("--author", help="Who stands in the licence; by default git's user.name.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def new(kind: str | None, name: str | None, into: Path, author: str | None, as_json: bool) -> None:
+    """Make the project of a plugin of yours in the new folder NAME.
+
+    KIND is what you write, such as `loss` or `reward`, or `hub-repo` for a repository on a Hub; NAME is that of the
+    distribution, such as `acme-focal`. Without them you are asked.
+    """
+    if kind is None or name is None:
+        if not interactive():
+            raise ArgumentError(f"give KIND and NAME, as in `twinkle plugins new loss acme-focal`; {_offered()}")
+        kind, name = ask(kind, name)
+    folder = bake(kind, name, into, author=author)
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    if as_json:
+        from twinkle.cli.text import echo_json
+
+        echo_json({"folder": str(folder), "files": files})
+        return
+    click.echo(f"made {folder}:")
+    for file in files:
+        click.echo(f"  {file}")
+    if (folder / "pyproject.toml").exists():
+        click.echo(f"next: pip install -e {folder} && twinkle plugins test {name}")
+
+
+def _offered() -> str:
+    return f"KIND is one of {', '.join(scaffolds())}"
