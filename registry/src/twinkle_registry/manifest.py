@@ -30,6 +30,7 @@ class ComponentSpec:
         dist: The name of the plugin, the `dist` of `dist/Name`.
         version: The version of the plugin.
         root: The package that relative refs start from.
+        example: Where the function is that gives the contract kit an example (`package.module:function`), or empty.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class ComponentSpec:
     dist: str = ""
     version: str = ""
     root: str = ""
+    example: str = ""
 
     def __str__(self) -> str:
         """Return how errors name it: `loss 'GRPOLoss' of twinkle-losses`."""

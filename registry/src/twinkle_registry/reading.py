@@ -160,6 +160,7 @@ def _component(table: _Table, place: _Place) -> ComponentSpec:
         dist=place.name,
         version=place.version,
         root=place.root,
+        example=place.absolute(table.optional("example", _ref, "")),
     )
 
 
@@ -287,4 +288,5 @@ _COMPONENT = (
     "tenant_safe",
     "inputs",
     "config",
+    "example",
 )

@@ -1,5 +1,17 @@
-"""What tests of Twinkle and of its plugins share: tiny models made on the spot, with tokenizer and chat template."""
+"""What tests of Twinkle and of its plugins share: tiny models made on the spot, and the contract kit."""
 
+from twinkle.testing.contracts import CheckResult, Contract, ContractError, Report, check_component, checks_for
 from twinkle.testing.models import CHATML, tiny_config, tiny_model, tiny_tokenizer
 
-__all__ = ["CHATML", "tiny_config", "tiny_model", "tiny_tokenizer"]
+__all__ = [
+    "CHATML",
+    "CheckResult",
+    "Contract",
+    "ContractError",
+    "Report",
+    "check_component",
+    "checks_for",
+    "tiny_config",
+    "tiny_model",
+    "tiny_tokenizer",
+]

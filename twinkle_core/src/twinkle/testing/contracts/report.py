@@ -1,0 +1,132 @@
+"""What the contract kit says of one component: a result for each check, readable as text and as plain data."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from twinkle.errors import TwinkleError
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One check of one component.
+
+    Attributes:
+        name: name of the check, such as `gradient`.
+        statement: what it holds the component to, in one line.
+        outcome: `passed`, `failed` or `skipped`.
+        why: reason of a failure or of a skip; empty where it passed.
+        seconds: how long it took.
+        error: the exception behind a failure.
+    """
+
+    name: str
+    statement: str
+    outcome: Outcome
+    why: str = ""
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The results of all checks of one component, in the order in which they ran.
+
+    Attributes:
+        component: how the component is called: its name, or that of its class.
+        kind: its kind.
+        results: one for each check.
+    """
+
+    component: str
+    kind: str
+    results: tuple[CheckResult, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def passed(self) -> list[CheckResult]:
+        """The checks that passed."""
+        return self._of("passed")
+
+    @property
+    def failed(self) -> list[CheckResult]:
+        """The checks that failed."""
+        return self._of("failed")
+
+    @property
+    def skipped(self) -> list[CheckResult]:
+        """The checks that were not run, each with its reason."""
+        return self._of("skipped")
+
+    @property
+    def only_skipped(self) -> bool:
+        """Whether nothing was found out: every check was skipped."""
+        return not self.passed and not self.failed
+
+    def __iter__(self) -> Any:
+        return iter(self.results)
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, name: str) -> CheckResult:
+        """Return the result of one check by its name."""
+        for result in self.results:
+            if result.name == name:
+                return result
+        raise KeyError(
+            f"{self.component} was not held to {name!r}; there is: {', '.join(r.name for r in self.results)}"
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line: how many checks passed, failed and were skipped."""
+        counts = [f"{len(self.passed)} passed"]
+        counts += [f"{len(self.failed)} failed"] if self.failed else []
+        counts += [f"{len(self.skipped)} skipped"] if self.skipped else []
+        seconds = sum(result.seconds for result in self.results)
+        return f"{self.kind} {self.component}: {', '.join(counts)} in {seconds:.2f} s"
+
+    def text(self, *, everything: bool = False) -> str:
+        """Return the summary with every failure and every skip below it, and with `everything` what passed too."""
+        lines = [self.summary]
+        for result in self.results:
+            if result.outcome == "passed" and not everything:
+                continue
+            why = "".join(f"\n      {line}" for line in result.why.splitlines())
+            lines.append(f"  {result.outcome:7}  {result.name}: {result.statement}{why}")
+        return "\n".join(lines)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the report as JSON knows it."""
+        results = [
+            {
+                "name": result.name,
+                "statement": result.statement,
+                "outcome": result.outcome,
+                "why": result.why,
+                "seconds": round(result.seconds, 4),
+            }
+            for result in self.results
+        ]
+        return {"component": self.component, "kind": self.kind, "ok": self.ok, "checks": results}
+
+    def _of(self, outcome: Outcome) -> list[CheckResult]:
+        return [result for result in self.results if result.outcome == outcome]
+
+
+class ContractError(TwinkleError, AssertionError):
+    """A component breaks the contract of its kind.
+
+    Attributes:
+        report: the results of all checks.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"the component breaks the contract of its kind\n{report.text()}")
+        self.report = report
