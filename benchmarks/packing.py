@@ -12,6 +12,7 @@ attention 3.5 x the dense mask.
 import argparse
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT asks for what has a new name
     print(describe_machine(["torch", "transformers", "peft"]))
     print(f"{len(LENGTHS)} sequences, {sum(LENGTHS)} tokens, {PADDING:.2f} x that with padding")
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,11 @@
 
 Model: random Llama, hidden 512, 8 layers, vocabulary 4,096 (the head is 8 % of the work, as in a model of 8 billion
 parameters), LoRA r=16 on all linear layers, AdamW, clipping at 1, float32, 8 rows of 128 tokens. The base is frozen, so
-a backward costs one forward and recomputation makes two passes of the body three; the head is never recomputed. Goal:
-always recomputing takes at least 1.4 x the CPU time. `--vocabulary 16384` gives the head a quarter of the work.
+a backward costs one forward and recomputation makes two passes of the body three; the head is never recomputed. By the
+multiplications alone the limit is 1.45 x. Goal: always recomputing takes at least 1.4 x the CPU time.
+
+With `--vocabulary 16384` the head is a quarter of the work, as in a model of 0.6 billion parameters, and the limit is
+1.37 x; there is no goal for that.
 """
 
 import argparse
@@ -25,7 +28,9 @@ from transformers.utils import logging
 from twinkle.testing import tiny_tokenizer
 from twinkle_transformers.model import TransformersModel
 
-ROWS, WIDTH, STEPS = 8, 128, 2
+ROWS, WIDTH = 8, 128
+GOALS = {4096: 1.4}
+"""By vocabulary."""
 MODES: dict[str, Literal["auto", True]] = {"auto": "auto", "always": True}
 
 
@@ -34,22 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--alone", choices=tuple(MODES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--vocabulary", type=int, default=4096)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     if options.alone:
         step, _ = contestant(options.folder, options.alone)
-        for _ in range(3):
+        for _ in range(6):
             step()
         print(peak_kib())
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        return compare(make_model(Path(folder), options.vocabulary), options.repetitions)
+        return compare(make_model(Path(folder), options.vocabulary), options.repetitions, GOALS.get(options.vocabulary))
 
 
-def compare(folder: Path, repetitions: int) -> int:
+def compare(folder: Path, repetitions: int, goal: float | None) -> int:
     """Compare gradients, then time, then memory."""
     auto_step, auto_grads = contestant(folder, "auto")
     always_step, always_grads = contestant(folder, "always")
@@ -62,9 +67,9 @@ def compare(folder: Path, repetitions: int) -> int:
     a, b, saved = paired(always_step, auto_step, repetitions)
     peaks = {name: alone(name, folder) / 1024 for name in MODES}
     print(f"{'':12}{'always':>12}{'auto':>12}   always / auto")
-    print(f"{'CPU s / step':12}{a / STEPS:>12.3f}{b / STEPS:>12.3f}   {saved}   goal >= 1.4")
+    print(f"{'CPU s / step':12}{a:>12.3f}{b:>12.3f}   {saved}   {'no goal' if goal is None else f'goal >= {goal}'}")
     print(f"{'peak MiB':12}{peaks['always']:>12.0f}{peaks['auto']:>12.0f}   {peaks['always'] / peaks['auto']:.3f}")
-    return 0 if saved.median >= 1.4 else 1
+    return 0 if goal is None or saved.median >= goal else 1
 
 
 def make_model(folder: Path, vocabulary: int) -> Path:
@@ -94,9 +99,8 @@ def contestant(folder: Path, name: str) -> tuple[Callable[[], None], Callable[[]
     rows = batch()
 
     def step() -> None:
-        for _ in range(STEPS):
-            model.forward_backward(inputs=rows)
-            model.clip_grad_and_step(1.0)
+        model.forward_backward(inputs=rows)
+        model.clip_grad_and_step(1.0)
 
     def grads() -> dict[str, torch.Tensor]:
         model.forward_backward(inputs=rows)

@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HOW)
         return 0
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT asks for what has a new name
     print(describe_machine(["torch", "transformers", "peft"]))
     print(f"{len(LENGTHS)} rows, {sum(LENGTHS)} tokens, {len(LENGTHS) * max(LENGTHS)} with padding")
     good = True

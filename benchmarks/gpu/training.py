@@ -16,6 +16,7 @@ Losses of all contestants are compared before any time is counted.
 
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -43,6 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options is None:
         return 0
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT asks for what has a new name
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name), options.tiny)
         good = [mixed(folder, options), equal(folder, options), recompute(folder, options)]
