@@ -1,6 +1,7 @@
 """What tests of Twinkle and of its plugins share: tiny models made on the spot, and the contract kit."""
 
 from twinkle.testing.contracts import CheckResult, Contract, ContractError, Report, check_component, checks_for
+from twinkle.testing.fakehub import FakeHub
 from twinkle.testing.models import CHATML, tiny_config, tiny_model, tiny_tokenizer
 
 __all__ = [
@@ -8,6 +9,7 @@ __all__ = [
     "CheckResult",
     "Contract",
     "ContractError",
+    "FakeHub",
     "Report",
     "check_component",
     "checks_for",
