@@ -1,7 +1,6 @@
 """Makes a project out of the scaffold: copier does the work, in a new folder that appears whole or not at all."""
 
 import datetime
-import os
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,7 @@ def bake(kind: str, name: str, parent: str | Path = ".", *, author: str | None =
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as scratch:
             made = Path(scratch) / name
             _run_copier(made, answers)
-            os.replace(made, target)  # also over an empty folder
+            made.replace(target)  # also over an empty folder
     except OSError as error:
         raise OutputError(f"cannot make {target}: {error.strerror or error}") from error
     return target

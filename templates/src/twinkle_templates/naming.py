@@ -44,9 +44,8 @@ def check_name(name: str) -> str:
     if keyword.iskeyword(package) or package in sys.stdlib_module_names:
         raise ArgumentError(f"{name!r} would be the package {package!r}, which is Python's own; try 'acme-{name}'")
     if package in _TAKEN or package.startswith("twinkle_"):
-        raise ArgumentError(
-            f"{name!r} would be the package {package!r}, which is taken; try 'acme-{name.split('-')[-1]}'"
-        )
+        last = name.rpartition("-")[2]
+        raise ArgumentError(f"{name!r} would be the package {package!r}, which is taken; try 'acme-{last}'")
     return name
 
 
