@@ -14,7 +14,8 @@ from two_ranks_worker import build, main, meshes, own, scenario
 
 import twinkle
 from twinkle import DeviceMesh, Platform
-from twinkle.errors import RankError, Unsupported
+from twinkle.data_format import LossOutput
+from twinkle.errors import NonFiniteError, RankError, Unsupported
 from twinkle.torch.reduce import sum_over_ranks
 
 TEXTS = [{"input_ids": row["input_ids"], "labels": int(index % 2 == 0)} for index, row in enumerate(rows()[:8])]
@@ -41,6 +42,28 @@ def one_alone(folder: Path) -> dict[str, Any]:
                 model.forward_backward(inputs=own(mesh, rows()))
         except RankError as error:
             seen[name] = str(error)
+    return seen
+
+
+@scenario
+def nan_on_one(folder: Path) -> dict[str, Any]:
+    """The first rank's loss is NaN; all ranks catch the error and make the step with other rows."""
+    mesh = meshes()["FSDP2"]
+    seen: dict[str, Any] = {}
+
+    def broken(inputs: Any, outputs: Any) -> LossOutput:
+        return LossOutput(outputs["logps"].sum() * (float("nan") if twinkle.is_master() else 1.0), 1.0)
+
+    for name, last in (("both", rows()[:2]), ("the other has none", [])):
+        model = build(folder, mesh)
+        model.set_loss(broken)
+        try:
+            model.forward_backward(inputs=rows()[:2] if twinkle.is_master() else last)
+        except NonFiniteError as error:
+            seen[f"{name}: message"], seen[f"{name}: rows"] = str(error), len(error.inputs or [])
+        model.set_loss("CrossEntropyLoss")
+        model.forward_backward(inputs=own(mesh, rows()))
+        seen[f"{name}: norm"] = model.clip_grad_norm(0.0)
     return seen
 
 

@@ -10,7 +10,7 @@ from ranks import torchrun
 from twinkle.testing import tiny_model
 
 WORKER = Path(__file__).with_name("calls_worker.py")
-NAMES = ("one_alone", "nan_in_a_shard", "odd_order", "groups", "buffers")
+NAMES = ("one_alone", "nan_on_one", "nan_in_a_shard", "odd_order", "groups", "buffers")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_a_rank_that_is_alone_in_a_call_on_a_sharded_model_is_told(call: str, seen: dict[str, list[Any]]) -> None:
     for rank in seen["one_alone"]:
         assert f"rank 0 at '{call}', rank 1 at 'forward_backward'" in rank[call]
+
+
+@pytest.mark.parametrize("case", ["both", "the other has none"])
+def test_sharded_ranks_stop_together_at_a_loss_that_is_nan_on_one(case: str, seen: dict[str, list[Any]]) -> None:
+    first, second = seen["nan_on_one"]
+    assert "is nan at step 1" in first[f"{case}: message"]
+    assert "is not finite on another rank at step 1" in second[f"{case}: message"]
+    assert (first[f"{case}: rows"], second[f"{case}: rows"]) == (2, 0)
+    assert first[f"{case}: norm"] == second[f"{case}: norm"] > 0.0
 
 
 def test_a_norm_that_is_nan_on_one_rank_is_nan_on_all(seen: dict[str, list[Any]]) -> None:

@@ -1,6 +1,6 @@
 """The loop's arithmetic for one adapter: forward passes, losses, backward, and the numbers that metrics see."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,26 @@ def score(group: OptimizerGroup, item: Pass, *, split: bool, spread: bool, loss_
     item.outputs["loss_metrics"] = {name: float(number) for name, number in item.loss.metrics.items()}
 
 
-def check_finite(group: OptimizerGroup, item: Pass, policy: str) -> None:
+def check_finite(group: OptimizerGroup, item: Pass, policy: str, agree: Callable[[bool], bool]) -> None:
     """Leave a pass out, or stop, as `policy` says, when its loss is not finite.
+
+    Args:
+        group: whose pass.
+        item: the pass, scored.
+        policy: "raise" or "skip".
+        agree: says whether this rank can count its pass, and returns whether it is counted; ranks in lockstep do it
+            together.
 
     Raises:
         NonFiniteError: with the rows of the pass; the pending gradients of the step are gone.
     """
     value = item.outputs["loss_sum"]
-    if value - value == 0.0:
+    finite = value - value == 0.0
+    item.usable = agree(finite)
+    if item.usable:
+        return
+    if finite:
+        leave_to_others(group, policy)
         return
     what = f"{loss_name(group.loss_instance)} of adapter {group.adapter_name!r} is {value} at step {group.updates + 1}"
     if policy == "raise":
@@ -66,9 +78,22 @@ def check_finite(group: OptimizerGroup, item: Pass, policy: str) -> None:
             "(on_nonfinite='skip' leaves such micro-batches out)",
             item.rows,
         )
-    item.usable = False
     group.train_status.skipped += 1
     get_logger().warning("%s; this micro-batch of %d rows is left out", what, len(item.rows))
+
+
+def leave_to_others(group: OptimizerGroup, policy: str) -> None:
+    """Stop, if `policy` says so, with the rank whose loss is not finite, which says which one it is.
+
+    Raises:
+        NonFiniteError: without rows; the pending gradients of the step are gone.
+    """
+    if policy == "raise":
+        group.drop_passes()
+        raise NonFiniteError(
+            f"{loss_name(group.loss_instance)} of adapter {group.adapter_name!r} is not finite on another rank at step "
+            f"{group.updates + 1}, whose error has the rows; the weights are untouched"
+        )
 
 
 def backward(group: OptimizerGroup, item: Pass) -> None:

@@ -218,8 +218,7 @@ class TransformersModel(Components):
             for item, share in zip(status.passes, shares, strict=True):
                 loop.score(group, item, split=len(status.passes) > 1, spread=spread, loss_kwargs=share)
                 if group.training:
-                    loop.check_finite(group, item, self.on_nonfinite)
-                    item.usable = self._counts(item.usable)
+                    loop.check_finite(group, item, self.on_nonfinite, self._counts)
         if not group.training:
             status.unseen += loop.settled(item for item in status.passes if not item.counted)
             for item in status.passes:
@@ -291,8 +290,7 @@ class TransformersModel(Components):
             for part, batch, share in zip(parts, batches, shares, strict=True):
                 item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
                 loop.score(group, item, split=len(parts) > 1, spread=spread, loss_kwargs=share)
-                loop.check_finite(group, item, self.on_nonfinite)
-                item.usable = self._counts(item.usable)
+                loop.check_finite(group, item, self.on_nonfinite, self._counts)
                 if item.usable:
                     touched = True
                     loop.backward(group, item)
@@ -538,13 +536,17 @@ class TransformersModel(Components):
         """Make a pass that adds nothing: the other ranks need this one's shards."""
         row = {"input_ids": [0, 0], "labels": [0, IGNORE]}
         outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False, task).outputs
-        if status is group.train_status and self._counts(True):
+        if status is not group.train_status:
+            return
+        if self._counts(True):
             made = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
             (torch.stack([v.sum() for v in made]).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        else:
+            loop.leave_to_others(group, self.on_nonfinite)
 
     def _counts(self, usable: bool) -> bool:
         """Return whether a pass is counted; where ranks go in lockstep, only if all can count theirs."""
-        if self.parallel.in_lockstep and self.on_nonfinite == "skip":
+        if self.parallel.in_lockstep:
             return bool(self.parallel.ranks.agree("losses are finite", usable).all())
         return usable
 
