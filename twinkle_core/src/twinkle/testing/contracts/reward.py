@@ -1,11 +1,118 @@
-"""What a component of kind reward must keep."""
+"""What a reward must keep: one finite number for each trajectory, in order, whatever a model has written."""
 
-from twinkle.testing.contracts.case import Case
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinkle.testing.contracts.case import Case, Violation, require
+from twinkle.testing.contracts.common import pickled
+from twinkle.testing.contracts.conversations import ODD_TEXTS, trajectories
+from twinkle.testing.contracts.values import left_alone, same, shown
 
 
-class rewardCase(Case):
+@dataclass(kw_only=True)
+class RewardCase(Case):
+    """A reward and what it scores.
+
+    Attributes:
+        trajectories: conversations to score; by default four with a question, an answer and `ground_truth`.
+        arguments: further keyword arguments of the call, each with one entry a trajectory.
+        scores: the expected scores, if they are known.
+    """
+
     kind = "reward"
 
+    trajectories: Sequence[Mapping[str, Any]] = field(default_factory=trajectories)
+    arguments: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    scores: Sequence[float] | None = None
 
-CASE = rewardCase
-CHECKS = ()
+
+def call(reward: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> list[float]:
+    """Return the scores, checked to be one finite number a trajectory."""
+    found = reward(copy.deepcopy(list(rows)), **copy.deepcopy(dict(arguments)))
+    require(isinstance(found, list), f"it returned {shown(found)}; return a list with one number a trajectory")
+    require(len(found) == len(rows), f"it gave {len(found)} scores for {len(rows)} trajectories")
+    for place, score in enumerate(found):
+        plain = isinstance(score, int | float) and math.isfinite(score)
+        require(plain, f"score {place} is {shown(score)}; it must be a finite Python number")
+    return found
+
+
+def scores(case: RewardCase) -> None:
+    """It returns a list with one finite Python number for each trajectory, those expected if they are known."""
+    found = call(case.build(), case.trajectories, case.arguments)
+    if case.scores is not None:
+        require(same(found, [float(s) for s in case.scores], tolerance=1e-6) or found == list(case.scores),
+                f"the scores are {found}; the example expects {list(case.scores)}")
+
+
+def order(case: RewardCase) -> None:
+    """Trajectories in another order get the same scores in that order."""
+    found = call(case.build(), case.trajectories, case.arguments)
+    backwards = {name: list(reversed(values)) for name, values in case.arguments.items()}
+    turned = call(case.build(), list(reversed(case.trajectories)), backwards)
+    require(same(turned, list(reversed(found)), tolerance=1e-9), f"scores {found} became {turned} in reversed order")
+
+
+def no_trajectories(case: RewardCase) -> None:
+    """No trajectories give no scores."""
+    call(case.build(), [], {name: [] for name in case.arguments})
+
+
+def any_text(case: RewardCase) -> None:
+    """Whatever a model writes gets a score: nothing at all, half a tag, broken JSON, very long text."""
+    reward, row = case.build(), case.trajectories[0]
+    arguments = {name: [values[0]] for name, values in case.arguments.items()}
+    for text in ODD_TEXTS:
+        try:
+            call(reward, [_saying(row, text)], arguments)
+        except Violation:
+            raise
+        except Exception as error:  # whatever the reward raises
+            raise Violation(f"the answer {shown(text, 30)} makes it raise {type(error).__name__}: {error}") from error
+
+
+def other_arguments(case: RewardCase) -> None:
+    """What callers have for other rewards besides is passed over, as the contract's `**kwargs` say."""
+    more = {**case.arguments, "column_of_another_reward": [None] * len(case.trajectories)}
+    call(case.build(), case.trajectories, more)
+
+
+def deterministic(case: RewardCase) -> None:
+    """The same trajectories get the same scores, at a later call too."""
+    reward = case.build()
+    first, second = (call(reward, case.trajectories, case.arguments) for _ in range(2))
+    require(first == second, f"two calls gave {first} and {second}")
+
+
+def trajectories_left_alone(case: RewardCase) -> None:
+    """It changes no trajectory."""
+    reward = case.build()
+    left_alone(lambda rows: reward(rows, **case.arguments), copy.deepcopy(list(case.trajectories)), "the trajectories")
+
+
+def pickle(case: RewardCase) -> None:
+    """It pickles, and scores the same in another process."""
+    reward = case.build()
+    expected = call(reward, case.trajectories, case.arguments)
+    require(call(pickled(reward), case.trajectories, case.arguments) == expected, "after pickling it scores otherwise")
+
+
+CASE = RewardCase
+CHECKS = (
+    scores,
+    order,
+    no_trajectories,
+    any_text,
+    other_arguments,
+    deterministic,
+    trajectories_left_alone,
+    pickle,
+)
+
+
+def _saying(row: Mapping[str, Any], text: str) -> dict[str, Any]:
+    *before, last = row["messages"]
+    return {**row, "messages": [*before, {**last, "content": text}]}
