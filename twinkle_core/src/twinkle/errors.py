@@ -17,9 +17,11 @@ TwinkleError
 ├── DataError (ValueError)               a data set or a row cannot be used
 │   └── EncodeError                      a template cannot encode a row
 ├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
+├── HubError (OSError)                   a hub cannot be reached, refuses, or lacks what was asked
 ├── CheckpointError (OSError)            a checkpoint is incomplete or belongs to another model
 ├── OutputError (OSError)                an output folder cannot be written
 ├── NonFiniteError (ArithmeticError)     a loss or a gradient is NaN or infinite
+├── PatchError (RuntimeError)            a patch clashes with another, or does not know what is installed
 ├── TrainingStateError (RuntimeError)    calls of the loop in an impossible order
 └── Unsupported (NotImplementedError)    a published option that this backend does not have
 """
@@ -49,12 +51,14 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EncodeError",
+    "HubError",
     "ManifestError",
     "MeshError",
     "ModelLoadError",
     "NonFiniteError",
     "NotTrusted",
     "OutputError",
+    "PatchError",
     "PluginBroken",
     "PluginIncompatible",
     "RankError",
@@ -90,6 +94,10 @@ class ModelLoadError(TwinkleError, OSError):
     """A model folder is missing, incomplete or corrupt."""
 
 
+class HubError(TwinkleError, OSError):
+    """A hub cannot be reached, refuses, or lacks what was asked."""
+
+
 class CheckpointError(TwinkleError, OSError):
     """A checkpoint is missing, incomplete, or was made for another model."""
 
@@ -108,6 +116,10 @@ class NonFiniteError(TwinkleError, ArithmeticError):
     def __init__(self, message: str, inputs: Any = None) -> None:
         super().__init__(message)
         self.inputs = inputs
+
+
+class PatchError(TwinkleError, RuntimeError):
+    """A patch clashes with another one, does not know the installed version of a library, or cannot be undone."""
 
 
 class TrainingStateError(TwinkleError, RuntimeError):

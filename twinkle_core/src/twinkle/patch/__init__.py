@@ -1,38 +1,124 @@
-"""Patches: the base class `Patch`, the functions that apply one, and every installed patch by name."""
+"""Patches: the base class `Patch`, the functions that apply and undo one, and every installed patch by name."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any  # noqa: F401
 
 from twinkle._lazy import room
+from twinkle.errors import PatchError
+from twinkle.patch import record
 from twinkle.patch.base import Patch
 
-__all__ = ["Patch", "apply_context", "apply_patch"]
+__all__ = ["Applied", "Patch", "applied_patches", "apply_context", "apply_patch", "undo_patch"]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One patch that is applied now.
+
+    Attributes:
+        patch: where it is from, `package.module:Name`; for one from a Hub, the module has the digest of its files.
+        target: the class of the object that it was applied to.
+        symbols: what it has replaced, as far as it did so by `Patch.replace` and `Patch.wrap`.
+        undoable: whether `undo_patch` can take it back.
+    """
+
+    patch: str
+    target: str
+    symbols: tuple[str, ...]
+    undoable: bool
 
 
 def apply_patch(module: Any, patch_cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a patch, given in any form of component argument, to `module`.
 
-    Returns what the patch returns, usually the module. Positional and keyword arguments go to the patch's call.
+    Applying it again with the same arguments changes nothing. Where it fails, what it had changed is undone.
+
+    Args:
+        module: the object that the patch changes.
+        patch_cls: the patch.
+        *args: positional arguments of the patch's call.
+        **kwargs: keyword arguments of the patch's call.
+
+    Returns:
+        what the patch returns, usually the module.
+
+    Raises:
+        PatchError: it does not know an installed version, another patch has one of its symbols, or it is applied to
+            this object with other arguments.
+        ArgumentError: an argument that the patch does not take.
     """
-    return _instance(patch_cls)(module, *args, **kwargs)
+    patch = _instance(patch_cls)
+    _check(patch, module, args, kwargs)
+    return record.apply(patch, module, args, kwargs, keep=True)[1]
 
 
 @contextlib.contextmanager
 def apply_context(module: Any, patch_cls: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Apply a patch for the duration of a `with` block; it is undone also when the block raises."""
+    """Apply a patch for the duration of a `with` block; it is undone also when the block raises.
+
+    Blocks of the same patch and object may be nested, and overlap in threads: the last to end undoes it. A patch that
+    was applied for good stays. Arguments and errors are those of `apply_patch`.
+
+    Raises:
+        PatchError: also where there is no way back: a function, or a patch that neither uses `replace` nor defines
+            `unpatch`.
+    """
     patch = _instance(patch_cls)
-    result = patch(module, *args, **kwargs)
+    _check(patch, module, args, kwargs)
+    if not isinstance(patch, Patch):
+        raise PatchError(
+            f"apply_context: {record.name_of(patch)} is a function, which cannot be undone; make it a subclass of "
+            "Patch that uses self.replace, or apply it for good with apply_patch"
+        )
+    application, result = record.apply(patch, module, args, kwargs, keep=False)
     try:
         yield result
     finally:
-        patch.unpatch(module, *args, **kwargs)
+        record.leave(application)
+
+
+def undo_patch(module: Any, patch_cls: Any) -> None:
+    """Undo a patch that `apply_patch` applied: everything is again what it was, the same objects.
+
+    Args:
+        module: the object that it was applied to.
+        patch_cls: the patch, in any form of component argument.
+
+    Raises:
+        PatchError: it is not applied to `module`, cannot be undone, or somebody has set one of its symbols since; then
+            that value stays and the rest is undone.
+    """
+    from twinkle._registry import registry
+
+    found = registry().resolve(patch_cls, "patch")
+    record.undo(found, module)
+
+
+def applied_patches(module: Any = None) -> list[Applied]:
+    """Return what is patched in this process and by whom, in the order in which it was applied.
+
+    Args:
+        module: only patches of this object; None is all.
+    """
+    return [
+        Applied(record.name_of(a.patch), a.shown, tuple(c.symbol for c in a.changes), record.can_undo(a))
+        for a in record.applications()
+        if module is None or a.target() is module
+    ]
 
 
 def _instance(patch_cls: Any) -> Any:
     from twinkle._registry import registry
 
     return registry().build(patch_cls, "patch")
+
+
+def _check(patch: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from twinkle_registry.calls import check_keywords
+
+    check_keywords(patch, kwargs, what=f"patch {record.short_name(patch)!r}", args=(module, *args))
 
 
 __getattr__, __dir__ = room(__name__, "patch")

@@ -1,0 +1,310 @@
+"""The record of the process: which patch has changed which symbol of which object, and how each was before.
+
+One lock guards it. A patch that is being applied or undone holds that lock, so that threads see all of a patch or none.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinkle.errors import PatchError
+from twinkle.patch import slots
+from twinkle.patch.versions import check_versions
+
+
+@dataclass(eq=False)
+class Change:
+    """One symbol that a patch has replaced; applications of the same patch to several objects may share it."""
+
+    owner: Callable[[], Any]
+    name: str
+    key: tuple[int, str]
+    symbol: str
+    old: Any
+    new: Callable[[], Any]
+    holders: "list[Application]"
+
+    def restore(self) -> bool:
+        """Put the old value back; False where somebody else has set the attribute since, whose value stays."""
+        owner = self.owner()
+        if owner is None:
+            return True
+        if not _same(slots.stored(owner, self.name), self.new()):
+            return False
+        slots.put(owner, self.name, self.old)
+        return True
+
+
+@dataclass(eq=False)
+class Application:
+    """One patch on one object.
+
+    Attributes:
+        patch: the instance (or plain function) that was called.
+        target: returns the object, None once it is gone.
+        arguments: what was given beside the object, and what the patch was made with.
+        result: returns what the patch returned.
+        changes: what it replaced, in order.
+        parts: applications that it made itself, which end with it.
+        kept: whether somebody applied it for good.
+        users: `with` blocks, and patches that it is a part of, that want it now.
+        undoing: whether it is being undone.
+    """
+
+    patch: Any
+    target: Callable[[], Any]
+    shown: str
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any], Mapping[str, Any]]
+    result: Callable[[], Any] = lambda: None
+    changes: list[Change] = field(default_factory=list)
+    parts: "list[Application]" = field(default_factory=list)
+    kept: bool = False
+    users: int = 0
+    undoing: bool = False
+
+
+_lock = threading.RLock()
+_applications: list[Application] = []
+_changes: dict[tuple[int, str], Change] = {}
+_running: list[Application] = []
+"""Being applied now, the innermost last; only touched under the lock."""
+
+
+def apply(
+    patch: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keep: bool
+) -> tuple[Application, Any]:
+    """Apply a patch unless it is applied already, remember it, and return that with what the patch returned.
+
+    Args:
+        patch: an instance of `Patch`, or a function.
+        target: what it is to change.
+        args: further arguments of the patch.
+        kwargs: its keyword arguments.
+        keep: for good; else for the caller, who must `leave` it.
+
+    Raises:
+        PatchError: it is applied with other arguments, does not know an installed version, or wants a symbol that
+            another patch has.
+    """
+    with _lock:
+        _forget_the_gone()
+        found = _find(patch, target)
+        if found is None:
+            check_versions(patch)
+            found, result = _apply(patch, target, args, kwargs)
+        elif not _same(found.arguments, _arguments(patch, args, kwargs)):
+            raise PatchError(
+                f"{name_of(patch)} is applied to this {found.shown} already, with other arguments; undo that first: "
+                f"twinkle.patch.undo_patch(module, {short_name(patch)!r})"
+            )
+        else:
+            result = found.result()
+        if _running:
+            _running[-1].parts.append(found)
+        part = bool(_running)
+        found.kept |= keep and not part
+        found.users += part or not keep
+        return found, result
+
+
+def leave(application: Application) -> None:
+    """End one use of an application; the last one, where nobody keeps it, undoes the patch."""
+    with _lock:
+        application.users -= 1
+        if application.users == 0 and not application.kept and application in _applications:
+            _undo(application)
+
+
+def undo(patch: Any, target: Any) -> None:
+    """Undo a patch that was applied for good; while a `with` block uses it, its end undoes it.
+
+    Raises:
+        PatchError: it is not applied to this object, only for a `with` block, or cannot be undone.
+    """
+    with _lock:
+        _forget_the_gone()
+        found = _find(patch, target)
+        if found is None:
+            here = [name_of(a.patch) for a in _applications if a.target() is target]
+            what = f"applied to it: {', '.join(here)}" if here else "no patch is"
+            raise PatchError(f"{name_of(patch)} is not applied to this {type(target).__name__}; {what}")
+        if found.undoing:
+            return
+        if not found.kept:
+            raise PatchError(f"{name_of(patch)} is applied for a `with` block, whose end undoes it")
+        found.kept = False
+        if not found.users:
+            _undo(found)
+
+
+def replace(patch: Any, owner: Any, name: str, new: Any) -> None:
+    """Replace one symbol on behalf of the patch that is being applied.
+
+    Raises:
+        PatchError: no application of `patch` is going on, or another patch has the symbol.
+    """
+    with _lock:
+        if not _running or _running[-1].patch is not patch:
+            raise PatchError(f"{name_of(patch)}: replace() works while the patch is applied; call it in __call__")
+        application = _running[-1]
+        key = id(owner), name
+        change = _changes.get(key)
+        if change is not None and change.owner() is owner:
+            _share(change, application)
+            return
+        symbol = slots.symbol_of(owner, name, application.target())
+        old = slots.stored(owner, name)
+        slots.put(owner, name, new)
+        now = slots.held(slots.stored(owner, name))
+        change = _changes[key] = Change(slots.held(owner), name, key, symbol, old, now, [application])
+        application.changes.append(change)
+
+
+def is_running(patch: Any, target: Any) -> bool:
+    """Say whether this thread is applying this very patch to this very object."""
+    with _lock:
+        return any(a.patch is patch and a.target() is target for a in _running)
+
+
+def is_undoing(patch: Any, target: Any) -> bool:
+    """Say whether this patch is just being undone on this object."""
+    with _lock:
+        return any(a.undoing and a.target() is target and _key(a.patch) is _key(patch) for a in _applications)
+
+
+def is_recorded(owner: Any, name: str) -> bool:
+    """Say whether a patch of the record has this symbol."""
+    with _lock:
+        change = _changes.get((id(owner), name))
+        return change is not None and change.owner() is owner
+
+
+def applications() -> list[Application]:
+    """Return what is applied now, in the order in which it was."""
+    with _lock:
+        _forget_the_gone()
+        return list(_applications)
+
+
+def name_of(patch: Any) -> str:
+    """Return where a patch is from, `package.module:Name`: for one from a Hub, the module has its digest."""
+    found = patch if hasattr(patch, "__qualname__") else type(patch)
+    return f"{found.__module__}:{found.__qualname__}"
+
+
+def short_name(patch: Any) -> str:
+    """Return the bare name of a patch."""
+    return str(getattr(patch, "__name__", type(patch).__name__))
+
+
+def _apply(patch: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Application, Any]:
+    application = Application(patch, slots.held(target), type(target).__name__, _arguments(patch, args, kwargs))
+    _running.append(application)
+    try:
+        result = patch(target, *args, **kwargs)
+    except BaseException:
+        _restore(application)
+        raise
+    finally:
+        _running.pop()
+    application.result = slots.held(result)
+    _applications.append(application)
+    return application, result
+
+
+def _share(change: Change, application: Application) -> None:
+    first = change.holders[0]
+    if _key(first.patch) is not _key(application.patch):
+        raise PatchError(
+            f"{name_of(application.patch)} wants to replace {change.symbol}, which {name_of(first.patch)} has replaced; use "
+            f"one of the two, or undo the other first: twinkle.patch.undo_patch(module, {short_name(first.patch)!r})"
+        )
+    if application not in change.holders:
+        change.holders.append(application)
+        application.changes.append(change)
+
+
+def _undo(application: Application) -> None:
+    if not can_undo(application):
+        application.kept = True
+        raise PatchError(
+            f"{name_of(application.patch)} cannot be undone: it changed nothing through replace() and defines no "
+            "unpatch()"
+        )
+    application.undoing = True
+    args, kwargs, _ = application.arguments
+    try:
+        if _own_unpatch(application.patch):
+            application.patch.unpatch(application.target(), *args, **kwargs)
+    finally:
+        _applications.remove(application)
+        lost = _restore(application)
+    if lost:
+        raise PatchError(
+            f"{name_of(application.patch)} is undone but for {', '.join(lost)}: somebody has set that since, and the "
+            "value stays; undo in the reverse order"
+        )
+
+
+def can_undo(application: Application) -> bool:
+    """Say whether there is a way back."""
+    return bool(application.changes or application.parts) or _own_unpatch(application.patch)
+
+
+def _own_unpatch(patch: Any) -> bool:
+    from twinkle.patch.base import Patch
+
+    return isinstance(patch, Patch) and type(patch).unpatch is not Patch.unpatch
+
+
+def _restore(application: Application) -> list[str]:
+    """Give up the symbols of an application, the newest first, and return those that somebody else has set since."""
+    lost = []
+    for part in reversed(application.parts):
+        leave(part)
+    application.parts.clear()
+    for change in reversed(application.changes):
+        change.holders.remove(application)
+        if change.holders:
+            continue
+        if not change.restore():
+            lost.append(change.symbol)
+        if _changes.get(change.key) is change:
+            del _changes[change.key]
+    application.changes.clear()
+    return lost
+
+
+def _forget_the_gone() -> None:
+    """Drop what belongs to objects that no longer exist; symbols of classes and modules are theirs again."""
+    for application in [a for a in _applications if a.target() is None and a.shown != "NoneType"]:
+        _applications.remove(application)
+        _restore(application)
+    for key in [key for key, change in _changes.items() if change.owner() is None]:
+        del _changes[key]
+
+
+def _find(patch: Any, target: Any) -> Application | None:
+    key = _key(patch)
+    return next((a for a in _applications if a.target() is target and _key(a.patch) is key), None)
+
+
+def _key(patch: Any) -> Any:
+    """Return what makes two patches the same one: the class, or the function."""
+    from twinkle.patch.base import Patch
+
+    return type(patch) if isinstance(patch, Patch) else patch
+
+
+def _arguments(
+    patch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any], Mapping[str, Any]]:
+    return args, dict(kwargs), dict(getattr(patch, "__dict__", {}))  # as it was made: a call may leave notes in it
+
+
+def _same(first: Any, second: Any) -> bool:
+    try:
+        return first is second or bool(first == second)
+    except (RuntimeError, TypeError, ValueError):  # tensors and arrays have no single truth
+        return False
