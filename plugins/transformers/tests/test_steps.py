@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
+from twinkle.errors import ArgumentError, CheckpointError, NonFiniteError, TrainingStateError
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.stepping import clip
@@ -187,3 +187,18 @@ def test_a_step_that_goes_on_from_a_checkpoint_has_the_loss_of_its_first_part_to
         model.clip_grad_and_step(gradient_accumulation_steps=2)
         losses.append(loss_that_a_scheduler_sees(model))
     assert losses[0] == losses[1]
+
+
+def test_a_loss_scale_that_does_not_fit_leaves_the_model_as_it_was(folder: Path, tmp_path: Path) -> None:
+    model = build(folder, lora=True, mixed_precision="fp16", grad_scaler_config={"enabled": False})
+    other = build(folder, lora=True, mixed_precision="fp16")
+    for one in (model, other):
+        one.set_optimizer("AdamW", lr=1e-2)
+    model.forward_backward(inputs=ROWS)
+    model.clip_grad_and_step()
+    path = model.save("unscaled", output_dir=str(tmp_path), save_optimizer=True)
+    before = {name: tensor.clone() for name, tensor in other.get_state_dict().items()}
+    with pytest.raises(CheckpointError, match="lacks 'scale'"):
+        other.resume_from_checkpoint(path)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.get_state_dict().items())
+    assert other.optimizer_group["default"].cur_step == 0

@@ -1,5 +1,6 @@
 """Training state beside the weights: optimizer in safetensors by parameter name, scheduler, counters, random state."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ def read_training(
         )
     _compare_optimizers(folder, saved, group.optimizer, names)
     _compare_schedulers(folder, state.get("scheduler"), group.lr_scheduler)
+    if group.loss_scale is not None and state.get("loss_scale") is not None:
+        copy.copy(group.loss_scale).load_state_dict(state["loss_scale"])  # raises before anything is changed
     accumulation = state.get("accumulation", {})
     gradients = read_tensors(folder / GRADIENTS) if accumulation else {}
     if odd := sorted(gradients.keys() - names.keys()):
