@@ -111,7 +111,7 @@ class TransformersModel(Components):
         # What will be sharded is loaded into host memory and moved layer by layer.
         place = None if self.parallel.in_lockstep else self.device
         load = functools.partial(
-            load_model, model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
+            load_model, self.model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
         )
         self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
         self._recompute = Recompute(
