@@ -419,7 +419,7 @@ class TestSymbols:
             apply_patch(Thing(), Odd)
 
     def test_replace_is_for_the_time_of_applying(self) -> None:
-        with pytest.raises(PatchError, match="replace\\(\\) works while the patch is applied"):
+        with pytest.raises(PatchError, match="replaced while it is applied; do so in __call__"):
             Louder().replace(Thing(), "size", 3)
 
 
@@ -500,6 +500,76 @@ class TestOthers:
         apply_patch(thing, Both)
         undo_patch(thing, Both)
         assert (thing.speak(), thing.size) == ("a!", 1)
+
+
+class TestEdits:
+    """Patches that edit one symbol, such as a text, go together in any order."""
+
+    class Star(Patch):
+        def __call__(self, module: Any) -> Any:
+            self.edit(module, "name", lambda text: text + "*")
+            return module
+
+    class Dash(Patch):
+        def __call__(self, module: Any) -> Any:
+            self.edit(module, "name", lambda text: text + "-")
+            return module
+
+    class Whole(Patch):
+        def __call__(self, module: Any) -> Any:
+            self.replace(module, "name", "x")
+            return module
+
+    @pytest.fixture
+    def named(self) -> Any:
+        thing = Thing()
+        thing.name = "n"  # type: ignore[attr-defined]
+        return thing
+
+    @pytest.mark.parametrize(("first", "left"), [("Star", "n-"), ("Dash", "n*")])
+    def test_each_is_undone_alone(self, named: Any, first: str, left: str) -> None:
+        old = named.name
+        apply_patch(named, self.Star)
+        apply_patch(named, self.Dash)
+        apply_patch(named, self.Star)
+        assert named.name == "n*-"
+        undo_patch(named, getattr(self, first))
+        assert named.name == left
+        undo_patch(named, self.Dash if first == "Star" else self.Star)
+        assert named.name is old
+
+    @pytest.mark.parametrize(("first", "second"), [("Star", "Whole"), ("Whole", "Star")])
+    def test_an_edit_and_a_replacement_do_not(self, named: Any, first: str, second: str) -> None:
+        apply_patch(named, getattr(self, first))
+        with pytest.raises(PatchError, match=f"{second} wants to replace .*{first} has replaced"):
+            apply_patch(named, getattr(self, second))
+        undo_patch(named, getattr(self, first))
+        assert named.name == "n"
+
+    def test_a_value_set_in_between_stays(self, named: Any) -> None:
+        apply_patch(named, self.Star)
+        apply_patch(named, self.Dash)
+        named.name = "other"
+        with pytest.raises(PatchError, match="somebody has set that since"):
+            undo_patch(named, self.Star)
+        with pytest.raises(PatchError, match="somebody has set that since"):
+            undo_patch(named, self.Dash)
+        assert named.name == "other"
+
+    def test_an_edit_that_fails_leaves_everything(self, named: Any) -> None:
+        class Bad(Patch):
+            def __call__(self, module: Any) -> Any:
+                self.edit(module, "name", lambda text: text + 1)
+
+        apply_patch(named, self.Star)
+        with pytest.raises(TypeError):
+            apply_patch(named, Bad)
+        assert named.name == "n*"
+        undo_patch(named, self.Star)
+
+    def test_what_is_not_there_is_not_edited(self) -> None:
+        with pytest.raises(ArgumentError, match=r"no .*Thing\.name .* to replace"):
+            apply_patch(Thing(), self.Star)
 
 
 class TestArguments:

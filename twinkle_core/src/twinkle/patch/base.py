@@ -12,9 +12,9 @@ from twinkle.patch import record, slots
 class Patch:
     """Changes a module (or a class, a library, a tokenizer) in place, and back.
 
-    A subclass defines `__call__` and changes symbols with `replace` and `wrap`; then `unpatch` needs no code, applying
-    twice is the same as applying once, another patch that wants the same symbol is refused, and an error in the middle
-    undoes what was done. A patch that changes things by other means defines `unpatch` itself.
+    A subclass defines `__call__` and changes symbols with `replace`, `wrap` and `edit`; then `unpatch` needs no code,
+    applying twice is the same as applying once, another patch that wants the same symbol is refused, and an error in
+    the middle undoes what was done. A patch that changes things by other means defines `unpatch` itself.
 
     Attributes:
         versions: distributions that it changes, with the versions that its author knows,
@@ -66,15 +66,9 @@ class Patch:
             ArgumentError: there is no such attribute, or it cannot be set.
             PatchError: another patch has replaced it.
         """
-        if not create and not slots.has(owner, name):
-            from twinkle_registry.naming import nearest_or_all
-
-            names = [n for n in dir(owner) if not n.startswith("__")]
-            raise ArgumentError(
-                f"{type(self).__name__}: there is no {slots.symbol_of(owner, name)} to replace; "
-                f"{nearest_or_all(name, names)}; with create=True it is made"
-            )
-        record.replace(self, owner, name, new)
+        if not create:
+            self._must_have(owner, name, "; with create=True it is made")
+        record.claim(self, owner, name, new=new)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replace a method or function by one that calls `around(original, *args, **kwargs)`.
@@ -94,7 +88,34 @@ class Patch:
         original = getattr(owner, name, None)
         if not callable(original):
             raise ArgumentError(f"{type(self).__name__}: {slots.symbol_of(owner, name)} is no function to wrap")
-        record.replace(self, owner, name, _around(owner, name, original, around))
+        record.claim(self, owner, name, new=_around(owner, name, original, around))
+
+    def edit(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+        """Set `owner.name` to `change(owner.name)`; several patches may edit one symbol, one on top of the other.
+
+        Undoing one of them computes the others' edits again, from the old value on; for texts, tuples and the like.
+
+        Args:
+            owner: a module, a class or an instance.
+            name: the attribute.
+            change: returns a new value and leaves the old one as it is; it is kept alive while the patch is applied.
+
+        Raises:
+            ArgumentError: there is no such attribute, or it cannot be set.
+            PatchError: another patch has replaced it altogether.
+        """
+        self._must_have(owner, name)
+        record.claim(self, owner, name, edit=change)
+
+    def _must_have(self, owner: Any, name: str, hint: str = "") -> None:
+        if not slots.has(owner, name):
+            from twinkle_registry.naming import nearest_or_all
+
+            names = [n for n in dir(owner) if not n.startswith("__")]
+            raise ArgumentError(
+                f"{type(self).__name__}: there is no {slots.symbol_of(owner, name)} to replace; "
+                f"{nearest_or_all(name, names)}{hint}"
+            )
 
 
 class Around:

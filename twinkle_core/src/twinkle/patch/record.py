@@ -14,25 +14,54 @@ from twinkle.patch.versions import check_versions
 
 
 @dataclass(eq=False)
+class Claim:
+    """What one patch has done to a symbol; its applications to several objects may share it.
+
+    Attributes:
+        patch: whose.
+        edit: makes the new value of the old one; None where the patch has replaced the symbol altogether.
+        holders: the applications that want it.
+    """
+
+    patch: Any
+    edit: Callable[[Any], Any] | None
+    holders: "list[Application]"
+
+
+@dataclass(eq=False)
 class Change:
-    """One symbol that a patch has replaced; applications of the same patch to several objects may share it."""
+    """One symbol that is not as it was: replaced by one patch, or edited by some, one on top of the other."""
 
     owner: Callable[[], Any]
     name: str
     key: tuple[int, str]
     symbol: str
     old: Any
-    new: Callable[[], Any]
-    holders: "list[Application]"
+    now: Callable[[], Any]
+    claims: list[Claim]
 
-    def restore(self) -> bool:
-        """Put the old value back; False where somebody else has set the attribute since, whose value stays."""
+    def set(self, value: Any) -> None:
+        """Give the symbol another value, and remember it."""
+        owner = self.owner()
+        slots.put(owner, self.name, value)
+        self.now = slots.held(slots.stored(owner, self.name))
+
+    def release(self, application: "Application") -> bool:
+        """Take the application's claim off; False where somebody else has set the symbol since: that value stays."""
+        claim = next(claim for claim in self.claims if application in claim.holders)
+        claim.holders.remove(application)
+        if claim.holders:
+            return True
+        self.claims.remove(claim)
         owner = self.owner()
         if owner is None:
             return True
-        if not _same(slots.stored(owner, self.name), self.new()):
+        if not _same(slots.stored(owner, self.name), self.now()):
             return False
-        slots.put(owner, self.name, self.old)
+        value = self.old
+        for other in self.claims:
+            value = other.edit(value) if other.edit else value
+        self.set(value)
         return True
 
 
@@ -138,27 +167,31 @@ def undo(patch: Any, target: Any) -> None:
             _undo(found)
 
 
-def replace(patch: Any, owner: Any, name: str, new: Any) -> None:
-    """Replace one symbol on behalf of the patch that is being applied.
+def claim(patch: Any, owner: Any, name: str, *, new: Any = None, edit: Callable[[Any], Any] | None = None) -> None:
+    """Replace one symbol by `new`, or edit it, on behalf of the patch that is being applied.
 
     Raises:
         PatchError: no application of `patch` is going on, or another patch has the symbol.
     """
     with _lock:
         if not _running or _running[-1].patch is not patch:
-            raise PatchError(f"{name_of(patch)}: replace() works while the patch is applied; call it in __call__")
+            raise PatchError(f"{name_of(patch)}: symbols are replaced while it is applied; do so in __call__")
         application = _running[-1]
         key = id(owner), name
         change = _changes.get(key)
-        if change is not None and change.owner() is owner:
-            _share(change, application)
-            return
-        symbol = slots.symbol_of(owner, name, application.target())
-        old = slots.stored(owner, name)
-        slots.put(owner, name, new)
-        now = slots.held(slots.stored(owner, name))
-        change = _changes[key] = Change(slots.held(owner), name, key, symbol, old, now, [application])
-        application.changes.append(change)
+        if change is None or change.owner() is not owner:
+            change = _new_change(owner, name, application)
+        claimed = next((c for c in change.claims if _key(c.patch) is _key(patch)), None)
+        if claimed is None:
+            if change.claims and (edit is None or change.claims[0].edit is None):
+                raise _conflict(application, change)
+            change.set(edit(getattr(owner, name)) if edit else new)
+            claimed = Claim(patch, edit, [])
+            change.claims.append(claimed)
+            _changes[key] = change
+        if application not in claimed.holders:
+            claimed.holders.append(application)
+            application.changes.append(change)
 
 
 def is_running(patch: Any, target: Any) -> bool:
@@ -213,24 +246,27 @@ def _apply(patch: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     return application, result
 
 
-def _share(change: Change, application: Application) -> None:
-    first = change.holders[0]
-    if _key(first.patch) is not _key(application.patch):
-        raise PatchError(
-            f"{name_of(application.patch)} wants to replace {change.symbol}, which {name_of(first.patch)} has replaced; use "
-            f"one of the two, or undo the other first: twinkle.patch.undo_patch(module, {short_name(first.patch)!r})"
-        )
-    if application not in change.holders:
-        change.holders.append(application)
-        application.changes.append(change)
+def _new_change(owner: Any, name: str, application: Application) -> Change:
+    symbol = slots.symbol_of(owner, name, application.target())
+    return Change(
+        slots.held(owner), name, (id(owner), name), symbol, slots.stored(owner, name), lambda: slots.MISSING, []
+    )
+
+
+def _conflict(application: Application, change: Change) -> PatchError:
+    first = change.claims[0].patch
+    return PatchError(
+        f"{name_of(application.patch)} wants to replace {change.symbol}, which {name_of(first)} has replaced; use one "
+        f"of the two, or undo the other first: twinkle.patch.undo_patch(module, {short_name(first)!r})"
+    )
 
 
 def _undo(application: Application) -> None:
     if not can_undo(application):
         application.kept = True
         raise PatchError(
-            f"{name_of(application.patch)} cannot be undone: it changed nothing through replace() and defines no "
-            "unpatch()"
+            f"{name_of(application.patch)} cannot be undone: it changed nothing through replace(), wrap() or "
+            "edit() and defines no unpatch()"
         )
     application.undoing = True
     args, kwargs, _ = application.arguments
@@ -265,12 +301,9 @@ def _restore(application: Application) -> list[str]:
         leave(part)
     application.parts.clear()
     for change in reversed(application.changes):
-        change.holders.remove(application)
-        if change.holders:
-            continue
-        if not change.restore():
+        if not change.release(application):
             lost.append(change.symbol)
-        if _changes.get(change.key) is change:
+        if not change.claims and _changes.get(change.key) is change:
             del _changes[change.key]
     application.changes.clear()
     return lost
