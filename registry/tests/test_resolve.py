@@ -148,10 +148,10 @@ def test_a_protocol_with_a_call_is_not_fulfilled_by_every_class(
         ("./file.py", "loss './file.py' is a file; say what you want from it: './file.py:Name'"),
         ("file.py", "loss 'file.py' is a file; say what you want from it: 'file.py:Name'"),
         ("./file.py:", "say what you want from it: './file.py:Name'"),
-        ("hf://org/repo@main#Loss", "no installed plugin reads hf://, and no hub is shipped yet; fetch the file"),
-        ("ms://org/repo", "no installed plugin reads ms://, and no hub is shipped yet; fetch the file"),
-        ("file:///folder#Loss", "no installed plugin reads file://, and no hub is shipped yet; fetch the file"),
-        ("s3://bucket/x", "loss 's3://bucket/x': no plugin reads s3://; there are none"),
+        ("hf://org/repo@main#Loss", "no installed plugin reads hf://; run: pip install twinkle-hub"),
+        ("ms://org/repo", "no installed plugin reads ms://; run: pip install twinkle-hub"),
+        ("file:///folder#Loss", "no installed plugin reads file://; run: pip install twinkle-hub"),
+        ("s3://bucket/x", "loss 's3://bucket/x': no installed plugin reads s3://; there are none"),
     ],
 )
 def test_a_text_that_names_nothing_says_what_to_do(registry: Registry, text: str, message: str) -> None:
@@ -214,23 +214,17 @@ def test_a_relative_ref_starts_at_the_package(site: Any, table: Any, house: Hous
 
 HUB = """
 class Hub:
-    def load_component(self, reference, kind, registry):
-        from house_contracts import Loss
-        class FromHub(Loss):
-            asked = (reference, kind, registry)
-            def __call__(self, inputs): ...
-        return FromHub if "bad" not in reference else dict
+    def commit_of(self, repo, revision): ...
+    def download_code(self, repo, commit, target): ...
+class Weights: ...
 """
 
 
 def test_a_hub_is_a_component_named_by_its_scheme(site: Any, table: Any, house: House) -> None:
-    site.plugin("acme-hub", table("hf", "acme_hub.m:Hub", kind="hub"), m=HUB)
+    refs = table("hf", "acme_hub.m:Hub", kind="hub") + table("s3", "acme_hub.m:Weights", kind="optimizer")
+    site.plugin("acme-hub", refs, m=HUB)
     registry = house()
-    found = registry.resolve("hf://org/repo@abc#GRPOLoss", "loss")
-    assert found.asked == ("hf://org/repo@abc#GRPOLoss", "loss", registry)
-    with pytest.raises(ComponentTypeError, match=r"loss 'hf://bad/repo' is the class builtins.dict"):
-        registry.resolve("hf://bad/repo", "loss")
-    with pytest.raises(ComponentNotFound, match=r"no plugin reads hfs://; nearest: 'hf'"):
+    with pytest.raises(ComponentNotFound, match=r"no installed plugin reads hfs://; nearest: 'hf'"):
         registry.resolve("hfs://org/repo", "loss")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .errors import ComponentConflict, ComponentNotFound, PluginBroken, PluginIncompatible, TwinkleError
+from .errors import ComponentConflict, ComponentNotFound, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
 from .manifest import ComponentSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .settings import Settings
@@ -103,7 +103,8 @@ def _unusable(record: PluginRecord, asked: str) -> TwinkleError:
     if record.manifest is None:
         text = f"{asked}: plugin {record.name} is {record.status}: {record.reason}"
     errors = {"broken": PluginBroken, "incompatible": PluginIncompatible}
-    error: TwinkleError = errors.get(record.status, ComponentNotFound)(text)
+    refused = isinstance(record.cause, NotTrusted)
+    error: TwinkleError = NotTrusted(text) if refused else errors.get(record.status, ComponentNotFound)(text)
     error.__cause__ = record.cause
     return error
 

@@ -37,15 +37,17 @@ class _TextLoader(importlib.machinery.SourceFileLoader):
         return code
 
 
-def import_file(path: str, *, asked: str) -> ModuleType:
+def import_file(path: str, *, asked: str, source: bytes | None = None) -> ModuleType:
     """Return the module of one Python file; `~` and relative paths are understood.
+
+    `source` is its text where that was read, and checked, before.
 
     Raises:
         ComponentNotFound: There is no such file.
         PluginBroken: The file raises while it is imported.
     """
     file = Path(path).expanduser().absolute()
-    source = _source(file, asked)
+    source = source_of(file, asked) if source is None else source
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()[:16]
     stem = re.sub(r"\W", "_", file.stem)
     name = f"{__name__}.{stem}_{digest}"
@@ -55,7 +57,8 @@ def import_file(path: str, *, asked: str) -> ModuleType:
         return sys.modules[name] if name in sys.modules else _execute(name, file, source, asked)
 
 
-def _source(file: Path, asked: str) -> bytes:
+def source_of(file: Path, asked: str) -> bytes:
+    """Return the bytes of a Python file; where there is none, the error names those beside it."""
     try:
         return file.read_bytes()
     except FileNotFoundError as error:

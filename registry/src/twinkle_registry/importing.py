@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from .errors import ComponentNotFound, PluginBroken, TwinkleError
+from .errors import ComponentNotFound, NotTrusted, PluginBroken, TwinkleError
 from .naming import nearest_or_all
 
 
@@ -21,6 +21,7 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
     Raises:
         ComponentNotFound: There is no such module or attribute (not promised).
         PluginBroken: The module raises while it is imported, or the promise is not kept.
+        NotTrusted: It is code from a Hub that may not run, or was changed.
     """
     module_name, _, path = ref.partition(":")
     absent = PluginBroken if promised_by else ComponentNotFound
@@ -30,6 +31,8 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
         if _is_or_holds(error.name, module_name):
             raise absent(f"{asked}: there is no module {error.name!r}{_promise(ref, promised_by)}") from error
         raise import_failed(asked, module_name, error) from error
+    except NotTrusted:
+        raise
     except (Exception, SystemExit) as error:
         raise import_failed(asked, module_name, error) from error
     return attribute(module, path, asked=asked, absent=absent)

@@ -6,13 +6,16 @@ import importlib
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import explain
 from .contracts import check_contract, missing_methods
-from .errors import ArgumentError, ComponentConflict, ComponentNotFound, ComponentTypeError, PluginBroken
+from .errors import ArgumentError, ComponentConflict, ComponentNotFound, ComponentTypeError, NotTrusted, PluginBroken
 from .importing import import_failed, import_object
 from .judging import House, broken, lifecycle_hooks, pretenders, taken, unusable
+from .locked import is_frozen
 from .manifest import CommandSpec, ComponentSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
@@ -20,6 +23,7 @@ from .resolving import component_from_text
 from .settings import Settings
 
 if TYPE_CHECKING:
+    from .code.frozen import Frozen
     from .lifecycle import HookCall, Implementers
     from .plugins import PluginSet
     from .view import RegistryView
@@ -91,11 +95,26 @@ class Registry:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
                 return known
             judged = self._house.judge(record, self._records)
+            if self.frozen and judged.status == "ok" and (why := self.frozen.why_not(judged)):
+                judged = replace(judged, status="disabled", reason=why, cause=NotTrusted(why))
             for pretender in pretenders(judged, self._records):
                 self._replace(pretender, unusable(pretender, taken(pretender, judged)))
             self._records.append(judged)
             self._index.clear()
             return judged
+
+    def judge(self, record: PluginRecord) -> PluginRecord:
+        """Return a record with the status that it would have, alone, without adding it."""
+        return self._house.judge(record, [])
+
+    @cached_property
+    def frozen(self) -> Frozen | None:
+        """What refuses code that is not locked, in a frozen run; else None. Read once."""
+        if not is_frozen():
+            return None
+        from .code.frozen import Frozen
+
+        return Frozen()
 
     @property
     def records(self) -> list[PluginRecord]:
@@ -207,10 +226,12 @@ class Registry:
         """Check the requirements of one component, then import it.
 
         Raises:
+            NotTrusted: The run is frozen and its plugin is not as it was locked, or code of a Hub may not run.
             RequirementMissing: A package it needs is not installed; nothing was imported.
             PluginBroken: The import fails, or the manifest names something that is not there.
         """
         if spec not in self._satisfied:
+            self._check_frozen(spec.dist)
             check_requirements(spec)
             self._satisfied.add(spec)
         ref = spec.ref
@@ -283,6 +304,11 @@ class Registry:
                 self._registered.add(record.name)
         return self._plugin_set
 
+    def _check_frozen(self, plugin: str) -> None:
+        if self.frozen:
+            for record in [r for r in self.records if r.name == plugin]:
+                self.frozen.check(record, self.records)
+
     def _require_kind(self, kind: str) -> None:
         if kind not in self._kinds:
             raise explain.unknown_kind(kind, self._kinds)
@@ -316,7 +342,10 @@ class Registry:
             return
         asked = f"hooks of plugin {record.name}"
         try:
+            self._check_frozen(record.name)
             module = importlib.import_module(declared.module)
+        except NotTrusted as error:
+            raise PluginBroken(f"{asked}: {error}") from error
         except (Exception, SystemExit) as error:
             raise import_failed(asked, declared.module, error) from error
         with self._lock:

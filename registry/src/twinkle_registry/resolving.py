@@ -24,25 +24,39 @@ def component_from_text(text: str, kind: str, registry: Registry) -> Any:
     if reference.form == "file":
         from .files import import_file
 
-        module = import_file(reference.place, asked=asked)
+        source = registry.frozen.source(reference.place, asked=asked) if registry.frozen else None
+        module = import_file(reference.place, asked=asked, source=source)
         return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=reference.place)
     if reference.form == "module":
         if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
             raise ComponentNotFound(f"{asked}: leave the kind away and write {reference.name!r}")
+        if registry.frozen:
+            registry.frozen.check_module(reference.place, registry.records, asked=asked)
         return import_object(text, asked=asked)
     return registry.load(registry.find(text, kind))
 
 
 def _from_hub(scheme: str, text: str, kind: str, registry: Registry) -> Any:
+    from .code.loading import component_from_hub
+
+    return component_from_hub(text, kind, registry, lambda: open_hub(scheme, registry, asked=f"{kind} {text!r}"))
+
+
+def open_hub(scheme: str, registry: Registry, *, asked: str) -> Any:
+    """Return the hub that reads `scheme://`.
+
+    Raises:
+        ComponentNotFound: No plugin does, or it reads models and data only.
+        TwinkleError: The plugin that does cannot be used.
+    """
     hubs = registry.names("hub") if "hub" in registry.kinds else []
     if scheme not in hubs and not _offered_by_unusable(scheme, registry):
-        if scheme in HUB_SCHEMES:
-            raise ComponentNotFound(
-                f"{kind} {text!r}: no installed plugin reads {scheme}://, and no hub is shipped yet; fetch the file, "
-                "then write './file.py:Name'"
-            )
-        raise ComponentNotFound(f"{kind} {text!r}: no plugin reads {scheme}://; {nearest_or_all(scheme, hubs)}")
-    return registry.build(scheme, "hub").load_component(text, kind, registry)
+        way = "run: pip install twinkle-hub" if scheme in HUB_SCHEMES else nearest_or_all(scheme, hubs)
+        raise ComponentNotFound(f"{asked}: no installed plugin reads {scheme}://; {way}")
+    hub = registry.build(scheme, "hub")
+    if not hasattr(hub, "commit_of") or not hasattr(hub, "download_code"):
+        raise ComponentNotFound(f"{asked}: the hub {scheme}:// carries models and data, not components")
+    return hub
 
 
 def _offered_by_unusable(scheme: str, registry: Registry) -> bool:

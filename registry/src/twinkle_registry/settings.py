@@ -16,6 +16,7 @@ CONFIG_VARIABLE = "TWINKLE_CONFIG"
 DISABLE_VARIABLE = "TWINKLE_PLUGINS_DISABLE"
 ONLY_VARIABLE = "TWINKLE_PLUGINS_ONLY"
 PREFER_VARIABLE = "TWINKLE_PLUGINS_PREFER"
+USER_FILE = "~/.config/twinkle/twinkle.toml"
 VARIABLES = (DISABLE_VARIABLE, ONLY_VARIABLE, PREFER_VARIABLE)
 _KEYS = ("disable", "only", "prefer")
 
@@ -73,7 +74,7 @@ class Settings:
 
 
 def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    path = _config_file(environ)
+    path = config_file(environ)
     if not path:
         return {}, {}
     import tomllib
@@ -93,13 +94,14 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
     return dict(table), {key: f"[plugins] {key} of {path}" for key in table}
 
 
-def _config_file(environ: Mapping[str, str]) -> str:
+def config_file(environ: Mapping[str, str]) -> str:
+    """Return the path of the configuration file, or an empty text where there is none."""
     if named := environ.get(CONFIG_VARIABLE):
         path = os.path.expanduser(named)
         if not os.path.isfile(path):
             raise SettingsError(f"{CONFIG_VARIABLE} names {named}, which is not a file")
         return path
-    for candidate in ("twinkle.toml", os.path.expanduser("~/.config/twinkle/twinkle.toml")):
+    for candidate in ("twinkle.toml", os.path.expanduser(USER_FILE)):
         if os.path.isfile(candidate):
             return os.path.abspath(candidate)
     return ""

@@ -104,10 +104,11 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
         group: the first word of the manifest's names, as in `plugins new`; empty for the top.
     """
     from twinkle_registry import Settings, installed_plugins
+    from twinkle_registry.locked import locked_plugins
 
     settings = Settings.load()
     found: dict[str, list[CommandSpec]] = {}
-    for record in installed_plugins(__version__):
+    for record in [*installed_plugins(__version__), *locked_plugins()]:
         usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist))
         for spec in record.manifest.commands if usable and record.manifest else ():
             of, _, name = spec.name.rpartition(" ")
@@ -185,8 +186,26 @@ def _as_command(name: str, found: Any, summary: str) -> click.Command:
     return command
 
 
+def _freeze(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
+    """Freeze this command and the processes that it starts."""
+    if not given or ctx.resilient_parsing:
+        return
+    from twinkle_registry.locked import FROZEN_VARIABLE
+
+    before = os.environ.get(FROZEN_VARIABLE)
+    os.environ[FROZEN_VARIABLE] = "1"
+
+    def restore() -> None:
+        os.environ.pop(FROZEN_VARIABLE)
+        if before is not None:
+            os.environ[FROZEN_VARIABLE] = before
+
+    ctx.call_on_close(restore)
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="twinkle %(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+@click.option("--frozen", is_flag=True, expose_value=False, callback=_freeze, help="Run only what twinkle.lock lists.")
 def main() -> None:
     """Train large language models with plain loops and plugins."""

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twinkle.cli.code import COMMANDS
 from twinkle.cli.plugins_group import PluginsGroup
 from twinkle.cli.text import echo_json, table
 
@@ -67,6 +68,10 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
             click.echo(f"{problem.kind}: {problem.what}" + (f"\n  -> {problem.remedy}" if problem.remedy else ""))
         click.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found")
     ctx.exit(1 if problems else 0)
+
+
+for command in COMMANDS:
+    plugins.add_command(command)
 
 
 def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:

@@ -1,0 +1,236 @@
+"""`twinkle.lock`: which code this project runs, by hash: Hub repositories, PyPI distributions and local files.
+
+One TOML file that a person can read and a diff can show. It is replaced in one step, under a guard against writers
+beside us, and read strictly: an unknown key, a wrong type or a digest that does not fit its files is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import ComponentConflict, SettingsError
+from ..locked import lock_path
+from ..naming import canonical, quoted
+from .listing import digest_of
+from .reference import HubReference, Origin
+
+_Entry = TypeVar("_Entry")
+SCHEMA = 1
+HEAD = "# Written by `twinkle plugins add|lock|remove`: which code this project runs. Keep it with the project.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class LockedRepository:
+    """One Hub repository at one commit.
+
+    Attributes:
+        reference: As it was asked for, without a name: `hf://org/repo` or `hf://org/repo@revision`.
+        repository: Where that led after redirects: `hf://org/repo`.
+        commit: The commit that somebody looked at.
+        files: Path to SHA-256.
+    """
+
+    reference: str
+    repository: str
+    commit: str
+    files: Mapping[str, str] = field(hash=False)
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the listing, which names the tree."""
+        return digest_of(self.files)
+
+    @property
+    def origin(self) -> Origin:
+        """Repository and commit."""
+        scheme, _, repo = self.repository.partition("://")
+        return Origin(scheme, repo, self.commit)
+
+
+@dataclass(frozen=True, slots=True)
+class LockedDistribution:
+    """One distribution from PyPI (or wherever pip found it): its installed files with their SHA-256."""
+
+    name: str
+    version: str
+    files: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LockedFile:
+    """One local file, `path` relative to the folder of the lock."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """All that one lock file says; `path` is where it is, or would be."""
+
+    path: Path
+    hub: tuple[LockedRepository, ...] = ()
+    pypi: tuple[LockedDistribution, ...] = ()
+    file: tuple[LockedFile, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Lock:
+        """Read the lock of this run; where there is none, the empty one.
+
+        Raises:
+            SettingsError: The file cannot be read, is damaged, or is of a newer version.
+        """
+        path = Path(lock_path()) if path is None else path
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return cls(path)
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+        from .lockfile import parse_lock
+
+        return parse_lock(content, path)
+
+    def find(self, reference: HubReference) -> LockedRepository | None:
+        """Return the entry that answers for a reference, or None.
+
+        A reference with a revision is answered by an entry for that revision or commit; one without, by the entry
+        that was added without, or else by the only one of its repository.
+
+        Raises:
+            ComponentConflict: No revision is asked for, and several are locked.
+        """
+        of_repo = [entry for entry in self.hub if reference.place in (_place(entry.reference), entry.repository)]
+        if reference.revision:
+            wanted = [e for e in of_repo if str(reference) == e.reference or e.commit == reference.revision]
+            return next(iter(wanted), None)
+        if plain := [entry for entry in of_repo if entry.reference == reference.place]:
+            return plain[0]
+        if len(of_repo) > 1:
+            raise ComponentConflict(
+                f"{reference.place} is locked at several revisions: {quoted(e.reference for e in of_repo)}; write one "
+                f"of them, or forget the others: twinkle plugins remove {of_repo[0].reference}"
+            )
+        return next(iter(of_repo), None)
+
+    def of_origin(self, origin: Origin) -> LockedRepository | None:
+        """Return the entry for this commit of this repository, or None."""
+        return next((entry for entry in self.hub if entry.origin == origin), None)
+
+    def of_tree(self, digest: str) -> list[LockedRepository]:
+        """Return the entries whose tree has this digest, or one that begins so."""
+        return [entry for entry in self.hub if entry.digest.startswith(digest)]
+
+    def of_distribution(self, name: str) -> LockedDistribution | None:
+        """Return the entry of a distribution, or None."""
+        return next((entry for entry in self.pypi if canonical(entry.name) == canonical(name)), None)
+
+    def of_file(self, file: Path) -> LockedFile | None:
+        """Return the entry of a local file, or None."""
+        path = self.relative(file)
+        return next((entry for entry in self.file if entry.path == path), None)
+
+    def relative(self, file: Path) -> str:
+        """Return how the lock calls a local file: by its path from the folder of the lock."""
+        return Path(os.path.relpath(file.expanduser().absolute(), self.path.parent)).as_posix()
+
+    def with_repository(self, entry: LockedRepository) -> Lock:
+        """Return the lock with `entry` in the place of the one with its reference."""
+        return replace(self, hub=_with(self.hub, entry, lambda e: e.reference))
+
+    def with_distribution(self, entry: LockedDistribution) -> Lock:
+        """Return the lock with `entry` in the place of the one with its name."""
+        return replace(self, pypi=_with(self.pypi, entry, lambda e: canonical(e.name)))
+
+    def with_file(self, entry: LockedFile) -> Lock:
+        """Return the lock with `entry` in the place of the one with its path."""
+        return replace(self, file=_with(self.file, entry, lambda e: e.path))
+
+
+def change_lock(change: Callable[[Lock], Lock]) -> Lock:
+    """Read the lock, change it and replace the file, while no other process does the same; return what is there now.
+
+    Raises:
+        SettingsError: The lock is damaged, or its folder cannot be written; the file stays as it was.
+    """
+    path = Path(lock_path())
+    try:
+        with _guard(path.parent):
+            changed = change(Lock.load(path))
+            _replace(path, to_toml(changed))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written: {error.strerror}; it is as it was") from error
+    return changed
+
+
+def to_toml(lock: Lock) -> str:
+    """Return the text of a lock file; what it says is sorted, so that a diff shows changes only."""
+    lines = [HEAD, f"schema = {SCHEMA}\n"]
+    for repository in sorted(lock.hub, key=lambda e: e.reference):
+        lines += _table("hub", repository, ("reference", "repository", "commit", "digest"))
+        lines += _files("hub", repository.files)
+    for dist in sorted(lock.pypi, key=lambda e: canonical(e.name)):
+        lines += _table("pypi", dist, ("name", "version"))
+        lines += _files("pypi", dist.files)
+    for file in sorted(lock.file, key=lambda e: e.path):
+        lines += _table("file", file, ("path", "sha256"))
+    return "".join(lines)
+
+
+def _with(entries: tuple[_Entry, ...], entry: _Entry, key: Callable[[_Entry], str]) -> tuple[_Entry, ...]:
+    return (*(e for e in entries if key(e) != key(entry)), entry)
+
+
+def _place(reference: str) -> str:
+    return str(HubReference.parse(reference, asked="twinkle.lock").place)
+
+
+def _table(sort: str, entry: object, keys: tuple[str, ...]) -> list[str]:
+    return [f"\n[[{sort}]]\n", *(f"{key} = {_string(getattr(entry, key))}\n" for key in keys)]
+
+
+def _files(sort: str, files: Mapping[str, str]) -> list[str]:
+    return [f"[{sort}.files]\n", *(f"{_string(path)} = {_string(files[path])}\n" for path in sorted(files))]
+
+
+def _string(text: str) -> str:
+    # A JSON text without \\u escapes is a TOML text, but for DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, work = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(work).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        Path(work).replace(path)
+    except BaseException:
+        Path(work).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _guard(folder: Path) -> Iterator[None]:
+    """Keep other writers of locks in this folder out; where the system has no such lock, rely on the one rename."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,99 @@
+"""References to code on a Hub: `scheme://repo@revision#Name`, taken apart and checked before anything is looked up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import ComponentNotFound
+from .listing import shown
+
+_REFERENCE = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_REPO_ON_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_COMMIT = re.compile(r"[0-9a-zA-Z][0-9a-zA-Z._-]{6,127}")
+_FULL_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+FORM = "write 'hf://org/repo', 'hf://org/repo@revision' or 'hf://org/repo@revision#Name'"
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """What a person wrote: `repo` is `org/repo` (for `file`, a path), `revision` and `name` may be empty."""
+
+    scheme: str
+    repo: str
+    revision: str = ""
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str, *, asked: str) -> HubReference:
+        """Take a reference apart.
+
+        Raises:
+            ComponentNotFound: A part is missing, or has characters that no repository, revision or class has.
+        """
+        match = _REFERENCE.fullmatch(text)
+        if match is None:
+            raise ComponentNotFound(f"{asked}: {shown(text)} is not a reference to a Hub; {FORM}")
+        place, hashmark, name = match["rest"].partition("#")
+        head, at, revision = place.rpartition("@")
+        if not at or ("/" in revision and match["scheme"] == "file"):
+            head, at, revision = place, "", ""
+        repo = _checked_repo(match["scheme"], head, asked)
+        if at and (not _REVISION.fullmatch(revision) or ".." in revision):
+            raise ComponentNotFound(f"{asked}: the revision {shown(revision)} is not a branch, tag or commit; {FORM}")
+        if hashmark and not _NAME.fullmatch(name):
+            raise ComponentNotFound(f"{asked}: {shown(name)} is not the name of a component; {FORM}")
+        return cls(match["scheme"], repo, revision, name)
+
+    @property
+    def place(self) -> str:
+        """The repository with its scheme, as policy and lock call it."""
+        return f"{self.scheme}://{self.repo}"
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether the revision is a whole commit, which cannot move."""
+        return bool(_FULL_COMMIT.fullmatch(self.revision))
+
+    def __str__(self) -> str:
+        """Return the reference without the name of a component."""
+        return self.place + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where code comes from, after redirects: a repository with its scheme, and one commit of it."""
+
+    scheme: str
+    repo: str
+    commit: str
+
+    @classmethod
+    def checked(cls, scheme: str, repo: str, commit: str, *, asked: str) -> Origin:
+        """Check what a hub answered: it may have been made up by whoever sits at the other end."""
+        if not _COMMIT.fullmatch(commit):
+            raise ComponentNotFound(f"{asked}: the hub says that its commit is {shown(commit)}, which is no commit")
+        return cls(scheme, _checked_repo(scheme, repo, asked), commit)
+
+    @property
+    def place(self) -> str:
+        """The repository with its scheme."""
+        return f"{self.scheme}://{self.repo}"
+
+    def __str__(self) -> str:
+        """Return `hf://org/repo@commit`, which is what `twinkle plugins add` takes."""
+        return f"{self.place}@{self.commit}"
+
+
+def _checked_repo(scheme: str, repo: str, asked: str) -> str:
+    parts = repo.split("/")
+    if scheme == "file":
+        fine = bool(repo) and repo.isprintable() and "\\" not in repo and ".." not in parts
+        repo = repo.rstrip("/") or repo
+    else:
+        fine = bool(_REPO_ON_HUB.fullmatch(repo)) and not any(".." in part for part in parts)
+    if not fine:
+        raise ComponentNotFound(f"{asked}: {shown(repo)} is not a repository; {FORM}")
+    return repo

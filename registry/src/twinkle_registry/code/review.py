@@ -1,0 +1,154 @@
+"""What a person sees before trusting code: its files and sizes, what it imports and reaches for, and what is new.
+
+Every text of the repository is made printable before it is shown: a file may hold marks that redraw a terminal.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from .tree import Tree
+
+# No list of this kind is complete; it says where to look first, not what is safe.
+_REACHES = {
+    "starts processes": (
+        "subprocess",
+        "multiprocessing",
+        "pty",
+        "os.system",
+        "os.popen",
+        "os.exec",
+        "os.spawn",
+        "os.fork",
+    ),
+    "uses the network": ("socket", "ssl", "http", "urllib", "ftplib", "smtplib", "requests", "httpx", "aiohttp"),
+    "runs text as code": ("eval", "exec", "compile", "__import__", "importlib", "runpy", "code", "marshal"),
+    "unpickles": ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "torch.load"),
+    "calls native code": ("ctypes", "cffi", "_ctypes"),
+    "reads the environment": ("os.environ", "os.getenv"),
+    "removes files": ("os.remove", "os.unlink", "os.rmdir", "shutil.rmtree"),
+}
+MAX_DIFF_LINES = 400
+MAX_DIFF_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class FileReview:
+    """One file: its size in bytes, what it imports, and what it reaches for, as far as its text tells."""
+
+    path: str
+    size: int
+    imports: tuple[str, ...] = ()
+    reaches: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Review:
+    """One tree, beside the one that was trusted before if there is one; `diff` is made printable."""
+
+    files: tuple[FileReview, ...]
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    diff: tuple[str, ...] = field(default=())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def imports(self) -> list[str]:
+        """Every top-level package outside of the repository that some file imports, but the standard library's."""
+        names = {name.partition(".")[0] for file in self.files for name in file.imports}
+        return sorted(names - sys.stdlib_module_names)
+
+
+def review(tree: Tree, before: Tree | None = None) -> Review:
+    """Look through a tree; `before` is what was trusted of this repository last."""
+    files = tuple(review_file(path, tree.read(path)) for path in sorted(tree.files))
+    if before is None:
+        return Review(files)
+    both = tree.files.keys() & before.files.keys()
+    changed = sorted(path for path in both if tree.files[path] != before.files[path])
+    return Review(
+        files,
+        added=tuple(sorted(tree.files.keys() - before.files.keys())),
+        removed=tuple(sorted(before.files.keys() - tree.files.keys())),
+        changed=tuple(changed),
+        diff=tuple(_limited(_diff(tree, before))),
+    )
+
+
+def review_file(path: str, content: bytes) -> FileReview:
+    """Look through one file."""
+    if not path.endswith(".py"):
+        return FileReview(path, len(content))
+    try:
+        parsed = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return FileReview(path, len(content), problem=printable(f"cannot be parsed: {error}"))
+    names = [name for node in ast.walk(parsed) for name in _imported(node)]
+    used = [*names, *(name for node in ast.walk(parsed) for name in _named(node))]
+    reaches = [what for what, marks in _REACHES.items() if any(_is_below(name, marks) for name in used)]
+    return FileReview(path, len(content), tuple(sorted(set(names))), tuple(reaches))
+
+
+def printable(text: str) -> str:
+    """Return a line with control characters and marks of direction escaped; tabs stay."""
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (printable(alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+        yield printable(node.module)
+
+
+def _named(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        yield f"{node.value.id}.{node.attr}"
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        yield node.func.id
+
+
+def _is_below(name: str, marks: Iterable[str]) -> bool:
+    return any(
+        name == mark or name.startswith(f"{mark}.") or (mark.startswith("os.") and name.startswith(mark))
+        for mark in marks
+    )
+
+
+def _diff(tree: Tree, before: Tree) -> Iterator[str]:
+    for path in sorted({*tree.files, *before.files}):
+        if tree.files.get(path) == before.files.get(path):
+            continue
+        old = before.read(path) if path in before.files else b""
+        new = tree.read(path) if path in tree.files else b""
+        if len(old) + len(new) > MAX_DIFF_BYTES or b"\0" in old + new:
+            yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large or no text"
+            continue
+        was, now = (printable_lines(content) for content in (old, new))
+        yield from difflib.unified_diff(was, now, f"trusted/{path}", f"new/{path}", lineterm="")
+
+
+def printable_lines(content: bytes) -> list[str]:
+    """Return the lines of a file as they may be shown; only line feeds end one."""
+    lines = content.decode("utf-8", "backslashreplace").split("\n")
+    return [printable(line.removesuffix("\r")) for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def _limited(lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if number == MAX_DIFF_LINES:
+            yield f"... and more than these {MAX_DIFF_LINES} lines; read the files where they lie"
+            return
+        yield line

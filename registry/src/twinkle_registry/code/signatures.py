@@ -1,0 +1,159 @@
+"""Signatures of a repository, where the policy asks for them: a file beside the code, over the listing of the rest.
+
+- `twinkle-plugin.sig`: base64 of an ed25519 signature (package `cryptography`), for private hubs.
+- `twinkle-plugin.sigstore.json`: a Sigstore bundle (package `sigstore`), by an identity that the policy names.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import NotTrusted, RequirementMissing, SettingsError
+from ..naming import nearest_or_all
+from .listing import listing_text, scan
+
+if TYPE_CHECKING:
+    from .tree import Tree
+
+ED25519_FILE = "twinkle-plugin.sig"
+SIGSTORE_FILE = "twinkle-plugin.sigstore.json"
+# So that nothing else that was signed with the same key is taken for a plugin.
+_PREFIX = b"twinkle plugin, version 1\n"
+_KEY_BYTES = 32
+_SORTS = ("ed25519", "sigstore")
+_SIGSTORE = ("identity", "issuer")
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Whose signature is asked for: an ed25519 public key, or an identity of Sigstore and who vouches for it."""
+
+    ed25519: bytes = b""
+    identity: str = ""
+    issuer: str = ""
+
+    def __str__(self) -> str:
+        """Return how errors name it."""
+        return f"key {base64.b64encode(self.ed25519).decode()}" if self.ed25519 else self.identity
+
+
+def signer_from_table(where: str, table: Any) -> Signer:
+    """Read `{ ed25519 = "key" }` or `{ sigstore = { identity = "...", issuer = "..." } }`.
+
+    Raises:
+        SettingsError: It is neither, or the key is not 32 bytes in base64.
+    """
+    if not isinstance(table, Mapping) or len(table) != 1:
+        raise SettingsError(
+            f'{where}: expected {{ ed25519 = "public key" }} or {{ sigstore = {{...}} }}, found {table!r}'
+        )
+    ((sort, value),) = table.items()
+    if sort == "ed25519":
+        try:
+            key = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
+        except binascii.Error:
+            key = b""
+        if len(key) != _KEY_BYTES:
+            raise SettingsError(f"{where}: an ed25519 public key is {_KEY_BYTES} bytes in base64, found {value!r}")
+        return Signer(ed25519=key)
+    if sort != "sigstore":
+        raise SettingsError(f"{where}: unknown key {sort!r}, {nearest_or_all(sort, _SORTS)}")
+    fine = (
+        isinstance(value, Mapping)
+        and set(value) == set(_SIGSTORE)
+        and all(isinstance(v, str) and v for v in value.values())
+    )
+    if not fine:
+        raise SettingsError(f"{where}: sigstore takes 'identity' and 'issuer', both texts, found {value!r}")
+    return Signer(identity=value["identity"], issuer=value["issuer"])
+
+
+def signed_bytes(files: Mapping[str, str]) -> bytes:
+    """Return what is signed: the listing of all files but the signatures."""
+    return _PREFIX + listing_text({p: h for p, h in files.items() if p not in (ED25519_FILE, SIGSTORE_FILE)}).encode()
+
+
+def sign_folder(folder: Path, private_key: bytes) -> Path:
+    """Write `twinkle-plugin.sig` into a folder of code and return its path.
+
+    Args:
+        folder: The repository, as it will be uploaded.
+        private_key: An ed25519 private key: 32 raw bytes, or PEM without a password.
+    """
+    ed25519 = _cryptography("to sign a plugin")
+    if len(private_key) == _KEY_BYTES:
+        key = ed25519.Ed25519PrivateKey.from_private_bytes(private_key)
+    else:
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            key = load_pem_private_key(private_key, password=None)
+        except (ValueError, TypeError) as error:
+            raise SettingsError(f"the private key is neither {_KEY_BYTES} bytes nor PEM without a password") from error
+        if not isinstance(key, ed25519.Ed25519PrivateKey):
+            raise SettingsError("the private key is not of the sort ed25519")
+    signature = key.sign(signed_bytes(scan(folder, asked=f"sign {folder}")))
+    target = folder / ED25519_FILE
+    target.write_text(base64.b64encode(signature).decode() + "\n", "ascii")
+    return target
+
+
+def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
+    """Check that a tree bears the signature of `signer`.
+
+    Raises:
+        NotTrusted: It does not, or the signature cannot be checked.
+        RequirementMissing: The package that checks it is not installed.
+    """
+    name = ED25519_FILE if signer.ed25519 else SIGSTORE_FILE
+    if name not in tree.files:
+        raise NotTrusted(
+            f"{asked}: the policy wants it signed by {signer}, and it has no {name}; ask its author to sign it"
+        )
+    (_check_ed25519 if signer.ed25519 else _check_sigstore)(tree, signer, asked)
+
+
+def _check_ed25519(tree: Tree, signer: Signer, asked: str) -> None:
+    ed25519 = _cryptography(f"{asked}: to check its signature")
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        signature = base64.b64decode(tree.read(ED25519_FILE).strip(), validate=True)
+        ed25519.Ed25519PublicKey.from_public_bytes(signer.ed25519).verify(signature, signed_bytes(tree.files))
+    except (InvalidSignature, ValueError) as error:
+        raise NotTrusted(f"{asked}: {ED25519_FILE} is not a signature of these files by {signer}") from error
+
+
+def _check_sigstore(tree: Tree, signer: Signer, asked: str) -> None:
+    try:
+        from sigstore.errors import Error
+        from sigstore.models import Bundle
+        from sigstore.verify import Verifier, policy
+    except ImportError as error:
+        raise RequirementMissing(f"{asked}: to check its Sigstore signature, run: pip install 'sigstore>=4'") from error
+    try:
+        bundle = Bundle.from_json(tree.read(SIGSTORE_FILE))
+        # The keys of Sigstore that came with the package: no network on the load path.
+        verifier = Verifier.production(offline=True)
+        verifier.verify_artifact(
+            signed_bytes(tree.files), bundle, policy.Identity(identity=signer.identity, issuer=signer.issuer)
+        )
+    except NotTrusted:
+        raise
+    except (Error, ValueError, KeyError, OSError) as error:
+        raise NotTrusted(
+            f"{asked}: {SIGSTORE_FILE} is not a signature of these files by {signer}, or cannot be checked: {error}"
+        ) from error
+
+
+def _cryptography(why: str) -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise RequirementMissing(f"{why}, run: pip install 'cryptography>=42'") from error
+    return ed25519

@@ -1,0 +1,59 @@
+"""What every start asks before the code store is loaded: is there a lock, and which switches are set."""
+
+# This runs at every start, and os.path takes a tenth of pathlib's time.
+# ruff: noqa: PTH100, PTH110, PTH111, PTH113
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from .errors import SettingsError
+
+if TYPE_CHECKING:
+    from .manifest import PluginRecord
+
+LOCK_NAME = "twinkle.lock"
+LOCK_VARIABLE = "TWINKLE_LOCK"
+FROZEN_VARIABLE = "TWINKLE_FROZEN"
+TRUST_VARIABLE = "TWINKLE_TRUST_REMOTE_CODE"
+_ON = ("1", "true", "yes", "on")
+_OFF = ("", "0", "false", "no", "off")
+
+
+def lock_path() -> str:
+    """Return where the lock of this run is or would be: `$TWINKLE_LOCK`, else `twinkle.lock` in the working directory.
+
+    Raises:
+        SettingsError: The variable names something that is not a file in a folder.
+    """
+    named = os.environ.get(LOCK_VARIABLE, "")
+    path = os.path.abspath(os.path.expanduser(named or LOCK_NAME))
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise SettingsError(f"{path} is not a file; name the lock file by {LOCK_VARIABLE}")
+    return path
+
+
+def is_frozen() -> bool:
+    """Say whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
+    return _switch(FROZEN_VARIABLE)
+
+
+def trusts_all() -> bool:
+    """Say whether code from a Hub runs without anybody having looked at it (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
+    return _switch(TRUST_VARIABLE)
+
+
+def locked_plugins() -> list[PluginRecord]:
+    """Return a record of every Hub plugin that the lock lists; without a lock, none, and nothing is imported."""
+    if not os.path.isfile(lock_path()):
+        return []
+    from .code.plugins import records_of_lock
+
+    return records_of_lock()
+
+
+def _switch(variable: str) -> bool:
+    value = os.environ.get(variable, "").strip().lower()
+    if value not in (*_ON, *_OFF):
+        raise SettingsError(f"{variable}: expected 1 or 0, found {value!r}")
+    return value in _ON
