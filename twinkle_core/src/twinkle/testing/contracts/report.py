@@ -95,11 +95,14 @@ class Report:
     def text(self, *, everything: bool = False) -> str:
         """Return the summary with every failure and every skip below it, and with `everything` what passed too."""
         lines = [self.summary]
+        reasons: dict[str, list[str]] = {}
         for result in self.results:
-            if result.outcome == "passed" and not everything:
-                continue
-            why = "".join(f"\n      {line}" for line in result.why.splitlines())
-            lines.append(f"  {result.outcome:7}  {result.name}: {result.statement}{why}")
+            if result.outcome == "skipped":
+                reasons.setdefault(result.why, []).append(result.name)
+            elif result.outcome == "failed" or everything:
+                lines += [f"  {result.outcome:7}  {result.name}: {result.statement}", *_indented(result.why)]
+        for why, names in reasons.items():
+            lines += [f"  skipped  {', '.join(names)}", *_indented(why)]
         return "\n".join(lines)
 
     def as_plain(self) -> dict[str, Any]:
@@ -118,6 +121,10 @@ class Report:
 
     def _of(self, outcome: Outcome) -> list[CheckResult]:
         return [result for result in self.results if result.outcome == outcome]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"           {line}" for line in text.splitlines()]
 
 
 class ContractError(TwinkleError, AssertionError):
