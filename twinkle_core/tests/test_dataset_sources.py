@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.dataset import Dataset, DatasetMeta, IterableDataset
 from twinkle.dataset.sources import files_of_split, slice_indices
-from twinkle.errors import ArgumentError, ComponentNotFound, DataError, Unsupported
+from twinkle.errors import ArgumentError, ComponentNotFound, DataError, HubError, Unsupported
 
 ROWS = [{"a": 1, "t": "x"}, {"a": 2, "t": "ü"}]
 
@@ -202,12 +202,36 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_the_nearest_and_the_hubs(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", "{}")
-    with pytest.raises(
-        DataError, match=r"there is no file or folder .*trian.jsonl.*nearest: .*train.jsonl.*cannot be fetched yet"
-    ):
+    with pytest.raises(DataError, match=r"no file or folder .*trian.jsonl.*nearest: .*train.jsonl.*hf://owner/name"):
         load(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"no file or folder '.*org/name'.*hf://, ms://.*cannot be fetched yet"):
-        load("org/name")
+    with pytest.raises(DataError, match=r"no file or folder '.*org/rows.jsonl'"):
+        load("org/rows.jsonl")
+
+
+def test_an_id_without_a_prefix_belongs_to_the_default_hub_unless_it_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import twinkle.hub
+
+    class Fake:
+        def load_dataset(self, reference: str, subset_name: str, split: str):
+            if reference.endswith("nothing"):
+                raise HubError(f"{reference}: there is no such repository")
+            return [{"asked": reference}]
+
+    monkeypatch.setattr(twinkle.hub, "open_hub", lambda reference: Fake())
+    monkeypatch.chdir(tmp_path)
+    assert list(Dataset(DatasetMeta("org/rows"))) == [{"asked": "ms://org/rows"}]
+    assert list(IterableDataset(DatasetMeta("org/rows"))) == [{"asked": "ms://org/rows"}]
+    monkeypatch.setenv("TWINKLE_DEFAULT_HUB", "hf")
+    assert list(Dataset(DatasetMeta("org/rows"))) == [{"asked": "hf://org/rows"}]
+    for cls in (Dataset, IterableDataset):
+        with pytest.raises(
+            HubError, match=r"hf://org/nothing: there is no such repository; there is no local '.*nothing'"
+        ):
+            cls(DatasetMeta("org/nothing"))
+    write(tmp_path / "org" / "rows" / "train.jsonl", '{"local": 1}\n')
+    assert list(Dataset(DatasetMeta("org/rows"))) == [{"local": 1}]
 
 
 def test_a_folder_is_read_by_split_and_subset(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """From a model id to a folder: what is accepted, and what the errors say."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from twinkle.errors import ArgumentError, ComponentNotFound, ModelLoadError, SettingsError
-from twinkle.hub import Hub, local, local_model, open_hub
+from twinkle.errors import ArgumentError, ComponentNotFound, HubError, ModelLoadError, SettingsError
+from twinkle.hub import Hub, HubOperation, local, local_model, open_hub
 
 
 class FolderHub(Hub):
@@ -15,9 +16,10 @@ class FolderHub(Hub):
 
     def download_model(self, reference, revision="main"):
         self.asked.append((reference, revision))
-        from pathlib import Path
-
-        return Path(reference.partition("://")[2])
+        place = Path(reference.partition("://")[2])
+        if not place.is_absolute():
+            raise HubError(f"{reference}: there is no shelf of that name")
+        return place
 
     def load_dataset(self, reference, subset_name="default", split="train", **kwargs):
         return []
@@ -68,10 +70,47 @@ def test_a_missing_folder_names_its_neighbours_and_what_to_do(folder):
     assert "hf://" not in text
 
 
-def test_an_id_that_is_no_path_points_to_the_hubs_and_to_the_aliases(tmp_path, monkeypatch):
+def test_an_id_without_a_prefix_belongs_to_the_default_hub(folder, shelf, monkeypatch):
+    monkeypatch.setenv("TWINKLE_DEFAULT_HUB", "shelf")
+    with pytest.raises(HubError, match="there is no shelf of that name"):
+        local_model("Qwen/Qwen3-4B@v2")
+    assert shelf == [("shelf://Qwen/Qwen3-4B@v2", "main")]
+
+
+def test_an_existing_path_comes_before_the_default_hub(folder, shelf, monkeypatch):
+    monkeypatch.setenv("TWINKLE_DEFAULT_HUB", "shelf")
+    monkeypatch.chdir(folder.parent.parent)
+    assert local_model("models/qwen3-tiny").samefile(folder)
+    assert shelf == []
+
+
+def test_an_id_that_neither_hub_nor_disk_has_is_told_of_both(folder, shelf, monkeypatch):
+    monkeypatch.setenv("TWINKLE_DEFAULT_HUB", "shelf")
+    monkeypatch.chdir(folder.parent.parent)
+    with pytest.raises(
+        HubError, match=r"no shelf of that name; there is no local .*qwen3-tinny' either \(nearest: .*tiny"
+    ):
+        local_model("models/qwen3-tinny")
+
+
+def test_the_default_hub_is_modelscope(shelf):
+    assert HubOperation.source_type("org/name") == "ms"
+    with pytest.raises(ComponentNotFound, match=r"nothing offers ms://.*pip install twinkle-hub; there is no local"):
+        local_model("org/name")
+
+
+@pytest.mark.parametrize("text", ["gpt2", "./org/name", "/org/name", "a/b/c", "~/name", "org/../name"])
+def test_a_text_that_is_no_id_is_a_path(text, shelf, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"cannot be fetched yet in this version") as error:
-        local_model("Qwen/Qwen3-4B")
+    with pytest.raises(ModelLoadError, match="not found"):
+        local_model(text)
+    assert shelf == []
+
+
+def test_a_single_word_is_told_how_a_hub_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelLoadError, match="hf://owner/name") as error:
+        local_model("Qwen3-4B")
     assert local.ALIASES in str(error.value)
 
 
@@ -116,6 +155,7 @@ def test_an_alias_translates_an_id(folder, monkeypatch):
     monkeypatch.setenv(local.ALIASES, json.dumps({"Qwen/Qwen3": str(folder), "hf://Qwen/Qwen3": str(folder)}))
     assert local_model("Qwen/Qwen3") == folder
     assert local_model("hf://Qwen/Qwen3") == folder
+    assert local_model("ms://Qwen/Qwen3") == folder
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}', '{"a": ""}'])
@@ -141,10 +181,16 @@ def test_an_unknown_scheme_lists_those_there_are(shelf):
         open_hub("gopher://x")
 
 
-def test_hf_and_ms_are_not_there_yet_and_nothing_is_to_be_installed(shelf):
-    for scheme in ("hf", "ms"):
-        with pytest.raises(ComponentNotFound, match=r"not available yet in this version$"):
+def test_a_hub_of_the_house_that_is_not_installed_says_what_to_install(shelf):
+    for scheme in ("hf", "ms", "file"):
+        with pytest.raises(ComponentNotFound, match=r"there are: shelf://; run: pip install twinkle-hub$"):
             open_hub(f"{scheme}://org/name")
+
+
+def test_an_option_that_the_hub_does_not_take_is_refused_before_it_is_asked(folder, shelf):
+    with pytest.raises(ArgumentError, match="unknown argument 'revison', nearest: 'revision'"):
+        local_model(f"shelf://{folder}", revison="v2")
+    assert shelf == []
 
 
 def test_a_reference_without_scheme_is_refused(shelf):

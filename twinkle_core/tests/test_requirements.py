@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import twinkle
-from twinkle.errors import ArgumentError, ComponentNotFound, ComponentTypeError, RequirementMissing
+from twinkle.errors import ArgumentError, ComponentNotFound, ComponentTypeError, HubError, RequirementMissing
 from twinkle.loss import Loss
 from twinkle.platform import GPU, NPU
 from twinkle.template import Template
@@ -65,10 +65,11 @@ def test_a_plugin_is_loaded_by_reference_and_base(tmp_path: Path) -> None:
         twinkle.Plugin.load_plugin("Template", own)
 
 
-def test_a_plugin_that_is_not_there_or_not_of_that_base() -> None:
+def test_a_plugin_that_is_not_there_or_not_of_that_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINKLE_FORBID_HF", "1")
     with pytest.raises(ComponentNotFound, match="nearest: 'Template'"):
         twinkle.Plugin.load_plugin("Templat", Template)
-    with pytest.raises(ComponentNotFound, match="hf://"):
+    with pytest.raises(HubError, match="hf:// is forbidden here"):
         twinkle.Plugin.load_plugin("hf://org/name", Loss)
     for base in (dict, "Loss", None):
         with pytest.raises(ArgumentError, match="plugin_base is "):

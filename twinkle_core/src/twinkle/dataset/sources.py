@@ -37,10 +37,8 @@ def load(meta: DatasetMeta, options: Mapping[str, Any], what: str = "Dataset") -
         table = _in_memory(meta.data, meta.split, name)
     elif not meta.dataset_id:
         raise DataError("DatasetMeta names no data: give dataset_id (a file, folder or scheme:// reference) or data=")
-    elif "://" in str(meta.dataset_id):
-        table = _from_hub(meta, options)
     else:
-        table = _from_disk(meta, options)
+        table = _from_place(meta, options)
     not_empty(table, name, "loading")
     if meta.data_slice is None:
         return table
@@ -132,15 +130,36 @@ def checked_rows(data: Iterable[Any], name: str) -> Iterator[Mapping[str, Any]]:
         yield row
 
 
-def _from_hub(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+def _from_place(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+    from twinkle.hub.local import about_missing_path
+
+    reference = hub_reference(meta)
+    if reference is None:
+        return _from_disk(meta, options)
+    with about_missing_path(str(meta.dataset_id)):
+        return _from_hub(meta, reference, options)
+
+
+def hub_reference(meta: DatasetMeta) -> str | None:
+    """Return the `scheme://...` that a data set's id means, or None for a path of this machine."""
+    from twinkle.hub.local import reference_of, scheme_of
+
+    name = str(meta.dataset_id)
+    if scheme_of(name):
+        return name
+    path = Path(name).expanduser()
+    return None if path.exists() or path.suffix.lower() in READERS else reference_of(name)
+
+
+def _from_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> Table:
     from twinkle.hub import open_hub
     from twinkle_registry import check_keywords
 
-    hub = open_hub(meta.dataset_id)
+    hub = open_hub(reference)
     what = f"data set {meta.dataset_id!r}"
-    check_keywords(hub.load_dataset, options, what=what, args=(meta.dataset_id, meta.subset_name, meta.split))
-    rows = hub.load_dataset(meta.dataset_id, subset_name=meta.subset_name, split=meta.split, **options)
-    return _in_memory(rows, meta.split, meta.dataset_id)
+    check_keywords(hub.load_dataset, options, what=what, args=(reference, meta.subset_name, meta.split))
+    rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
+    return _in_memory(rows, meta.split, reference)
 
 
 def _from_disk(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
@@ -244,8 +263,8 @@ def absent(asked: str, path: Path) -> str:
     close = nearest(path.name, beside, 1)
     hint = f" (nearest: {str(path.parent / close[0])!r})" if close else ""
     return (
-        f"data set {asked!r}: there is no file or folder {str(path.absolute())!r}{hint}. Data sets of a "
-        "hub (hf://, ms://) cannot be fetched yet in this version"
+        f"data set {asked!r}: there is no file or folder {str(path.absolute())!r}{hint}. A data set of a hub is "
+        "hf://owner/name or ms://owner/name"
     )
 
 

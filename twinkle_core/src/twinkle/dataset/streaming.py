@@ -19,6 +19,7 @@ from twinkle.dataset.sources import (
     checked_rows,
     column_of,
     files_of_split,
+    hub_reference,
     is_saved,
     load_saved,
     row_number,
@@ -56,8 +57,8 @@ def open_stream(meta: DatasetMeta, options: Mapping[str, Any]) -> Source:
         source = _memory(meta.data, meta.split, name)
     elif not meta.dataset_id:
         raise DataError("DatasetMeta names no data: give dataset_id (a file, folder or scheme:// reference) or data=")
-    elif "://" in str(meta.dataset_id):
-        source = _hub(meta, options)
+    elif (reference := hub_reference(meta)) is not None:
+        source = _hub(meta, reference, options)
     else:
         source = _disk(meta, options)
     source = functools.partial(_not_empty, source, name)
@@ -211,14 +212,16 @@ def _files_rows(files: list[Path], options: Mapping[str, Any]) -> Iterator[Row]:
                 yield _cleaned(row, deep=False)
 
 
-def _hub(meta: DatasetMeta, options: Mapping[str, Any]) -> Source:
+def _hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> Source:
     from twinkle.hub import open_hub
+    from twinkle.hub.local import about_missing_path
     from twinkle_registry import check_keywords
 
-    hub = open_hub(meta.dataset_id)
-    if "streaming" in inspect.signature(hub.load_dataset).parameters:
-        options = {**options, "streaming": True}
-    what = f"data set {meta.dataset_id!r}"
-    check_keywords(hub.load_dataset, options, what=what, args=(meta.dataset_id, meta.subset_name, meta.split))
-    rows = hub.load_dataset(meta.dataset_id, subset_name=meta.subset_name, split=meta.split, **options)
-    return _memory(rows, meta.split, meta.dataset_id)
+    with about_missing_path(str(meta.dataset_id)):
+        hub = open_hub(reference)
+        if "streaming" in inspect.signature(hub.load_dataset).parameters:
+            options = {**options, "streaming": True}
+        what = f"data set {meta.dataset_id!r}"
+        check_keywords(hub.load_dataset, options, what=what, args=(reference, meta.subset_name, meta.split))
+        rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
+    return _memory(rows, meta.split, reference)

@@ -1,9 +1,19 @@
 """Hubs: the contract `Hub`, every installed hub by name, and `local_model`, which turns any model id into a folder."""
 
+from typing import Any
+
 from twinkle._lazy import room
 from twinkle.hub.base import Hub
 from twinkle.hub.local import local_model, open_hub
+from twinkle.hub.operation import HubOperation
+from twinkle.hub.uploads import Upload
 
-__all__ = ["Hub", "local_model", "open_hub"]
+__all__ = ["Hub", "HubOperation", "Upload", "local_model", "open_hub"]
 
-__getattr__, __dir__ = room(__name__, "hub")
+_PUBLISHED = {"HFHub": "hf", "MSHub": "ms", "FileHub": "file"}  # class by class; the components have their schemes
+
+_component, __dir__ = room(__name__, "hub")
+
+
+def __getattr__(name: str) -> Any:
+    return _component(_PUBLISHED.get(name, name))

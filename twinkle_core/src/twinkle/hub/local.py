@@ -3,14 +3,26 @@
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twinkle.errors import ArgumentError, ComponentNotFound, ModelLoadError, SettingsError
+from twinkle.errors import (
+    ArgumentError,
+    ComponentNotFound,
+    HubError,
+    ModelLoadError,
+    RequirementMissing,
+    SettingsError,
+)
 from twinkle.hub.base import Hub
 
 ALIASES = "TWINKLE_MODEL_ID_ALIASES"
+DEFAULT_HUB = "TWINKLE_DEFAULT_HUB"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+_SHIPPED = ("hf", "ms", "file")
 
 
 def open_hub(reference: str) -> Hub:
@@ -24,13 +36,13 @@ def open_hub(reference: str) -> Hub:
     """
     from twinkle._registry import registry
 
-    scheme = _scheme(reference)
+    scheme = scheme_of(reference)
     if scheme is None:
         raise ComponentNotFound(f"{reference!r} names no hub; write 'scheme://...', {_schemes()}")
     try:
         hub = registry().build(scheme, "hub")
     except ComponentNotFound as error:
-        ways = "; hf:// and ms:// are not available yet in this version" if scheme in ("hf", "ms") else ""
+        ways = "; run: pip install twinkle-hub" if scheme in _SHIPPED else ""
         raise ComponentNotFound(f"no hub for {reference!r}: nothing offers {scheme}://; {_schemes()}{ways}") from error
     if not isinstance(hub, Hub):
         raise ComponentNotFound(f"no hub for {reference!r}: {type(hub).__name__} is not a twinkle.hub.Hub")
@@ -42,35 +54,89 @@ def local_model(model_id: str | Path, **kwargs: Any) -> Path:
 
     Args:
         model_id: a folder with a config.json; a `.gguf` file, or a folder that holds just one (converted once to
-            bfloat16 safetensors and kept in the cache); a reference `scheme://...`, fetched by its hub; or an id that
-            the JSON map in `TWINKLE_MODEL_ID_ALIASES` translates to one of these.
+            bfloat16 safetensors and kept in the cache); a reference `scheme://...`, fetched by its hub; an id
+            `owner/name`, which no path has, of the hub that `TWINKLE_DEFAULT_HUB` names; or an id that the JSON map in
+            `TWINKLE_MODEL_ID_ALIASES` translates to one of these.
         **kwargs: for the hub, such as `revision`.
 
     Raises:
         ModelLoadError: nothing is there, or what is there is not a model.
+        HubError: the hub cannot be reached, refuses, or has no such repository.
         ComponentNotFound: no plugin offers the scheme.
-        ArgumentError: keyword arguments for a model that needs no hub.
+        ArgumentError: keyword arguments for a model that needs no hub, or that the hub does not take.
         SettingsError: `TWINKLE_MODEL_ID_ALIASES` is not a JSON map of texts.
     """
     asked = str(model_id)
     if not asked:
         raise ModelLoadError("the model id is empty; give a model folder, a .gguf file or a scheme:// reference")
-    place = _aliases().get(asked, asked)
-    if _scheme(place) is not None:
-        return _folder(open_hub(place).download_model(place, **kwargs), asked)
+    place = alias_of(asked)
     path = Path(place).expanduser()
-    if not path.exists():
+    if scheme_of(place) is None and path.exists():
+        if kwargs:
+            names = ", ".join(map(repr, sorted(kwargs)))
+            raise ArgumentError(f"model {asked!r} is on this machine, so nothing takes {names}; leave it out")
+        return _folder(path, asked)
+    reference = reference_of(place)
+    if reference is None:
         raise ModelLoadError(_absent(asked, path))
-    if kwargs:
-        raise ArgumentError(
-            f"model {asked!r} is on this machine, so nothing takes {', '.join(map(repr, sorted(kwargs)))}; leave it out"
-        )
-    return _folder(path, asked)
+    with about_missing_path(place):
+        return _folder(_downloaded(reference, asked, kwargs), asked)
 
 
-def _scheme(text: str) -> str | None:
+def scheme_of(text: str) -> str | None:
+    """Return `hf` of `hf://...`, and None for a text without scheme."""
     found = _SCHEME.match(text)
     return found[1].lower() if found else None
+
+
+def default_hub() -> str:
+    """Return the hub of ids without a prefix: what `TWINKLE_DEFAULT_HUB` says, or `ms`."""
+    return os.environ.get(DEFAULT_HUB, "").strip().lower().removesuffix("://") or "ms"
+
+
+def reference_of(text: str) -> str | None:
+    """Return the `scheme://...` that a text means: itself, or `owner/name` at the default hub; None for a path."""
+    if scheme_of(text):
+        return text
+    return f"{default_hub()}://{text}" if _ID.fullmatch(text) else None
+
+
+def alias_of(asked: str) -> str:
+    """Return what `TWINKLE_MODEL_ID_ALIASES` has for an id, with its prefix or without; else the id.
+
+    Raises:
+        SettingsError: the variable is not a JSON map of texts.
+    """
+    aliases = _aliases()
+    return aliases.get(asked) or aliases.get(asked.partition("://")[2] if scheme_of(asked) else asked, asked)
+
+
+@contextmanager
+def about_missing_path(place: str) -> Iterator[None]:
+    """Let what goes wrong at the default hub say too that no path has this name, where a path may have been meant."""
+    try:
+        yield
+    except (HubError, ComponentNotFound, RequirementMissing) as error:
+        if scheme_of(place):
+            raise
+        path = Path(place).expanduser()
+        raise type(error)(f"{error}; there is no local {str(path.absolute())!r} either{_beside(path)}") from error
+
+
+def _beside(path: Path) -> str:
+    from twinkle_registry import nearest
+
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside, 1)
+    return f" (nearest: {str(path.parent / close[0])!r})" if close else ""
+
+
+def _downloaded(reference: str, asked: str, options: Mapping[str, Any]) -> Path:
+    from twinkle_registry import check_keywords
+
+    hub = open_hub(reference)
+    check_keywords(hub.download_model, options, what=f"model {asked!r}", args=(reference,))
+    return hub.download_model(reference, **options)
 
 
 def _schemes() -> str:
@@ -147,5 +213,5 @@ def _absent(asked: str, path: Path) -> str:
     there = f"{parent} holds {', '.join(shown)}" if shown else f"{parent} holds no model"
     ways = f"give the path of a model folder or a .gguf file, or map the id to one in {ALIASES}"
     if len(path.parts) <= 2 and not path.is_absolute() and not asked.startswith("."):
-        ways += "; models of a hub (hf://, ms://) cannot be fetched yet in this version"
+        ways += "; a model of a hub is hf://owner/name or ms://owner/name"
     return f"model {asked!r} not found: there is no {path.absolute()}; {there}; {ways}"

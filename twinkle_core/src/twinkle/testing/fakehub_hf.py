@@ -65,6 +65,13 @@ def _entry(path: str, data: bytes) -> dict[str, Any]:
     return entry
 
 
+def _sibling(path: str, data: bytes) -> dict[str, Any]:
+    told: dict[str, Any] = {"rfilename": path, "size": len(data), "blobId": blob_id(data)}
+    if is_large(path, data):
+        told["lfs"] = {"sha256": sha256(data), "size": len(data), "pointerSize": 130}
+    return told
+
+
 def _tree(commit: Commit, folder: str, recursive: bool) -> list[dict[str, Any]]:
     prefix = f"{folder}/" if folder else ""
     below = {path: data for path, data in commit.files.items() if path.startswith(prefix)}
@@ -98,7 +105,7 @@ def info(handler: Handler, kind: str, repo: str, revision: str | None) -> None:
     commit = _commit(repository, revision)
     files: list[dict[str, Any]] = [{"rfilename": path} for path in sorted(commit.files)]
     if "blobs" in handler.query:
-        files = [{**_entry(path, data), "rfilename": path} for path, data in sorted(commit.files.items())]
+        files = [_sibling(path, data) for path, data in sorted(commit.files.items())]
     told = {"id": repository.name, "modelId": repository.name, "author": repository.name.split("/")[0]}
     told |= {"sha": commit.id, "lastModified": _DATE, "createdAt": _DATE, "private": repository.private}
     raise Answer(200, {**told, "gated": False, "disabled": False, "tags": [], "downloads": 0, "siblings": files})
@@ -218,6 +225,17 @@ def commit(handler: Handler, kind: str, repo: str, revision: str) -> None:
     with handler.hub.store.lock:
         made = repository.commit(files, message, revision, gone)
     raise Answer(200, {"commitUrl": f"{handler.hub.url}/{repository.name}/commit/{made}", "commitOid": made})
+
+
+@route("POST", rf"/api/{KIND}/{REPO}/branch/(?P<branch>.+)")
+def branch(handler: Handler, kind: str, repo: str, branch: str) -> None:
+    """Begin a branch."""
+    _writer(handler, repo)
+    repository = _found(handler, repo, _typed(kind))
+    if branch in repository.branches:
+        raise Answer(409, {"error": "Reference already exists"})
+    repository.branches[branch] = _commit(repository, handler.json().get("startingPoint")).id
+    raise Answer(200, {})
 
 
 @route("POST", r"/api/validate-yaml")

@@ -29,7 +29,7 @@ def route(method: str, pattern: str) -> Callable[[Callable[..., None]], Callable
     return register
 
 
-class Answer(Exception):  # noqa: N818 - an answer, not an error
+class Answer(Exception):
     """Ends a request with a JSON body."""
 
     def __init__(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:

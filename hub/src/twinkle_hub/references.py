@@ -1,0 +1,45 @@
+"""References to repositories of models and data, taken apart."""
+
+from pathlib import Path
+
+from twinkle.errors import ArgumentError
+from twinkle_registry.code.reference import HubReference
+
+
+def parsed(reference: str, revision: str | None = None) -> HubReference:
+    """Take `scheme://owner/name@revision` apart; the revision may stand beside it instead.
+
+    Raises:
+        ComponentNotFound: it has not this form.
+        ArgumentError: it names a component, or another revision than `revision`.
+    """
+    scheme, _, rest = reference.partition("://")
+    found = HubReference.parse(f"{scheme.lower()}://{rest}", asked=f"{reference!r}")
+    if found.name:
+        raise ArgumentError(f"{reference!r} names a component of a repository; leave '#{found.name}' out here")
+    if revision and found.revision and revision != found.revision:
+        raise ArgumentError(
+            f"{reference!r} names the revision {found.revision!r}, and revision= {revision!r}; give one"
+        )
+    return HubReference(found.scheme, found.repo, revision or found.revision)
+
+
+def folder_of(reference: str) -> Path:
+    """Return the folder of a `file://...` reference.
+
+    Raises:
+        ComponentNotFound: it has not this form.
+        ArgumentError: the path is relative, or a revision or component is named.
+    """
+    found = parsed(reference)
+    if found.revision:
+        raise ArgumentError(f"{reference!r}: a folder has one state and no revisions; leave '@{found.revision}' out")
+    return absolute(found.repo, reference)
+
+
+def absolute(path: str, reference: str) -> Path:
+    """Return a path, `~` expanded, or raise `ArgumentError` if it is relative."""
+    folder = Path(path).expanduser()
+    if not folder.is_absolute():
+        raise ArgumentError(f"{reference!r}: a file:// reference has an absolute path: file:///home/me/folder")
+    return folder

@@ -1,0 +1,189 @@
+"""The published face of all hubs: class methods that find the hub by the prefix of an id."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from twinkle.errors import ArgumentError, HubError
+from twinkle.hub.base import Hub, RepoType
+from twinkle.hub.local import alias_of, default_hub, open_hub, scheme_of
+from twinkle.hub.uploads import Upload, begin
+
+
+class HubOperation:
+    """Downloads and uploads by id: `hf://owner/name`, `ms://owner/name`, or without a prefix.
+
+    An id without a prefix belongs to the hub that `TWINKLE_DEFAULT_HUB` names, `ms` unless set.
+    """
+
+    _uploads: ClassVar[dict[str, Upload]] = {}
+
+    @classmethod
+    def source_type(cls, name: str) -> str:
+        """Return the hub that an id belongs to: `hf`, `ms`, ..."""
+        return scheme_of(name) or default_hub()
+
+    @classmethod
+    def remove_source_type(cls, name: str) -> str:
+        """Return an id without its prefix."""
+        return name.partition("://")[2] if scheme_of(name) else name
+
+    @classmethod
+    def try_login(cls, token: str | None = None) -> bool:
+        """Return whether the default hub knows the token (None: that of the usual place)."""
+        return open_hub(f"{default_hub()}://").log_in(token) is not None
+
+    @classmethod
+    def create_repo(
+        cls, repo_id: str, token: str | None = None, private: bool = True, repo_type: RepoType = "model"
+    ) -> str:
+        """Make a repository unless there is one, private unless asked, and return its address."""
+        return cls._hub(repo_id).create_repo(cls._reference(repo_id), repo_type=repo_type, private=private, token=token)
+
+    @classmethod
+    def create_model_repo(cls, repo_id: str, token: str | None = None, private: bool = True) -> str:
+        """Make a repository for a model; the published name of `create_repo`."""
+        return cls.create_repo(repo_id, token=token, private=private)
+
+    @classmethod
+    def push_to_hub(
+        cls,
+        repo_id: str,
+        folder_path: str | Path,
+        path_in_repo: str | None = None,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        token: str | None = None,
+        private: bool = True,
+        revision: str | None = None,
+        ignore_patterns: str | Sequence[str] | None = None,
+        repo_type: RepoType = "model",
+    ) -> str:
+        """Write a folder's files into a repository and return its address; see `twinkle.hub.Hub.push`."""
+        folder = Path(folder_path).expanduser()
+        if not folder.is_dir():
+            raise HubError(f"cannot upload {folder}: there is no such folder; give the folder of a checkpoint")
+        return cls._hub(repo_id).push(
+            cls._reference(repo_id),
+            folder,
+            path_in_repo=path_in_repo or "",
+            message=commit_message or "",
+            description=commit_description or "",
+            repo_type=repo_type,
+            private=private,
+            revision=revision,
+            ignore_patterns=[ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ()),
+            token=token,
+        )
+
+    @classmethod
+    def async_push_to_hub(cls, repo_id: str, folder_path: str | Path, *args: Any, **kwargs: Any) -> Upload:
+        """Begin what `push_to_hub` does, with the same arguments, and return at once.
+
+        The folder is uploaded as it is now. `await` the result, ask `.result()`, or `wait_for` all.
+        """
+        cls._hub(repo_id)  # a wrong id is told here, not in the background
+        upload = begin(
+            cls._reference(repo_id),
+            Path(folder_path).expanduser(),
+            lambda kept: cls.push_to_hub(repo_id, kept, *args, **kwargs),
+        )
+        cls._uploads[repo_id] = upload
+        return upload
+
+    @classmethod
+    def wait_for(cls, repo_ids: str | Sequence[str] | None = None) -> dict[str, str]:
+        """Wait for uploads, and return the address by id as it was given.
+
+        Args:
+            repo_ids: ids that `async_push_to_hub` was called with; None for all that were not waited for yet.
+
+        Raises:
+            ArgumentError: nothing was uploaded to one of them.
+            HubError: some failed; all have ended, and the message names those that failed.
+        """
+        wanted = list(cls._uploads) if repo_ids is None else [repo_ids] if isinstance(repo_ids, str) else list(repo_ids)
+        if unknown := [name for name in wanted if name not in cls._uploads]:
+            there = ", ".join(map(repr, cls._uploads)) or "nothing"
+            raise ArgumentError(f"nothing is being uploaded to {unknown[0]!r}; being uploaded: {there}")
+        uploads = {name: cls._uploads.pop(name) for name in wanted}
+        failed = {name: error for name, upload in uploads.items() if (error := upload.exception())}
+        if failed:
+            reasons = "; ".join(map(str, failed.values()))
+            raise HubError(f"{len(failed)} of {len(uploads)} uploads failed: {reasons}") from next(
+                iter(failed.values())
+            )
+        return {name: upload.result() for name, upload in uploads.items()}
+
+    @classmethod
+    def load_dataset(
+        cls,
+        dataset_id: str,
+        subset_name: str | None = None,
+        split: str | None = None,
+        streaming: bool = False,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the rows of a data set: a `datasets.Dataset`, or with `streaming` an iterable one."""
+        options = {
+            **kwargs,
+            **({"streaming": True} if streaming else {}),
+            **({"revision": revision} if revision else {}),
+        }
+        return cls._hub(dataset_id).load_dataset(
+            cls._reference(dataset_id), subset_name or "default", split or "train", **options
+        )
+
+    @classmethod
+    def download_model(
+        cls,
+        model_id_or_path: str | Path,
+        revision: str | None = None,
+        download_model: bool = True,
+        ignore_patterns: str | Sequence[str] | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Return the local folder of a model, fetched if need be; an existing path is returned as it is.
+
+        Args:
+            model_id_or_path: an id; the map in `TWINKLE_MODEL_ID_ALIASES` is asked first.
+            revision: a branch, tag or commit.
+            download_model: with False, configuration and tokenizer alone.
+            ignore_patterns: files to leave out.
+            token: for a private repository.
+        """
+        place = alias_of(str(model_id_or_path))
+        if scheme_of(place) is None and Path(place).expanduser().exists():
+            return str(Path(place).expanduser())
+        options: dict[str, Any] = {"revision": revision, "token": token}
+        if not download_model:
+            options["weights"] = False
+        if ignore_patterns:
+            options["ignore_patterns"] = [ignore_patterns] if isinstance(ignore_patterns, str) else [*ignore_patterns]
+        options = {name: value for name, value in options.items() if value is not None}
+        return str(cls._hub(place).download_model(cls._reference(place), **options))
+
+    @classmethod
+    def download_file(
+        cls,
+        repo_id: str,
+        repo_type: RepoType = "model",
+        allow_patterns: str | Sequence[str] | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> str:
+        """Return the local folder of a repository with those of its files that match, fetched if need be."""
+        return str(
+            cls._hub(repo_id).download_file(
+                cls._reference(repo_id), allow_patterns, repo_type=repo_type, revision=revision, token=token
+            )
+        )
+
+    @classmethod
+    def _reference(cls, name: str) -> str:
+        return name if scheme_of(name) else f"{default_hub()}://{name}"
+
+    @classmethod
+    def _hub(cls, name: str) -> Hub:
+        return open_hub(cls._reference(name))
