@@ -40,16 +40,19 @@ def paired(
     )
 
 
-def in_turn(contestants: Mapping[str, Callable[[], object]], repetitions: int = 5) -> dict[str, list[float]]:
-    """Run several functions in turn, in changing order, and return the CPU seconds of each; the first round is dropped.
+def in_turn(
+    contestants: Mapping[str, Callable[[], object]], repetitions: int = 5, *, warm: bool = False
+) -> dict[str, list[float]]:
+    """Run several functions in turn, in changing order, and return the CPU seconds of each.
 
-    Entry i of every list is of the same round, for `ratio`.
+    Entry i of every list is of the same round, for `ratio`. The first round is dropped, unless all ran before (`warm`).
     """
+    dropped = 0 if warm else 1
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for index in range(repetitions + 1):
+    for index in range(repetitions + dropped):
         for name in sorted(contestants, reverse=bool(index % 2)):
             seconds[name].append(_cpu_seconds(contestants[name]))
-    return {name: values[1:] for name, values in seconds.items()}
+    return {name: values[dropped:] for name, values in seconds.items()}
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:

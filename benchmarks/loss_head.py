@@ -71,7 +71,7 @@ def compare(shape: Shape, dtype: str, repetitions: int) -> int:
         print("gradients differ: no time is counted")
         return 1
     runs = {name: partial(run, states, targets, head, kept) for name, run in CONTESTANTS.items()}
-    seconds = in_turn(runs, repetitions)
+    seconds = in_turn(runs, repetitions, warm=True)  # each has just made its gradients
     memory = {name: measured(name, shape, dtype) for name in CONTESTANTS}
     print("| | CPU s | extra peak MiB |\n| --- | --- | --- |")
     for name, values in seconds.items():
