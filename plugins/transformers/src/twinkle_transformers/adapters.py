@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
+from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
 from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sharding import copy_into
@@ -32,7 +33,8 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
     Args:
         model: the Hugging Face module, or the `PeftModel` around it.
         name: the adapter's name.
-        config_or_dir: a `peft.LoraConfig`, a mapping of its fields, or the folder of a saved adapter.
+        config_or_dir: a `peft.LoraConfig`, a mapping of its fields, or the folder or
+            hub id of a saved adapter.
 
     Returns:
         the `PeftModel` and the adapter's configuration. Adapter weights are float32 whatever the base's dtype.
@@ -43,7 +45,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
     """
     folder = None
     if isinstance(config_or_dir, str | Path):
-        folder = Path(config_or_dir)
+        folder = local_folder(config_or_dir)
         config = read_config(folder)
     elif isinstance(config_or_dir, Mapping):
         check_keywords(LoraConfig, config_or_dir, what=f"adapter {name!r}")

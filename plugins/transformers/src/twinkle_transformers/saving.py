@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from twinkle.errors import CheckpointError, OutputError
+from twinkle.hub.local import reference_of
 from twinkle.hub.quiet import quiet_transformers
 from twinkle.paths import new_directory, recovered
 from twinkle_transformers import adapters, checkpoint
@@ -159,9 +160,11 @@ def _write_adapter_config(model: "TransformersModel", group: OptimizerGroup, fol
 
 
 def _name_for_peft(model: "TransformersModel") -> str:
-    """Return what PEFT can load the base model by: a Hub's own id, or else the local folder."""
-    scheme, _, rest = model.model_id.partition("://")
-    return rest if scheme == "hf" and rest else str(Path(model.model_path).resolve())
+    """Return what PEFT can load the base model by: the id it has on a hub, or else the local folder."""
+    reference = None if Path(model.model_id).expanduser().exists() else reference_of(model.model_id)
+    scheme, _, name = (reference or "").partition("://")
+    # Models have the same names on both hubs, and PEFT asks one of them alone.
+    return name.partition("@")[0] if scheme in ("hf", "ms") else str(Path(model.model_path).resolve())
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle.hub import open_hub
+from twinkle.hub import local_folder
 from twinkle_transformers import adapters
 from twinkle_transformers.loading import load_model
 
@@ -209,9 +209,7 @@ _SHARED = (
 
 
 def _adapter_folder(path: str | Path) -> Path:
-    if isinstance(path, str) and "://" in path:
-        return open_hub(path).download_model(path)
-    folder = Path(path).expanduser()
+    folder = local_folder(path)
     if not folder.is_dir():
         raise CheckpointError(f"no adapter at {folder}: there is no such folder")
     return folder

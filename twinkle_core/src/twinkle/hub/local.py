@@ -83,6 +83,26 @@ def local_model(model_id: str | Path, **kwargs: Any) -> Path:
         return _folder(_downloaded(reference, asked, kwargs), asked)
 
 
+def local_folder(place: str | Path, **kwargs: Any) -> Path:
+    """Return the local folder of a checkpoint or an adapter: a path as it is, or what a hub has under an id.
+
+    Args:
+        place: a path; `scheme://...`; or `owner/name` at the default hub, where no folder `owner` is here.
+        **kwargs: for the hub, such as `token`; a path takes and needs none.
+
+    Raises:
+        HubError: the hub cannot be reached, refuses, or has no such repository.
+    """
+    text = str(place)
+    path = Path(text).expanduser()
+    is_path = scheme_of(text) is None and (path.exists() or Path(path.parts[0]).exists() if path.parts else True)
+    reference = None if is_path else reference_of(text)
+    if reference is None:
+        return path
+    with about_missing_path(text):
+        return _downloaded(reference, text, kwargs)
+
+
 def scheme_of(text: str) -> str | None:
     """Return `hf` of `hf://...`, and None for a text without scheme."""
     found = _SCHEME.match(text)

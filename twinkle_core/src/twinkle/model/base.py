@@ -2,9 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import InputFeature, ModelOutput, Trajectory
+
+if TYPE_CHECKING:
+    from twinkle.hub import Upload
 
 Inputs = InputFeature | Trajectory | Sequence[InputFeature | Trajectory]
 
@@ -119,3 +123,29 @@ class TwinkleModel(ABC):
     @abstractmethod
     def get_train_configs(self, **kwargs: Any) -> str:
         """Return a readable summary of what is trained and how."""
+
+    def upload_to_hub(
+        self, checkpoint_dir: str | Path, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
+    ) -> "Upload | str | None":
+        """Upload a saved checkpoint; a repository that is made for it is private. Of several ranks the first does it.
+
+        Args:
+            checkpoint_dir: what `save` returned. It is uploaded as it is now, whatever replaces it later.
+            hub_model_id: `hf://owner/name`, `ms://owner/name`, or `owner/name` at the default hub.
+            hub_token: one that may write; by default that of the usual place.
+            async_upload: return at once; the upload goes on in the background.
+
+        Returns:
+            the `Upload`, which can be awaited and reports failure; the repository's address where `async_upload` is
+            false; None on other ranks.
+
+        Raises:
+            HubError: there is no such folder, or (at once, or from the `Upload`) the hub refuses.
+        """
+        from twinkle.hub import HubOperation
+        from twinkle.platform import Platform
+
+        if not Platform.is_master():
+            return None
+        push = HubOperation.async_push_to_hub if async_upload else HubOperation.push_to_hub
+        return push(hub_model_id, checkpoint_dir, token=hub_token, commit_message="Upload a checkpoint")
