@@ -550,3 +550,14 @@ def test_a_model_id_at_the_wrong_place_is_named(args: tuple[Any, ...], options: 
 def test_a_misspelt_argument_of_the_call_is_not_blamed_on_the_loss(model: TransformersModel) -> None:
     with pytest.raises(ArgumentError, match="there is no argument 'micro_batch'; did you mean 'micro_batch_size'"):
         model.forward_backward(inputs=[{"input_ids": [1, 2], "labels": [2, -100]}], micro_batch=1)
+
+
+def test_rows_longer_than_the_context_of_the_model_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TransformersModel(model_id=str(tiny_model(tmp_path / "m", max_position_embeddings=4)), mixed_precision="no")
+    for length in (4, 6, 6, 5):
+        model.forward_only(inputs=[{"input_ids": [5] * length, "labels": [*[5] * (length - 1), -100]}])
+    assert [r.getMessage()[:64] for r in caplog.records if "made for" in r.getMessage()] == [
+        "a row has 6 tokens, and the model was made for 4; to cut rows se"
+    ]

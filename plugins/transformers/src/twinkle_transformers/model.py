@@ -11,6 +11,7 @@ import torch
 from twinkle import get_logger, remote_class, remote_function
 from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
+from twinkle.hub import local_folder
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle_transformers import adapters, loop, saving
@@ -29,6 +30,7 @@ from twinkle_transformers.options import (
 )
 from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
+from twinkle_transformers.prompts import context_of
 from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
@@ -119,6 +121,7 @@ class TransformersModel(Components):
             forward=self._probe, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,
         )  # fmt: skip
         self._scaler_options = grad_scaler_config
+        self._longest = 0
         self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
         self.active_group = ""
 
@@ -472,20 +475,28 @@ class TransformersModel(Components):
 
     @remote_function()
     def load(
-        self, name: str, output_dir: str | None = None, *, adapter_name: str | None = None, load_optimizer: bool = False
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
     ) -> None:
         """Load weights (and, with `load_optimizer`, the whole training state) that `save` wrote.
 
         Args:
-            name: a checkpoint's folder, or its name below `output_dir`.
+            name: a checkpoint's folder, its name below `output_dir`, or its id on a hub.
             output_dir: parent of `name`.
             adapter_name: which adapter to load into; by default the active one.
             load_optimizer: as `resume_from_checkpoint`.
+            token: for a private repository of a hub.
 
         Raises:
             CheckpointError: it is missing, incomplete, or belongs to another model; nothing is changed then.
+            HubError: the hub cannot be reached, refuses, or has no such repository.
         """
-        folder = Path(output_dir, name) if output_dir else Path(name)
+        folder = Path(output_dir, name) if output_dir else local_folder(name, **({"token": token} if token else {}))
         if load_optimizer:
             self.resume_from_checkpoint(str(folder), adapter_name=adapter_name)
         else:
@@ -553,7 +564,15 @@ class TransformersModel(Components):
     def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
         batch = group.processor(rows)
         check_batch(batch, self._backbone.model)
-        return without_padding(batch, left=group.pads_left())
+        batch = without_padding(batch, left=group.pads_left())
+        context, width = context_of(self._backbone.model.config), positions(batch).width
+        if context is not None and width > max(context, self._longest):
+            self._longest = width
+            get_logger().warning(
+                "a row has %d tokens, and the model was made for %d; to cut rows set max_length= of the template",
+                width, context,
+            )  # fmt: skip
+        return batch
 
     def _pass(
         self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool,
