@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.head import LogitTransform
+from twinkle.torch.logits import LogitTransform, transform_of
 from twinkle_transformers.embedding import embed, pool
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import PackedBatch
@@ -68,7 +68,7 @@ class Backbone:
         if model.get_output_embeddings() is None:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
             return cls(model, False, LogitTransform(), taken, segmenter, scores_rows=rows)
-        found = cls(model, True, _transform(config), taken, segmenter)
+        found = cls(model, True, transform_of(config), taken, segmenter)
         if found.splits and (found._agrees() if splits is None else splits):
             return found
         get_logger().info(
@@ -194,10 +194,3 @@ def _is_plain(arguments: dict[str, Tensor]) -> bool:
     if positions is None:
         return True
     return positions.ndim == 2 and bool((positions == torch.arange(positions.shape[1])).all())
-
-
-def _transform(config: Any) -> LogitTransform:
-    scale = getattr(config, "logit_scale", None) or 1.0
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        scale = scale / divisor
-    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

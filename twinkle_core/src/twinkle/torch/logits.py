@@ -1,6 +1,7 @@
 """What lies between a head's product and a distribution: the model's own transform of its logits, and dtypes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,19 @@ class LogitTransform:
             return None
         capped = z * (self.temperature / self.softcap)
         return capped.square_().neg_().add_(1.0)
+
+
+def transform_of(config: Any) -> LogitTransform:
+    """Return the transform that a transformers text configuration asks for.
+
+    Args:
+        config: with `logit_scale` (Cohere), `logits_scaling` (Granite; a divisor) or `final_logit_softcapping` (Gemma
+            2), any of them absent or None.
+    """
+    scale = getattr(config, "logit_scale", None) or 1.0
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        scale = scale / divisor
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 @dataclass(frozen=True, slots=True)

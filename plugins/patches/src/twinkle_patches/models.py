@@ -1,0 +1,78 @@
+"""What patches of Hugging Face models need to know of the model that they are given."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from twinkle.errors import PatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def hugging_face(module: Any, patch: object) -> Any:
+    """Return the transformers model that `module` is, or that PEFT or DistributedDataParallel wraps.
+
+    Raises:
+        PatchError: there is none.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import PreTrainedModel
+
+    model = module.module if isinstance(module, DistributedDataParallel) else module
+    model = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    if not isinstance(model, PreTrainedModel):
+        raise PatchError(
+            f"{type(patch).__name__} is for transformers models, and this is a {type(module).__module__}."
+            f"{type(module).__qualname__}; give the Hugging Face module"
+        )
+    return model
+
+
+def model_of(forward: Callable[..., Any]) -> Any:
+    """Return the model whose bound method `forward` is: that of a deep copy, where the model was copied.
+
+    Raises:
+        PatchError: it is no method, because something else has wrapped it.
+    """
+    owner = getattr(forward, "__self__", None)
+    if owner is None:
+        raise PatchError(
+            f"forward is wrapped by something else already ({type(forward).__name__}); apply the patch before that"
+        )
+    return owner
+
+
+def arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a call of `forward` was given, by name."""
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    for name, parameter in inspect.signature(forward).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+@contextmanager
+def trying(model: Any) -> Iterator[None]:
+    """Run a model on a few tokens: no gradients, no dropout, and afterwards as before."""
+    import torch
+
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def near(found: "Tensor", expected: "Tensor") -> bool:
+    """Say whether two results of a model differ by no more than the rounding of its dtype."""
+    import torch
+
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05
+    return found.shape == expected.shape and torch.allclose(
+        found.double(), expected.double(), rtol=tolerance, atol=tolerance
+    )
