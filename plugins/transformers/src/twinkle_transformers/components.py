@@ -1,6 +1,7 @@
 """The methods of `TransformersModel` that choose its components: loss, optimizer, template, adapters and the rest."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,14 @@ class Components(TwinkleModel):
                 status.metrics.append(build_metric(metric_cls, self.device_mesh, self.parallel.ranks.control, **kwargs))
 
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
-        """Apply a patch to the Hugging Face module."""
+        """Apply a patch to the Hugging Face module; `twinkle.patch.undo_patch(model.model, patch_cls)` undoes it."""
         from twinkle.patch import apply_patch
 
+        causal = self._backbone.model
+        before = causal.forward
         apply_patch(self.model, patch_cls, **kwargs)
+        if causal.forward != before:  # what lies between body and head is now the patch's affair
+            self._backbone = replace(self._backbone, splits=False)
         self._recompute.forget()
 
     def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:
