@@ -1,5 +1,8 @@
 """Runs: a fresh folder each, and lifecycle hooks in order, whatever happens."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -145,3 +148,56 @@ def test_several_processes_must_know_each_other_before_they_make_a_folder(
     with pytest.raises(MeshError, match=r"twinkle\.initialize"):
         Run("trial", root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+WRITER = """
+import sys
+from twinkle import Run
+with Run("trial", folder=sys.argv[1]):
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def writer(folder: Path) -> "subprocess.Popen[str]":
+    """Start a process that writes a run, and wait until it does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_a_second_writer_of_a_run_is_refused_until_the_first_has_ended_even_by_sigkill(tmp_path: Path) -> None:
+    first = writer(tmp_path)
+    with pytest.raises(OutputError, match=f"process {first.pid} on .* is still writing"), Run("trial", folder=tmp_path):
+        pass
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert (tmp_path / ".lock").is_file()  # the file is left, its lock is not
+    with Run("trial", folder=tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_cannot_write_a_run_twice_at_a_time(tmp_path: Path) -> None:
+    with Run("trial", folder=tmp_path), pytest.raises(OutputError, match="still writing"), Run("t", folder=tmp_path):
+        pass
+    with Run("trial", folder=tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_said_and_hinders_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import errno
+    import fcntl
+
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level("WARNING", "twinkle"), Run("trial", folder=tmp_path):
+        pass
+    assert "has no locks" in caplog.text

@@ -1,6 +1,7 @@
 """Two real processes under torchrun, on gloo: what the summary says when they fail, and how long they wait."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import torchrun
+from ranks import command, torchrun
 
 from twinkle.errors import MeshError, RankError, SettingsError
 from twinkle.platform import CPU, GPU, NPU
@@ -227,3 +228,24 @@ def test_an_error_of_the_command_is_reported_too(errors: Path) -> None:
 
     assert CliRunner().invoke(main, ["run", "sfft"]).exit_code == 2
     assert "ComponentNotFound" in json.loads(errors.read_text())["message"]["message"]
+
+
+def test_ranks_whose_torchrun_is_killed_end_by_themselves(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + "print(__import__('os').getpid(), flush=True)\n__import__('time').sleep(600)\n")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with (tmp_path / "err.txt").open("w") as err:
+        agent = subprocess.Popen(
+            command(script, ranks=2), env=environment, stdout=subprocess.PIPE, stderr=err, text=True
+        )
+        assert agent.stdout is not None
+        ranks = [int(agent.stdout.readline()) for _ in range(2)]
+        agent.kill()
+        agent.communicate(timeout=60)  # the pipe closes when the last rank has ended
+    assert not any(map(_is_running, ranks))
+    assert "is gone; the rank stops too" in (tmp_path / "err.txt").read_text()
+
+
+def _is_running(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.is_file() and status.read_text().rpartition(") ")[2][0] not in "ZX"

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,9 @@ class Run:
     Of several processes (after `twinkle.initialize`) the first makes the folder and tells the others its name, has the
     trackers, and fires the hooks; the others fire `twinkle_configure` alone.
 
+    While it lasts it holds the file `.lock` in its folder, so that no second process writes there. The lock ends with
+    the process, however that ends.
+
     Args:
         name: what the run is called; letters, digits, `-`, `_` and `.`.
         config: the whole configuration, as plain values.
@@ -34,7 +37,7 @@ class Run:
 
     Raises:
         ConfigError: the name cannot be that of a folder.
-        OutputError: the folder cannot be made or written.
+        OutputError: the folder cannot be made or written, or (on entering) another process is writing it.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Run:
         folder: str | Path | None = None,
     ) -> None:
         from twinkle._registry import registry
+        from twinkle.notifier.failures import run_listener
         from twinkle.platform import Platform
 
         self.name = name
@@ -54,19 +58,29 @@ class Run:
         self.step = 0
         self._attached = contextlib.ExitStack()
         self._is_first = Platform.is_master()
+        self._listener = run_listener()
         self._trackers = [registry().build(tracker, "tracker") for tracker in trackers if self._is_first]
         self._is_fresh = folder is None
         self.folder = _existing(Path(folder)) if folder is not None else _agreed(Path(root), name)
 
     def __enter__(self) -> "Run":
         from twinkle._registry import registry
+        from twinkle.run_lock import only_writer
 
         with contextlib.ExitStack() as attached:  # if one cannot be attached, none stays
             attached.push(self._forget_empty)
+
+            def lock() -> None:
+                attached.enter_context(only_writer(self.folder))
+
+            _on_first(f"locking {self.folder}", lock)
             for index, tracker in enumerate(self._trackers):
                 name = f"run:{self.folder.name}:{index}"
                 registry().attach(tracker, name)
                 attached.callback(registry().detach, name)
+            if self._listener is not None:
+                registry().attach(self._listener, f"run:{self.folder.name}:notifier")
+                attached.callback(registry().detach, f"run:{self.folder.name}:notifier")
             self._attached = attached.pop_all()
         registry().hook("twinkle_configure")(config=self.config)
         self._fire("twinkle_run_start", run=self)
@@ -87,6 +101,8 @@ class Run:
         try:
             if error is not None:
                 self._fire("twinkle_run_error", run=self, error=error)
+                if self._listener is not None and not self._is_first:  # people hear of every rank's errors
+                    self._listener.twinkle_run_error(self, error)
             self._fire("twinkle_run_end", run=self)
         finally:
             self._attached.__exit__(kind, error, trace)
@@ -116,6 +132,20 @@ def _agreed(root: Path, name: str) -> Path:
     from twinkle.torch.ranks import Ranks
 
     return Ranks.of(current_runtime().mesh).on_first(f"making a run folder in {root}", lambda: _fresh(root, name))
+
+
+def _on_first(what: str, function: Callable[[], None]) -> None:
+    """Call a function in the first process; where it fails there, all fail."""
+    from twinkle.platform import Platform
+    from twinkle.runtime.current import current_runtime
+
+    mesh = current_runtime().mesh
+    if Platform.get_world_size() > 1 and mesh is not None:
+        from twinkle.torch.ranks import Ranks
+
+        Ranks.of(mesh).on_first(what, function)
+    elif Platform.is_master():
+        function()
 
 
 def _fresh(root: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from twinkle.errors import MeshError, SettingsError
 from twinkle.mesh import DeviceGroup, DeviceMesh
 from twinkle.platform import Platform
 from twinkle.runtime.base import Runtime, RuntimeOptions
+from twinkle.runtime.parent import end_with_torchrun
 from twinkle.runtime.placement import placement_text
 from twinkle.runtime.reporting import has_failed, report_errors
 
@@ -32,7 +33,8 @@ class LocalRuntime(Runtime):
     def initialize(self, options: RuntimeOptions) -> None:
         """Check the mesh against `WORLD_SIZE`, join the other processes if there are any, and seed.
 
-        Under torchrun an error that nobody catches is shown in its summary from here on.
+        Under torchrun an error that nobody catches is shown in its summary from here on, and this process ends soon
+        after torchrun itself, if that is killed.
 
         Raises:
             MeshError: the mesh has other ranks than there are processes.
@@ -44,6 +46,7 @@ class LocalRuntime(Runtime):
         grouped = world_size > 1 or "RANK" in os.environ  # torchrun with one process is a group, of one
         if grouped and self._stop_reporting is None:
             self._stop_reporting = report_errors()
+        end_with_torchrun()
         mesh = options.global_device_mesh or DeviceMesh.from_sizes(dp_size=world_size)
         _check_ranks(mesh, world_size)
         if grouped:
