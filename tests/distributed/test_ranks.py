@@ -41,7 +41,7 @@ def run(folder: Path, names: str, ranks: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    return run(folder, "norms,options,precision,checkpoints,unfinished,no_rows,nonfinite,dropout,apart", 2)
+    return run(folder, "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,dropout,apart", 2)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,17 @@ def alone(folder: Path) -> dict[str, tuple[float, dict[str, list[float]], float]
         scale = 8.0 * min(1.0, CLIP / norm)
         found[kind] = norm, {name: (grad * scale).flatten().tolist() for name, grad in grads.items()}, loss
     return found
+
+
+def test_an_optimizer_over_some_parameters_finds_their_shards(folder: Path, two: dict[str, list[Any]]) -> None:
+    plain, sharded = (two["parts"][0][way] for way in WAYS)
+    assert plain["left"] == sharded["left"] == []
+    assert distance(sharded["weights"], plain["weights"]) < 1e-6
+    before = {
+        name: value.double().flatten().tolist() for name, value in load_file(folder / "model/model.safetensors").items()
+    }
+    changed = {name for name, value in before.items() if value != sharded["weights"][name]}
+    assert changed == {"model.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

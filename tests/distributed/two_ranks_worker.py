@@ -90,6 +90,20 @@ def norms(folder: Path) -> dict[str, Any]:
 
 
 @scenario
+def parts(folder: Path) -> dict[str, Any]:
+    """Train the head alone, given as parameters before the model is placed."""
+    seen: dict[str, Any] = {}
+    for name, mesh in meshes().items():
+        model = TransformersModel(model_id=str(folder / "model"), device_mesh=mesh, mixed_precision="no")
+        head = model.model.get_input_embeddings().weight
+        model.set_optimizer("SGD", lr=1.0, weight_decay=0.0, params=[{"params": [head], "lr": 0.5}])
+        train(model, mesh, 2)
+        left = [n for n, parameter in model.model.named_parameters() if parameter.grad is not None]
+        seen[name] = {"weights": weights(model), "left": left}
+    return seen
+
+
+@scenario
 def options(folder: Path) -> dict[str, Any]:
     """Return the weights after two steps under options of FSDP2; all must be those of plain FSDP2."""
     mesh = meshes()["FSDP2"]

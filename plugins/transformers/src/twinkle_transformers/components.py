@@ -15,7 +15,7 @@ from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup, build_for_ranks, build_metric, new_group
 from twinkle_transformers.loss_scaler import LossScaler
-from twinkle_transformers.optimizers import build_optimizer, build_scheduler
+from twinkle_transformers.optimizers import build_optimizer, build_scheduler, exchanged
 from twinkle_transformers.options import PRECISION, check_adapter
 from twinkle_transformers.parallel import Replicated
 from twinkle_transformers.recompute import Recompute
@@ -50,8 +50,12 @@ class Components(TwinkleModel):
             **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
         """
         group = self._trained(adapter_name)
+        before = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._place(group)
         self.parallel.settle()
+        if "params" in kwargs:  # placing has put shards at the places of the parameters that were given
+            now = dict(self.model.named_parameters())
+            kwargs["params"] = exchanged(kwargs["params"], {key: now[name] for key, name in before.items()})
         names = list(adapters.named_parameters(self.model, group.adapter_name))
         optimizer = build_optimizer(optimizer_cls, names, **kwargs)
         if self.parallel.in_lockstep and isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
@@ -63,6 +67,8 @@ class Components(TwinkleModel):
             for _, parameter in names:
                 parameter.grad = None
         group.optimizer = optimizer
+        updated = {id(parameter) for parameter in group.parameters()}
+        group.left_out = [parameter for _, parameter in names if id(parameter) not in updated]
         if group.lr_scheduler is not None:
             get_logger().warning(
                 "adapter %r: its scheduler followed the old optimizer; set it again", group.adapter_name

@@ -66,6 +66,8 @@ class OptimizerGroup:
     wide: bool = False
     """Whether its parameters are in the dtype in which they are trained."""
     optimizer: Any = None
+    left_out: list[torch.nn.Parameter] = field(default_factory=list)
+    """Trainable parameters that the optimizer does not update; the backward gives them gradients all the same."""
     lr_scheduler: Any = None
     loss_scale: Any = None
     """The loss scale of fp16."""
@@ -156,6 +158,8 @@ class OptimizerGroup:
         """Forget the pending gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+        for parameter in self.left_out:
+            parameter.grad = None
         self.pending, self.denominator, self.loss_sum = 0, 0.0, 0.0
         self.divided = self.measured = self.stepped = self.dropped = False
 

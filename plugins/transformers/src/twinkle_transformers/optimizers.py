@@ -70,6 +70,18 @@ def build_optimizer(
     return built
 
 
+def exchanged(params: Any, successors: Mapping[int, nn.Parameter]) -> Any:
+    """Return `params` of any published form with each parameter exchanged for its successor, by identity."""
+    if isinstance(params, torch.Tensor):
+        return successors.get(id(params), params)
+    if isinstance(params, Mapping):
+        return {key: exchanged(value, successors) if key == "params" else value for key, value in params.items()}
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        return params
+    items = (exchanged(item, successors) for item in params)
+    return tuple(items) if isinstance(params, tuple) else list(items)
+
+
 def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **kwargs: Any) -> Any:
     """Build a learning-rate scheduler on `optimizer`; an instance is taken as it is.
 
