@@ -59,7 +59,10 @@ def any_sequence(case: AdvantageCase) -> None:
     expected = call(case, list(case.rewards))
     for rewards in (tuple(case.rewards), torch.tensor(case.rewards), torch.tensor(case.rewards, dtype=torch.float64)):
         found = call(case, rewards)
-        require(same(found, expected, tolerance=1e-6), f"{type(rewards).__name__} gives {found.tolist()}, not {expected.tolist()}")
+        require(
+            same(found, expected, tolerance=1e-6),
+            f"{type(rewards).__name__} gives {found.tolist()}, not {expected.tolist()}",
+        )
     whole = [round(reward) for reward in case.rewards]
     fine = same(call(case, whole), call(case, [float(reward) for reward in whole]), tolerance=1e-6)
     require(fine, "whole numbers give other advantages than the same numbers as fractions")
@@ -71,7 +74,9 @@ def groups_apart(case: AdvantageCase) -> None:
     others = [*rewards[:size], *(3.0 - reward * reward for reward in rewards[size:])]
     for scale in ("group", "none"):
         before, after = (call(case, values, scale=scale)[:size] for values in (rewards, others))
-        message = f"with scale={scale!r} the first group's {before.tolist()} became {after.tolist()} by another's rewards"
+        message = (
+            f"with scale={scale!r} the first group's {before.tolist()} became {after.tolist()} by another's rewards"
+        )
         require(same(before, after, tolerance=1e-6), message)
 
 

@@ -69,7 +69,10 @@ def rows_by_number(case: DatasetCase) -> None:
     require(length > 0, "it is empty; give rows in its example")
     found = [dataset[number] for number in range(length)]
     expected = case.expected()
-    require(expected is None or same(found, expected), f"its rows are {shown(found, 300)}; expected are {shown(expected, 300)}")
+    require(
+        expected is None or same(found, expected),
+        f"its rows are {shown(found, 300)}; expected are {shown(expected, 300)}",
+    )
 
 
 def ends(case: DatasetCase) -> None:
@@ -112,14 +115,20 @@ def stream_divides(case: DatasetCase) -> None:
     """What several workers read, taken in turn, is what one reads."""
     alone = list(case.stream().in_order(case.stream().chunks()))
     expected = case.expected()
-    require(expected is None or same(alone, expected), f"its rows are {shown(alone, 300)}; expected are {shown(expected, 300)}")
+    require(
+        expected is None or same(alone, expected),
+        f"its rows are {shown(alone, 300)}; expected are {shown(expected, 300)}",
+    )
     for workers in (2, 3):
         dataset = case.stream()
         parts = [list(case.stream().chunks(worker, workers)) for worker in range(workers)]
         turns = max(len(part) for part in parts)
         in_turn = [part[turn] for turn in range(turns) for part in parts if turn < len(part)]
         found = list(dataset.in_order(in_turn))
-        require(same(found, alone), f"{workers} workers give {len(found)} rows, in turn other ones than one worker's {len(alone)}")
+        require(
+            same(found, alone),
+            f"{workers} workers give {len(found)} rows, in turn other ones than one worker's {len(alone)}",
+        )
 
 
 CASE = DatasetCase

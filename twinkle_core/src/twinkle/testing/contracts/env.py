@@ -88,7 +88,9 @@ def scores(case: EnvCase) -> None:
         raise NotApplicable(str(error)) from error
     require(isinstance(found, list) and len(found) == len(rows), f"evaluate() gave {shown(found)} for {len(rows)} rows")
     for score in found:
-        require(isinstance(score, int | float) and math.isfinite(score), f"a score is {shown(score)}; it must be finite")
+        require(
+            isinstance(score, int | float) and math.isfinite(score), f"a score is {shown(score)}; it must be finite"
+        )
 
 
 def arguments_left_alone(case: EnvCase) -> None:

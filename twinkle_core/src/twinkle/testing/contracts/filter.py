@@ -59,7 +59,9 @@ def apart(case: FilterCase) -> None:
     alone = call(case.build(), case.rows)
     one, two = case.build(), case.build()
     call(one, case.rows)
-    require(call(two, case.rows) == alone, "another instance's rows changed its answers; keep what it remembers in self")
+    require(
+        call(two, case.rows) == alone, "another instance's rows changed its answers; keep what it remembers in self"
+    )
 
 
 def rows_left_alone(case: FilterCase) -> None:

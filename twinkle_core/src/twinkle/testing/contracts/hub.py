@@ -58,7 +58,9 @@ def model_files(case: HubCase) -> None:
     """A model is a local folder or file that exists, the same when it is asked for again."""
     reference = case.known("model")
     first, second = (case.build().download_model(reference) for _ in range(2))
-    require(isinstance(first, Path) and first.exists(), f"download_model() gave {shown(first)}; return an existing Path")
+    require(
+        isinstance(first, Path) and first.exists(), f"download_model() gave {shown(first)}; return an existing Path"
+    )
     require(first == second, f"asked again it gave {second} instead of {first}")
 
 
@@ -73,7 +75,9 @@ def unknown_reference(case: HubCase) -> None:
         except TwinkleError as error:
             require(_UNKNOWN.rpartition("/")[2] in str(error), f"{what}({reference!r}) says: {error}; it must name it")
         except Exception as error:  # whatever the hub lets out
-            require(False, f"{what}({reference!r}) raised {type(error).__name__}: {error}; raise an error of twinkle.errors")
+            require(
+                False, f"{what}({reference!r}) raised {type(error).__name__}: {error}; raise an error of twinkle.errors"
+            )
         else:
             require(False, f"{what}({reference!r}) gave {shown(found)}")
 

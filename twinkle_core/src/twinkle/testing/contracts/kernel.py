@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from twinkle.testing.contracts.case import Case, NotApplicable, Violation, require
-from twinkle.testing.contracts.values import left_alone, leaves, same, shown
+from twinkle.testing.contracts.values import leaves, left_alone, same, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,9 @@ def gradients(case: KernelCase) -> None:
             wanted = [value for value in arguments if getattr(value, "requires_grad", False)]
             results = [r for r in _tensors(function(*arguments)) if r.requires_grad]
             require(results, "the result has no gradient")
-            total = torch.stack([(r * torch.linspace(0.5, 1.5, r.numel(), dtype=r.dtype).reshape(r.shape)).sum() for r in results]).sum()
+            total = torch.stack(
+                [(r * torch.linspace(0.5, 1.5, r.numel(), dtype=r.dtype).reshape(r.shape)).sum() for r in results]
+            ).sum()
             parts = torch.autograd.grad(total, wanted, allow_unused=True)
             found.append([torch.zeros_like(w) if p is None else p for w, p in zip(wanted, parts, strict=True)])
         case.near(found[0], found[1], dtype, "a gradient")

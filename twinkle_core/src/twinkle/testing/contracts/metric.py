@@ -80,7 +80,9 @@ def plain_numbers(case: MetricCase) -> None:
     require(values, "calculate() gave nothing after two calls; if it needs other outputs, give them in its example")
     for name, value in values.items():
         require(isinstance(name, str), f"the key {name!r} is no text")
-        require(is_plain_number(value) and math.isfinite(value), f"{name} is {shown(value)}; it must be a finite number")
+        require(
+            is_plain_number(value) and math.isfinite(value), f"{name} is {shown(value)}; it must be a finite number"
+        )
 
 
 def pieces(case: MetricCase) -> None:
@@ -149,7 +151,8 @@ def keeps_no_tensors(case: MetricCase) -> None:
     metric = case.build()
     inputs, outputs = case.parts(1)[0]
     live = {
-        name: value.clone().requires_grad_() * 1 if _is_float_tensor(value) else value for name, value in outputs.items()
+        name: value.clone().requires_grad_() * 1 if _is_float_tensor(value) else value
+        for name, value in outputs.items()
     }
     with torch.enable_grad():
         accumulate(metric, [(inputs, live)])

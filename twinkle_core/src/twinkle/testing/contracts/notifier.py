@@ -48,7 +48,9 @@ def quiet(case: NotifierCase) -> None:
         try:
             notifier(message)
         except Exception as error:  # whatever it lets out
-            raise Violation(f"the message {shown(message, 30)} made it raise {type(error).__name__}: {error}") from error
+            raise Violation(
+                f"the message {shown(message, 30)} made it raise {type(error).__name__}: {error}"
+            ) from error
 
 
 def delivered(case: NotifierCase) -> None:
@@ -89,7 +91,12 @@ def no_secret_shown(case: NotifierCase) -> None:
     finally:
         logging.getLogger("twinkle").removeHandler(handler)
         logging.getLogger().removeHandler(handler)
-    for what, text in (("repr", repr(notifier)), ("str", str(notifier)), ("the log", log.getvalue()), ("output", out.getvalue())):
+    for what, text in (
+        ("repr", repr(notifier)),
+        ("str", str(notifier)),
+        ("the log", log.getvalue()),
+        ("output", out.getvalue()),
+    ):
         for secret in secrets:
             require(secret not in text, f"{what} shows the secret {secret[:2]}...: hide it in __repr__ and in messages")
 

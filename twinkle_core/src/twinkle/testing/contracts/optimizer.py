@@ -88,7 +88,9 @@ def protocol(case: OptimizerCase) -> None:
     groups = getattr(optimizer, "param_groups", None)
     require(isinstance(groups, list) and groups, f"param_groups is {shown(groups)}; it must be a list of dicts")
     for group in groups or []:
-        require("params" in group and "lr" in group, f"a parameter group has {', '.join(group)}; it needs params and lr")
+        require(
+            "params" in group and "lr" in group, f"a parameter group has {', '.join(group)}; it needs params and lr"
+        )
 
 
 def zero_grad(case: OptimizerCase) -> None:
@@ -116,7 +118,10 @@ def round_trip(case: OptimizerCase) -> None:
     second = case.of(module.parameters())
     second.load_state_dict(torch.load(file, weights_only=True))
     _steps(case, module, second, _STEPS)
-    require(_equal(module, unbroken), f"{_STEPS} steps, its state saved and loaded, {_STEPS} more are not {2 * _STEPS} steps")
+    require(
+        _equal(module, unbroken),
+        f"{_STEPS} steps, its state saved and loaded, {_STEPS} more are not {2 * _STEPS} steps",
+    )
 
 
 def without_gradient(case: OptimizerCase) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from twinkle.testing.contracts.case import Case, NotApplicable, require
 from twinkle.testing.contracts.values import leaves, same, shown
@@ -30,7 +30,7 @@ class PatchCase(Case):
     module: Callable[[], Any] | None = None
     arguments: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Callable[[], Mapping[str, Any]] | None | str = "default"
+    inputs: Callable[[], Mapping[str, Any]] | Literal["default"] | None = "default"
     same_numbers: bool | None = None
     watch: Sequence[Any] = ()
 
@@ -66,7 +66,9 @@ class PatchCase(Case):
             given = {"input_ids": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])}
         with torch.no_grad():
             made = module(**given)
-        return [leaf.clone() for leaf in leaves(dict(made) if isinstance(made, Mapping) else made) if hasattr(leaf, "clone")]
+        return [
+            leaf.clone() for leaf in leaves(dict(made) if isinstance(made, Mapping) else made) if hasattr(leaf, "clone")
+        ]
 
     def apply(self, module: Any, patch: Any) -> Any:
         """Apply the patch."""
@@ -186,7 +188,9 @@ def snapshot(case: PatchCase, module: Any) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the names whose value is another object; plain values are compared as such."""
     names = sorted({*before, *after})
-    return [name for name in names if name not in before or name not in after or not _is_same(before[name], after[name])]
+    return [
+        name for name in names if name not in before or name not in after or not _is_same(before[name], after[name])
+    ]
 
 
 def _parts(module: Any) -> dict[str, Any]:

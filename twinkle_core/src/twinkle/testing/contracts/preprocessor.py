@@ -78,7 +78,10 @@ def user_data(case: PreprocessorCase) -> None:
     for row, pairs in enumerate(found["user_data"]):
         for pair in pairs:
             fine = isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-            require(fine and _is_json(pair[1]), f"user_data of row {row} holds {shown(pair)}; use twinkle.data_format.pack_value")
+            require(
+                fine and _is_json(pair[1]),
+                f"user_data of row {row} holds {shown(pair)}; use twinkle.data_format.pack_value",
+            )
 
 
 def batches(case: PreprocessorCase) -> None:

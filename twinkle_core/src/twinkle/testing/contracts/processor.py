@@ -82,7 +82,10 @@ def shapes(case: ProcessorCase) -> None:
         if key not in batch or (key in ("labels", "completion_mask", "loss_scale") and key not in case.rows[0]):
             continue
         value, wanted = batch[key], torch.float32 if key == "loss_scale" else torch.int64
-        require(isinstance(value, torch.Tensor) and value.shape == ids.shape, f"{key} is {shown(value)}; it must be as input_ids")
+        require(
+            isinstance(value, torch.Tensor) and value.shape == ids.shape,
+            f"{key} is {shown(value)}; it must be as input_ids",
+        )
         require(value.dtype == wanted, f"{key} is {value.dtype}; it must be {wanted}")
     require("attention_mask" in batch or "position_ids" in batch, "it has neither attention_mask nor position_ids")
 
@@ -134,13 +137,17 @@ def any_container(case: ProcessorCase) -> None:
         equal = all(same(found.get(key), expected[key]) for key in ("input_ids", "labels") if key in expected)
         require(equal, f"rows of {make.__module__}'s arrays give another batch than rows of lists")
     one = case.build()(copy.deepcopy(dict(case.rows[0])))
-    require(same(one["input_ids"], case.call([case.rows[0]])["input_ids"]), "one row gives another batch than a list of it")
+    require(
+        same(one["input_ids"], case.call([case.rows[0]])["input_ids"]), "one row gives another batch than a list of it"
+    )
 
 
 def rides_along(case: ProcessorCase) -> None:
     """What is no number stays a list with one entry a row."""
     batch = case.call()
-    keys = [key for key, value in case.rows[0].items() if isinstance(value, list) and value and not _is_number(value[0])]
+    keys = [
+        key for key, value in case.rows[0].items() if isinstance(value, list) and value and not _is_number(value[0])
+    ]
     for key in keys:
         entries = batch.get(key)
         inner = entries[0] if isinstance(entries, list) and len(entries) == 1 else entries

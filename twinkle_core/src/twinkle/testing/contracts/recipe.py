@@ -56,7 +56,10 @@ def configuration(case: RecipeCase) -> None:
 
     model = case.model()
     require(model is not None, "the manifest names no config; write config = 'package.module:Config'")
-    require(isinstance(model, type) and issubclass(model, BaseModel), f"its configuration is {shown(model)}, no pydantic model")
+    require(
+        isinstance(model, type) and issubclass(model, BaseModel),
+        f"its configuration is {shown(model)}, no pydantic model",
+    )
     silent = [name for name, key in model.model_fields.items() if not key.description and not _is_group(key.annotation)]
     require(not silent, f"these keys have no description: {', '.join(silent)}")
     try:

@@ -44,8 +44,10 @@ def scores(case: RewardCase) -> None:
     """It returns a list with one finite Python number for each trajectory, those expected if they are known."""
     found = call(case.build(), case.trajectories, case.arguments)
     if case.scores is not None:
-        require(same(found, [float(s) for s in case.scores], tolerance=1e-6) or found == list(case.scores),
-                f"the scores are {found}; the example expects {list(case.scores)}")
+        require(
+            same(found, [float(s) for s in case.scores], tolerance=1e-6) or found == list(case.scores),
+            f"the scores are {found}; the example expects {list(case.scores)}",
+        )
 
 
 def order(case: RewardCase) -> None:

@@ -63,7 +63,10 @@ def order(case: RolloutCase) -> None:
             require(same_start, f"the place of {shown(given['messages'])} holds {shown(first)}")
             for key in ("user_data", "tools"):
                 if key in given:
-                    require(same(_pairs(found.get(key)), _pairs(given[key])), f"it lost or changed {key}: {shown(found.get(key))}")
+                    require(
+                        same(_pairs(found.get(key)), _pairs(given[key])),
+                        f"it lost or changed {key}: {shown(found.get(key))}",
+                    )
 
 
 def no_trajectories(case: RolloutCase) -> None:
@@ -84,7 +87,9 @@ def calls_apart(case: RolloutCase) -> None:
     lengths = []
     for _ in range(2):
         found = rollout(copy.deepcopy(list(case.trajectories)), **copy.deepcopy(dict(case.arguments)))
-        lengths.append([message["content"] for row in found for message in row["messages"] if message["role"] == "user"])
+        lengths.append(
+            [message["content"] for row in found for message in row["messages"] if message["role"] == "user"]
+        )
     require(lengths[0] == lengths[1], "the user turns of a second call are others than those of the first")
 
 

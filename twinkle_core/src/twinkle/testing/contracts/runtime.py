@@ -53,7 +53,9 @@ def keeps_options(case: RuntimeCase) -> None:
     try:
         runtime.initialize(options)
         require(runtime.options == options, f"its options are {shown(runtime.options)}")
-        require(runtime.mesh is not None and runtime.mesh.world_size == case.ranks, f"its mesh is {shown(runtime.mesh)}")
+        require(
+            runtime.mesh is not None and runtime.mesh.world_size == case.ranks, f"its mesh is {shown(runtime.mesh)}"
+        )
     finally:
         runtime.shutdown()
 

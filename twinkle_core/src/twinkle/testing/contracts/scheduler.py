@@ -108,7 +108,10 @@ def round_trip(case: SchedulerCase) -> None:
     second.load_state_dict(saved["optimizer"])
     again.load_state_dict(saved["scheduler"])
     found = walk(case, again, second, _HALF)
-    require(same(found, whole[_HALF:], tolerance=1e-9), f"after a resume the rates are {shown(found)}, not {shown(whole[_HALF:])}")
+    require(
+        same(found, whole[_HALF:], tolerance=1e-9),
+        f"after a resume the rates are {shown(found)}, not {shown(whole[_HALF:])}",
+    )
 
 
 def only_rates(case: SchedulerCase) -> None:

@@ -110,7 +110,10 @@ def prompt(case: TemplateCase) -> None:
     require(not trained, "with add_generation_prompt=True there are labels")
     whole = case.encode(template, {**asked, "messages": [*asked["messages"], messages[len(asked["messages"])]]})
     start = whole["input_ids"][: len(row["input_ids"])]
-    require(start == row["input_ids"], f"the prompt {shown(row['input_ids'])} is not how the answered one begins: {shown(start)}")
+    require(
+        start == row["input_ids"],
+        f"the prompt {shown(row['input_ids'])} is not how the answered one begins: {shown(start)}",
+    )
 
 
 def untrained_turns(case: TemplateCase) -> None:
@@ -154,7 +157,9 @@ def joined(case: TemplateCase) -> None:
     ids, labels = list(after["input_ids"]), list(after["labels"])
     require(ids == [*before["input_ids"], *new], "the tokens are not the prompt's and the new ones")
     trained = [label for label in labels if label != _IGNORED]
-    require(trained == list(new) and labels[-1] == _IGNORED, f"trained is {shown(trained)}; the new tokens are {shown(new)}")
+    require(
+        trained == list(new) and labels[-1] == _IGNORED, f"trained is {shown(trained)}; the new tokens are {shown(new)}"
+    )
 
 
 def trajectory_left_alone(case: TemplateCase) -> None:

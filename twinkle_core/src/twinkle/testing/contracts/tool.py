@@ -43,15 +43,24 @@ def made(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_schema(info: Any) -> None:
     """Require OpenAI's form of a function, with JSON schema parameters."""
-    require(isinstance(info, Mapping) and info.get("type") == "function", f"tool_info() gave {shown(info)}; its type is 'function'")
+    require(
+        isinstance(info, Mapping) and info.get("type") == "function",
+        f"tool_info() gave {shown(info)}; its type is 'function'",
+    )
     as_json(dict(info), "tool_info()")
     function = info.get("function")
     require(isinstance(function, Mapping), "tool_info() has no 'function'")
     name, parameters = function.get("name", ""), function.get("parameters")
     require(_NAME.fullmatch(str(name)), f"the name {name!r} must be 1 to 64 letters, digits, '_' and '-'")
-    require(isinstance(function.get("description"), str) and function["description"], f"{name} has no description for the model")
+    require(
+        isinstance(function.get("description"), str) and function["description"],
+        f"{name} has no description for the model",
+    )
     fine = isinstance(parameters, Mapping) and parameters.get("type") == "object"
-    require(fine and isinstance(parameters.get("properties"), Mapping), f"the parameters of {name} are no schema of an object")
+    require(
+        fine and isinstance(parameters.get("properties"), Mapping),
+        f"the parameters of {name} are no schema of an object",
+    )
     unknown = set(parameters.get("required", ())) - set(parameters["properties"])
     require(not unknown, f"{name} requires {', '.join(sorted(unknown))}, which its properties do not have")
 
@@ -67,7 +76,10 @@ def answer(case: ToolCase) -> None:
     name, arguments = case.call(tool)
     found = tool(name, arguments)
     require(isinstance(found, str), f"it answered {shown(found)}; return text")
-    require(case.result is None or found == case.result, f"it answered {shown(found)}; the example expects {shown(case.result)}")
+    require(
+        case.result is None or found == case.result,
+        f"it answered {shown(found)}; the example expects {shown(case.result)}",
+    )
 
 
 def arguments_left_alone(case: ToolCase) -> None:
@@ -83,7 +95,9 @@ def info_stable(case: ToolCase) -> None:
     first = as_json(tool.tool_info(), "tool_info()")
     tool(*case.call(tool))
     tool.tool_info()["function"].clear()
-    require(same(as_json(tool.tool_info(), "tool_info()"), first), "tool_info() is another one; return a new dict each time")
+    require(
+        same(as_json(tool.tool_info(), "tool_info()"), first), "tool_info() is another one; return a new dict each time"
+    )
 
 
 def pickle(case: ToolCase) -> None:

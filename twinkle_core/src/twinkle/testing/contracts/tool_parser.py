@@ -92,7 +92,9 @@ def no_call(case: ToolParserCase) -> None:
     for text in case.plain:
         require(not parser.detect(text), f"detect() sees a call in {shown(text)}")
         require(parser.parse(text) == [], f"parse() found {shown(parser.parse(text))} in {shown(text)}")
-        require(parser.clean(text).strip() == text.strip(), f"clean() made {shown(parser.clean(text))} of {shown(text)}")
+        require(
+            parser.clean(text).strip() == text.strip(), f"clean() made {shown(parser.clean(text))} of {shown(text)}"
+        )
         require(parser.extract_tool_result(text) is None, f"extract_tool_result() found one in {shown(text)}")
 
 
@@ -101,7 +103,9 @@ def broken(case: ToolParserCase) -> None:
     parser = case.build()
     for text, calls in case.texts().items():
         wanted = [(name, dict(arguments)) for name, arguments in calls]
-        damaged = [text[:end] for end in range(len(text))] + [text[:at] + "\\\"{" + text[at + 1 :] for at in range(len(text))]
+        damaged = [text[:end] for end in range(len(text))] + [
+            text[:at] + '\\"{' + text[at + 1 :] for at in range(len(text))
+        ]
         for piece in damaged:
             found = parser.parse(piece)
             require(bool(found) == bool(parser.detect(piece)), f"detect() and parse() differ about {shown(piece)}")

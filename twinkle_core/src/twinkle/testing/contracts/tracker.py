@@ -138,7 +138,9 @@ def metrics_left_alone(case: TrackerCase) -> None:
     run, tracker = case.run(), case.build()
     fire(tracker, "twinkle_run_start", run=run)
     try:
-        left_alone(lambda given: fire(tracker, "twinkle_step_end", run=run, step=1, metrics=given), dict(NUMBERS), "numbers")
+        left_alone(
+            lambda given: fire(tracker, "twinkle_step_end", run=run, step=1, metrics=given), dict(NUMBERS), "numbers"
+        )
     finally:
         fire(tracker, "twinkle_run_end", run=run)
 

@@ -24,7 +24,7 @@ def same(one: Any, two: Any, *, tolerance: float = 0.0) -> bool:
     if isinstance(one, list | tuple) and isinstance(two, list | tuple):
         return len(one) == len(two) and all(same(a, b, tolerance=tolerance) for a, b in zip(one, two, strict=True))
     if isinstance(one, float) and isinstance(two, int | float):
-        return math.isnan(one) and math.isnan(two) or math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
+        return (math.isnan(one) and math.isnan(two)) or math.isclose(one, two, rel_tol=tolerance, abs_tol=tolerance)
     return bool(one == two)
 
 

@@ -1,0 +1,152 @@
+"""Two processes with a checkpoint engine each: what the checks of checkpoint engines command."""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from twinkle.errors import TwinkleError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from torch import Tensor
+
+
+class SideFailed(TwinkleError, RuntimeError):
+    """A call of the engine raised in its process, or the process is gone."""
+
+
+def weights(seed: int, size: int) -> "list[tuple[str, Tensor]]":
+    """Return named weights of many forms: large, strided, scalar, empty, of several dtypes.
+
+    Args:
+        seed: of the numbers.
+        size: bytes of the largest.
+    """
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(*shape: int) -> "Tensor":
+        return torch.randn(shape, generator=draw)
+
+    return [
+        ("model.embed.weight", some(7, 5)),
+        ("model.layer.weight", some(6, 4).T),
+        ("model.layer.bias", some(4).bfloat16()),
+        ("model.large.weight", some(size // 4)),
+        ("model.scale", some().reshape(())),
+        ("model.empty", some(0, 3)),
+        ("model.half", some(9)[::2].half()),
+        ("model.head.weight", some(5, 7)),
+    ]
+
+
+class Side:
+    """A process that holds one engine and does what it is told.
+
+    Args:
+        engine: the class of the engine.
+        kwargs: of its constructor.
+        start: how the process is started.
+        seconds: how long an answer may take.
+    """
+
+    def __init__(self, engine: Any, kwargs: dict[str, Any], start: str, seconds: float) -> None:
+        context: Any = multiprocessing.get_context(start)
+        self._connection, theirs = context.Pipe()
+        self._seconds = seconds
+        self._process = context.Process(target=_serve, args=(theirs, engine, kwargs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def tell(self, command: str, argument: Any = None) -> None:
+        """Begin a command without waiting for its end."""
+        try:
+            self._connection.send((command, argument))
+        except OSError as error:
+            raise SideFailed(f"{command}: the process is gone") from error
+
+    def answer(self) -> Any:
+        """Wait for the end of the command, and return what it gave.
+
+        Raises:
+            SideFailed: it raised, or the process died.
+            TimeoutError: there was no answer in time.
+        """
+        if not self._connection.poll(self._seconds):
+            raise TimeoutError(f"no answer within {self._seconds:g} s")
+        try:
+            fine, value = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise SideFailed("the process died") from error
+        if not fine:
+            raise SideFailed(value)
+        return value
+
+    def ask(self, command: str, argument: Any = None) -> Any:
+        """Give a command and wait for its end."""
+        self.tell(command, argument)
+        return self.answer()
+
+    def wait(self) -> None:
+        """Wait for the process to end by itself."""
+        self._process.join(self._seconds)
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+def _serve(connection: "Connection[Any, Any]", engine_class: Any, kwargs: dict[str, Any]) -> None:
+    """Obey until the connection ends."""
+    engine = None
+    while True:
+        try:
+            command, argument = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            engine = engine or engine_class(**kwargs)
+            value = _obey(engine, command, argument)
+            connection.send((True, value))
+        except Exception as error:  # whatever the engine raises is the answer
+            connection.send((False, f"{command}: {type(error).__name__}: {error}"))
+
+
+def _obey(engine: Any, command: str, argument: Any) -> Any:
+    if command == "init_process_group":
+        engine.init_process_group(**argument)
+        return None
+    if command == "send":
+        asyncio.run(engine.send_weights(iter(weights(*argument))))
+        return None
+    if command == "send_half_and_die":
+        asyncio.run(engine.send_weights(_half(*argument)))
+        return None
+    if command == "receive":
+        return asyncio.run(_received(engine))
+    return getattr(engine, command)()
+
+
+def _half(seed: int, size: int) -> "Iterator[tuple[str, Tensor]]":
+    import time
+
+    named = weights(seed, size)
+    yield from named[: len(named) // 2]
+    time.sleep(0.2)  # what was given so far may be on its way
+    os._exit(9)
+
+
+async def _received(engine: Any) -> list[tuple[str, str, Any]]:
+    """Return name, dtype and numbers of each weight, copied at once: the engine may use its buffer again."""
+    found = []
+    async for name, tensor in engine.receive_weights():
+        plain = tensor.detach().cpu()
+        numbers = plain.double() if plain.is_floating_point() else plain.clone()
+        found.append((name, str(tensor.dtype), numbers.contiguous().numpy().copy()))
+    return found
