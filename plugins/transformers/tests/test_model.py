@@ -561,3 +561,10 @@ def test_rows_longer_than_the_context_of_the_model_are_told_once(
     assert [r.getMessage()[:64] for r in caplog.records if "made for" in r.getMessage()] == [
         "a row has 6 tokens, and the model was made for 4; to cut rows se"
     ]
+
+
+def test_a_configuration_that_peft_refuses_is_a_wrong_argument(folder: Path) -> None:
+    model = TransformersModel(model_id=str(folder), mixed_precision="no")
+    config = {"r": 2, "target_modules": "all-linear", "layers_to_transform": [0], "layers_pattern": 3}
+    with pytest.raises(ArgumentError, match=r"adapter 'default': (PEFT refuses the configuration|does not fit)"):
+        model.add_adapter_to_model("default", {**config, "target_modules": ".*q_proj"})

@@ -49,7 +49,10 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         config = read_config(folder)
     elif isinstance(config_or_dir, Mapping):
         check_keywords(LoraConfig, config_or_dir, what=f"adapter {name!r}")
-        config = LoraConfig(**config_or_dir)
+        try:
+            config = LoraConfig(**config_or_dir)
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"adapter {name!r}: PEFT refuses the configuration: {error}") from error
     else:
         config = config_or_dir
     if not isinstance(config, LoraConfig):
