@@ -90,7 +90,18 @@ def begin(reference: str, folder: Path, push: Callable[[Path], str]) -> Upload:
     with _lock:
         if _worker is None:
             _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="twinkle-upload")
+            _wait_at_exit(_worker)
         return Upload(reference, _worker.submit(work))
+
+
+def _wait_at_exit(worker: ThreadPoolExecutor) -> None:
+    """Let the process wait for its uploads while threads may still begin others, as the clients' uploads do.
+
+    `atexit` is too late: before it, Python has told every pool of threads to take no more work.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(worker.shutdown)
 
 
 def _kept(folder: Path) -> Path:
