@@ -1,5 +1,6 @@
 """A site folder of its own for every test: distributions with real metadata, and a small house to plug them into."""
 
+import hashlib
 import importlib
 import os
 import sys
@@ -13,6 +14,9 @@ import pytest
 
 import twinkle_registry
 from twinkle_registry import Registry, Settings, discovery
+from twinkle_registry.code.adding import Keeper, Proposal
+from twinkle_registry.locked import locked_plugins
+from twinkle_registry.resolving import open_hub
 
 HOOKSPECS = """
 from twinkle_registry import hookspec
@@ -120,6 +124,64 @@ class PlainLoss(Loss):
 """
 
 
+class TinyHub:
+    """Repositories in memory: commits that stay, branches and names that move, and faults on request."""
+
+    def __init__(self) -> None:
+        self.commits: dict[tuple[str, str], dict[str, bytes]] = {}
+        self.branches: dict[tuple[str, str], str] = {}
+        self.moved: dict[str, str] = {}
+        self.offline = False
+        self.spoil: Callable[[Path], None] | None = None
+        self.asked: list[str] = []
+
+    def push(self, repo: str, files: dict[str, str | bytes], branch: str = "main") -> str:
+        """Commit the whole content of a repository and return the commit."""
+        content = {p: textwrap.dedent(t).encode() if isinstance(t, str) else t for p, t in files.items()}
+        commit = hashlib.sha1(repr((repo, branch, len(self.commits), sorted(content.items()))).encode()).hexdigest()
+        self.commits[repo, commit] = content
+        self.branches[repo, branch] = commit
+        return commit
+
+    def commit_of(self, repo: str, revision: str | None = None) -> tuple[str, str]:
+        self.asked.append(f"commit_of {repo}")
+        if self.offline:
+            raise ConnectionError("there is no network")
+        repo = self.moved.get(repo, repo)
+        return repo, self.branches.get((repo, revision or "main"), revision or "")
+
+    def download_code(self, repo: str, commit: str, target: Path) -> None:
+        self.asked.append(f"download_code {repo}")
+        if self.offline:
+            raise ConnectionError("there is no network")
+        for path, content in self.commits[repo, commit].items():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).write_bytes(content)
+        if self.spoil is not None:
+            self.spoil(target)
+
+
+@pytest.fixture
+def hub(site: Site, monkeypatch: pytest.MonkeyPatch) -> TinyHub:
+    """A hub behind hf:// and ms://, offered by an installed plugin."""
+    made = TinyHub()
+    module = types.ModuleType("house_hub")
+    module.hub = made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "house_hub", module)
+    site.plugin("tiny-hub", "".join(component(name, "house_hub:hub", kind="hub") for name in ("hf", "ms")))
+    return made
+
+
+@pytest.fixture
+def add() -> Callable[..., Proposal | None]:
+    """Return a function that trusts a reference, as somebody would who says yes to everything."""
+
+    def trust(registry: Registry, asked: str, decide: Callable[[Proposal], bool] = lambda _: True) -> Proposal | None:
+        return Keeper(registry, lambda scheme: open_hub(scheme, registry, asked=asked), decide).add(asked)
+
+    return trust
+
+
 @pytest.fixture(autouse=True)
 def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No settings, home, cache or module of this machine or of another test is seen."""
@@ -167,7 +229,7 @@ def house(site: Site, hookspecs: types.ModuleType) -> Callable[..., Registry]:
         registry = twinkle_registry.Registry(
             hookspecs, kinds=KINDS, core_version=core_version, settings=settings, **more
         )
-        registry.load_installed()
+        registry.load_installed(also=locked_plugins())
         return registry
 
     return load

@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import explain
@@ -65,6 +64,7 @@ class Registry:
             settings=self._settings,
             essential=essential,
         )
+        self._frozen = _frozen()
         self._lock = threading.RLock()
         self._records: list[PluginRecord] = []
         self._plugin_set: PluginSet | None = None
@@ -107,14 +107,10 @@ class Registry:
         """Return a record with the status that it would have, alone, without adding it."""
         return self._house.judge(record, [])
 
-    @cached_property
+    @property
     def frozen(self) -> Frozen | None:
-        """What refuses code that is not locked, in a frozen run; else None. Read once."""
-        if not is_frozen():
-            return None
-        from .code.frozen import Frozen
-
-        return Frozen()
+        """What refuses code that is not locked, in a frozen run; else None."""
+        return self._frozen
 
     @property
     def records(self) -> list[PluginRecord]:
@@ -362,6 +358,14 @@ class Registry:
             self._registered.discard(record.name)
             self._hooked.discard(record.name)
             self._index.clear()
+
+
+def _frozen() -> Frozen | None:
+    if not is_frozen():
+        return None
+    from .code.frozen import Frozen
+
+    return Frozen()
 
 
 def _key(record: PluginRecord) -> tuple[str, str, str]:

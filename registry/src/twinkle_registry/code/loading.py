@@ -108,7 +108,7 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
 def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str) -> Any:
     """Return the one class of the module that fits the contract and was written in this repository."""
     if not isinstance(contract, type):
-        raise ComponentNotFound(f"{asked}: a {kind} may be anything, so say what you want: '...#Name'")
+        raise ComponentNotFound(f"{asked}: the kind {kind} may be anything, so say what you want: '...#Name'")
     own = [
         value
         for value in vars(module).values()

@@ -97,7 +97,7 @@ def matches(pattern: str, place: str, commit: str) -> bool:
     elif not fnmatchcase(commit, wanted_commit):
         return False
     segments, parts = wanted.split("/"), place.split("/")
-    if segments[-1] == "**":
+    if segments[-1] == "**" and len(parts) >= len(segments):
         segments, parts = segments[:-1], parts[: len(segments) - 1]
     return len(segments) == len(parts) and all(map(fnmatchcase, parts, segments))
 

@@ -1,0 +1,281 @@
+"""Who may run code: `[trust]` of the project and of the user, the switch for the bold, redirects, signatures."""
+
+import base64
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinkle_registry import NotTrusted, Registry, RequirementMissing, SettingsError
+from twinkle_registry.code.lock import Lock
+from twinkle_registry.code.policy import Policy, matches
+from twinkle_registry.code.signatures import ED25519_FILE, SIGSTORE_FILE, sign_folder, signed_bytes
+
+House = Callable[..., Registry]
+FOCAL = "from house_contracts import Loss\nclass Focal(Loss):\n    def __call__(self, inputs): ...\n"
+FILES = {"__init__.py": FOCAL}
+COMMIT = "3f" * 20
+
+
+@pytest.fixture
+def registry(hub: Any, house: House) -> Registry:
+    return house()
+
+
+def trust(text: str, path: str = "twinkle.toml") -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(f"[trust]\n{text}\n", "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "fits"),
+    [
+        ("hf://acme/*", "hf://acme/focal", True),
+        ("hf://acme/*", "hf://acme-evil/focal", False),
+        ("hf://acme/*", "ms://acme/focal", False),
+        ("hf://*/focal", "hf://acme/focal", True),
+        ("hf://*", "hf://acme/focal", False),
+        ("hf://**", "hf://acme/focal", True),
+        ("hf://acme/**", "hf://acme", False),
+        ("*", "ms://any/thing", True),
+        ("hf://acme/fo*", "hf://acme/focal", True),
+        (f"hf://acme/focal@{COMMIT}", "hf://acme/focal", True),
+        ("hf://acme/focal@3f3f*", "hf://acme/focal", True),
+        ("hf://acme/focal@4f*", "hf://acme/focal", False),
+        ("file:///opt/plugins/*", "file:///opt/plugins/a/b", False),
+        ("file:///opt/plugins/**", "file:///opt/plugins/a/b", True),
+        ("file:///opt/plugins/**", "file:///opt/plugins-evil/a", False),
+    ],
+)
+def test_a_pattern_means_segments_and_commits(pattern: str, place: str, fits: bool) -> None:
+    assert matches(pattern, place, COMMIT) is fits
+
+
+def test_an_allowed_publisher_runs_unlocked_and_nobody_else_does(hub: Any, registry: Registry) -> None:
+    trust('allow = ["hf://acme/*"]')
+    hub.push("acme/focal", FILES)
+    hub.push("other/focal", FILES)
+    assert registry.resolve("hf://acme/focal", "loss").__name__ == "Focal"
+    assert not Path("twinkle.lock").exists()
+    with pytest.raises(NotTrusted, match="nobody has allowed code from hf://other/focal"):
+        registry.resolve("hf://other/focal", "loss")
+
+
+def test_an_allowed_publisher_runs_what_the_branch_is_now(hub: Any, registry: Registry) -> None:
+    trust('allow = ["hf://acme/*"]')
+    hub.push("acme/focal", FILES)
+    first = registry.resolve("hf://acme/focal", "loss")
+    hub.push("acme/focal", {"__init__.py": FOCAL + "# new"})
+    second = registry.resolve("hf://acme/focal", "loss")
+    assert first.__module__ != second.__module__
+
+
+def test_one_commit_may_be_allowed(hub: Any, registry: Registry) -> None:
+    commit = hub.push("acme/focal", FILES)
+    trust(f'allow = ["hf://acme/focal@{commit}"]')
+    assert registry.resolve("hf://acme/focal", "loss").__name__ == "Focal"
+    hub.push("acme/focal", {"__init__.py": FOCAL + "# new"})
+    with pytest.raises(NotTrusted, match="nobody has allowed"):
+        registry.resolve("hf://acme/focal", "loss")
+
+
+def test_deny_wins_over_lock_allow_and_boldness(
+    hub: Any, registry: Registry, add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("acme/focal", FILES)
+    add(registry, "hf://acme/focal")
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    trust('allow = ["*"]\ndeny = ["hf://ACME/focal"]')
+    with pytest.raises(NotTrusted, match=r"\[trust\] deny has 'hf://ACME/focal'"):
+        registry.resolve("hf://acme/focal", "loss")
+    hub.asked.clear()
+    with pytest.raises(NotTrusted, match=r"add hf://acme/focal: .* \[trust\] deny"):
+        add(registry, "hf://acme/focal")
+    assert hub.asked == []
+
+
+def test_nothing_outside_of_only_is_even_added(hub: Any, registry: Registry, add: Any) -> None:
+    hub.push("acme/focal", FILES)
+    hub.push("other/focal", FILES)
+    trust('only = ["hf://acme/*"]')
+    add(registry, "hf://acme/focal")
+    with pytest.raises(NotTrusted, match=r"\[trust\] only has 'hf://acme/\*'"):
+        add(registry, "hf://other/focal")
+    trust("only = []")
+    with pytest.raises(NotTrusted, match=r"\[trust\] only has nothing"):
+        registry.resolve("hf://acme/focal", "loss")
+
+
+def test_what_the_user_denies_no_project_allows(hub: Any, registry: Registry, tmp_path: Path) -> None:
+    hub.push("acme/focal", FILES)
+    trust('deny = ["hf://acme/*"]', str(tmp_path / "home/.config/twinkle/twinkle.toml"))
+    trust('allow = ["*"]')
+    with pytest.raises(NotTrusted, match=r"\[trust\] deny"):
+        registry.resolve("hf://acme/focal", "loss")
+
+
+def test_the_bold_run_everything_that_is_not_denied(
+    hub: Any, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("acme/focal", FILES)
+    for value in ("0", "", "false"):
+        monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", value)
+        with pytest.raises(NotTrusted):
+            registry.resolve("hf://acme/focal", "loss")
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "maybe")
+    with pytest.raises(SettingsError, match="TWINKLE_TRUST_REMOTE_CODE: expected 1 or 0, found 'maybe'"):
+        registry.resolve("hf://acme/focal", "loss")
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    assert registry.resolve("hf://acme/focal", "loss").__name__ == "Focal"
+
+
+def test_a_redirect_is_followed_before_the_policy_is_asked(hub: Any, registry: Registry, add: Any) -> None:
+    commit = hub.push("evil/focal", FILES)
+    hub.moved["acme/focal"] = "evil/focal"
+    trust('allow = ["hf://acme/*"]')
+    with pytest.raises(NotTrusted, match=r"code from hf://evil/focal \(hf://acme/focal has moved there\)") as error:
+        registry.resolve("hf://acme/focal", "loss")
+    assert f"twinkle plugins add hf://evil/focal@{commit}" in str(error.value)
+    assert hub.asked == ["commit_of acme/focal"]
+    trust('only = ["hf://acme/*"]')
+    with pytest.raises(NotTrusted, match="code from hf://evil/focal is forbidden"):
+        add(registry, "hf://acme/focal")
+    trust("")
+    assert add(registry, "hf://acme/focal").origin == "hf://evil/focal"
+    assert Lock.load().hub[0].repository == "hf://evil/focal"
+    assert registry.resolve("hf://acme/focal", "loss") is registry.resolve("hf://evil/focal", "loss")
+    trust('deny = ["hf://acme/*"]')
+    with pytest.raises(NotTrusted, match="deny"):
+        registry.resolve("hf://acme/focal", "loss")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('alow = ["hf://a/*"]', r"\[trust\] alow: unknown key, nearest: 'allow'"),
+        ('allow = "hf://a/*"', "expected a list of patterns"),
+        ("deny = [1]", "expected a list of patterns"),
+        ('allow = ["acme/*"]', "expected a pattern such as 'hf://org/.' or .*, not 'acme/.'"),
+        ('deny = ["hf://acme/"]', "expected a pattern"),
+        ("signed = 1", "expected a table of patterns and signers"),
+        ('signed = { "acme" = { ed25519 = "x" } }', "expected a pattern"),
+        ('signed = { "hf://a/*" = "x" }', r"expected \{ ed25519 = "),
+        ('signed = { "hf://a/*" = { ed25519 = "eA==" } }', "is 32 bytes in base64"),
+        ('signed = { "hf://a/*" = { ed25519 = 3 } }', "is 32 bytes in base64"),
+        ('signed = { "hf://a/*" = { gpg = "x" } }', "unknown key 'gpg'"),
+        ('signed = { "hf://a/*" = { sigstore = { identity = "x" } } }', "takes 'identity' and 'issuer'"),
+    ],
+)
+def test_a_wrong_policy_is_an_error_and_no_permission(hub: Any, registry: Registry, text: str, message: str) -> None:
+    hub.push("acme/focal", FILES)
+    trust(text)
+    with pytest.raises(SettingsError, match=message):
+        registry.resolve("hf://acme/focal", "loss")
+
+
+def test_a_policy_without_files_allows_nothing() -> None:
+    assert Policy.load() == Policy()
+
+
+@pytest.fixture
+def key() -> Any:
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    return ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+
+
+def signed(folder: Path, files: dict[str, str], private: bytes) -> dict[str, str | bytes]:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    sign_folder(folder, private)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_signature_by_the_key_of_the_policy_is_asked_for(
+    hub: Any, registry: Registry, add: Any, key: Any, tmp_path: Path
+) -> None:
+    public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
+    trust(f'[trust.signed]\n"hf://acme/*" = {{ ed25519 = "{public}" }}')
+    hub.push("acme/focal", FILES)
+    with pytest.raises(NotTrusted, match=r"wants it signed by key .*, and it has no twinkle-plugin\.sig"):
+        add(registry, "hf://acme/focal")
+    files = signed(tmp_path / "repo", FILES, key.private_bytes_raw())
+    hub.push("acme/focal", files)
+    add(registry, "hf://acme/focal")
+    assert registry.resolve("hf://acme/focal", "loss").__name__ == "Focal"
+    hub.push("acme/focal", {**files, "__init__.py": FOCAL + "# tampered"})
+    with pytest.raises(NotTrusted, match="is not a signature of these files by key"):
+        add(registry, "hf://acme/focal")
+    hub.push("acme/focal", {**files, "more.py": ""})
+    with pytest.raises(NotTrusted, match="is not a signature of these files"):
+        add(registry, "hf://acme/focal")
+    hub.push("acme/focal", {**files, ED25519_FILE: b"no base64!"})
+    with pytest.raises(NotTrusted, match="is not a signature of these files"):
+        add(registry, "hf://acme/focal")
+
+
+def test_a_signature_is_asked_for_on_the_load_path_too(
+    hub: Any, registry: Registry, add: Any, key: Any, tmp_path: Path
+) -> None:
+    hub.push("acme/focal", FILES)
+    add(registry, "hf://acme/focal")
+    public = base64.b64encode(bytes(32)).decode()
+    trust(f'[trust.signed]\n"hf://**" = {{ ed25519 = "{public}" }}')
+    with pytest.raises(NotTrusted, match="wants it signed"):
+        registry.resolve("hf://acme/focal", "loss")
+    hub.push("acme/focal", signed(tmp_path / "repo", FILES, key.private_bytes_raw()))
+    with pytest.raises(NotTrusted, match="is not a signature of these files by key AAAA"):
+        add(registry, "hf://acme/focal")
+
+
+def test_what_is_signed_is_the_listing_without_signatures() -> None:
+    files = {"b.py": "2" * 64, "a.py": "1" * 64, ED25519_FILE: "3" * 64, SIGSTORE_FILE: "4" * 64}
+    expected = "twinkle plugin, version 1\n" + "1" * 64 + "  a.py\n" + "2" * 64 + "  b.py\n"
+    assert signed_bytes(files) == expected.encode()
+
+
+def test_a_key_may_be_pem_and_must_be_ed25519(key: Any, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    def pem(private: Any) -> bytes:
+        text: bytes = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return text
+
+    (tmp_path / "a.py").write_text("")
+    raw = sign_folder(tmp_path, key.private_bytes_raw()).read_bytes()
+    assert sign_folder(tmp_path, pem(key)).read_bytes() == raw
+    with pytest.raises(SettingsError, match="not of the sort ed25519"):
+        sign_folder(tmp_path, pem(ec.generate_private_key(ec.SECP256R1())))
+    with pytest.raises(SettingsError, match="neither 32 bytes nor PEM"):
+        sign_folder(tmp_path, b"short")
+
+
+def test_without_the_package_a_signature_is_not_taken_on_faith(
+    hub: Any, registry: Registry, add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("acme/focal", {**FILES, ED25519_FILE: "eA==", SIGSTORE_FILE: "{}"})
+    public = base64.b64encode(bytes(32)).decode()
+    for module in ("cryptography.hazmat.primitives.asymmetric", "sigstore.errors"):
+        monkeypatch.setitem(sys.modules, module, None)
+    trust(f'[trust.signed]\n"hf://acme/*" = {{ ed25519 = "{public}" }}')
+    with pytest.raises(RequirementMissing, match="pip install 'cryptography>=42'"):
+        add(registry, "hf://acme/focal")
+    trust('[trust.signed]\n"hf://acme/*" = { sigstore = { identity = "a@b", issuer = "https://c" } }')
+    with pytest.raises(RequirementMissing, match="pip install 'sigstore>=4'"):
+        add(registry, "hf://acme/focal")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_sigstore_bundle_that_cannot_be_checked_is_no_signature(hub: Any, registry: Registry, add: Any) -> None:
+    pytest.importorskip("sigstore")
+    trust('[trust.signed]\n"hf://acme/*" = { sigstore = { identity = "a@b", issuer = "https://c" } }')
+    for bundle in ("{}", "no json", '{"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json"}'):
+        hub.push("acme/focal", {**FILES, SIGSTORE_FILE: bundle})
+        with pytest.raises(NotTrusted, match="is not a signature of these files by a@b, or cannot be checked"):
+            add(registry, "hf://acme/focal")
+    hub.push("acme/focal", FILES)
+    with pytest.raises(NotTrusted, match=r"it has no twinkle-plugin\.sigstore\.json"):
+        add(registry, "hf://acme/focal")
