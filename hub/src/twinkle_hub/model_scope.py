@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ class MSHub(RemoteHub):
             raise RequirementMissing(
                 "ms:// needs ModelScope's client library; run: pip install 'twinkle-hub[modelscope]'"
             ) from error
-        return HubApi(token=token, endpoint=_endpoint())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of MODELSCOPE_DOMAIN, which scripts go on to use
+            return HubApi(token=token, endpoint=_endpoint())
 
     def _has_token(self, token: str | None) -> bool:
         return bool(token or self._api(None).legacy.token)
@@ -251,5 +254,5 @@ def _is_public(told_repo: Any) -> bool:
 
 
 def _endpoint() -> str | None:
-    """Return where ModelScope answers; given by hand, the client does not warn about the older of the variables."""
+    """Return where ModelScope answers, by the newer or the older variable; None leaves it to the client."""
     return os.environ.get("MODELSCOPE_ENDPOINT") or os.environ.get("MODELSCOPE_DOMAIN") or None
