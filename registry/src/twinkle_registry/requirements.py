@@ -50,9 +50,10 @@ def check_core(record: PluginRecord, core_version: str) -> PluginRecord:
     if record.status != "ok" or record.manifest is None or satisfies(core_version, record.manifest.core):
         return record
     needs = record.manifest.core
+    renew = f"twinkle plugins add {record.dist}" if "://" in record.dist else f"pip install -U '{record.dist}'"
     reason = (
         f"plugin {record.name} {record.version} needs twinkle-core {needs}, installed is {core_version}; "
-        f"run: pip install -U '{record.dist}' or pip install 'twinkle-core{needs}'"
+        f"run: {renew} or pip install 'twinkle-core{needs}'"
     )
     return replace(record, status="incompatible", reason=reason, cause=PluginIncompatible(reason))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
+from twinkle.errors import ComponentConflict, PluginBroken, SettingsError, TwinkleError
 from twinkle_registry import ComponentSpec, Registry, missing_requirements
 from twinkle_registry.naming import canonical
 
@@ -39,7 +39,9 @@ def _unusable(registry: Registry) -> Iterator[Problem]:
             continue
         stale = "stale" in record.reason
         remedy = f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
-        if record.status == "incompatible":
+        if "://" in record.dist:
+            remedy = f"twinkle plugins verify, or without it: twinkle plugins remove {record.dist}"
+        elif record.status == "incompatible":
             remedy = ""  # the reason ends with the commands
         elif record.location:
             remedy = f"edit {record.location}, or tell its author; without it: pip uninstall {record.dist}"
@@ -98,6 +100,8 @@ def _exists(module: str) -> bool:
 
     if module in sys.modules:
         return True
+    if module.startswith("twinkle_registry.code."):
+        return _exists_in_store(module)
     name, *rest = module.split(".")
     try:
         spec = find_spec(name)
@@ -109,6 +113,15 @@ def _exists(module: str) -> bool:
     except (ImportError, ValueError, AttributeError):
         return False
     return spec is not None
+
+
+def _exists_in_store(module: str) -> bool:
+    from twinkle_registry.code.finder import CodeFinder
+
+    try:
+        return CodeFinder.find_spec(module) is not None
+    except (ImportError, TwinkleError):
+        return False
 
 
 def _specs(registry: Registry) -> Iterator[ComponentSpec]:

@@ -4,15 +4,19 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
+from twinkle.errors import TwinkleError
 from twinkle_registry import ComponentSpec
+from twinkle_registry.code.finder import CodeFinder
 
 
 def locate(spec: ComponentSpec) -> tuple[str, int] | None:
     """Return file and line of the definition that `spec.ref` names, or None where that cannot be told."""
     module, _, path = spec.ref.partition(":")
     try:
-        found = find_spec(module)
-    except (ImportError, ValueError, AttributeError):
+        # The finder of Hub code is asked itself: `find_spec` would import the package first.
+        hub = module.startswith("twinkle_registry.code.")
+        found = CodeFinder.find_spec(module) if hub else find_spec(module)
+    except (ImportError, ValueError, AttributeError, TwinkleError):
         return None
     if found is None or not found.origin or not found.origin.endswith(".py"):
         return None
