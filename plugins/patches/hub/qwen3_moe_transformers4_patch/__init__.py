@@ -21,6 +21,7 @@ class Qwen3MoeTransformers4Patch(Patch):
 
     versions: ClassVar[dict[str, str]] = {"transformers": ">=4.51,<5"}
     changes = ("<model>...mlp.forward of each Qwen3MoeSparseMoeBlock",)
+    needed = "to train Qwen3 MoE models under FSDP2"
     otherwise = "transformers 5 computes all experts of a layer from one tensor and does not hang: leave the patch out"
 
     def __call__(self, module: Any) -> Any:

@@ -78,6 +78,7 @@ class Qwen3ChatTemplate(_ChatTemplatePatch):
     """
 
     what = "read thoughts from the text of a turn"
+    needed = "where turns of the assistant may mention </think>; without it Template refuses such a row"
 
     @staticmethod
     def _edited(text: str) -> str:
@@ -96,6 +97,7 @@ class Qwen3AllowToolTailTemplate(_ChatTemplatePatch):
     """
 
     what = "refuse conversations without a question of the user"
+    needed = "where rows are pieces of an agent's work, for Qwen3.5 and later"
 
     @staticmethod
     def _edited(text: str) -> str:

@@ -20,6 +20,7 @@ class TransformersEmbeddingPatch(Patch):
 
     versions: ClassVar[dict[str, str]] = {"transformers": ">=5.0,<6"}
     changes = ("<model>.forward",)
+    needed = 'for models that you call yourself; TransformersModel has task="embedding"'
 
     def __call__(self, module: Any) -> Any:
         """Apply the patch to a transformers model, or to a PEFT model around one, and return `module`.

@@ -22,6 +22,7 @@ class TransformersFusedCEPatch(Patch):
 
     versions: ClassVar[dict[str, str]] = {"transformers": ">=5.0,<6"}
     changes = ("<model>.forward",)
+    needed = "for models that you call yourself; TransformersModel never makes whole logits"
 
     def __call__(self, module: Any) -> Any:
         """Apply the patch to a causal language model, or to a PEFT model around one, and return `module`.

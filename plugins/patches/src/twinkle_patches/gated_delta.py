@@ -31,6 +31,7 @@ class GatedDeltaNetPaddingFreePatch(Patch):
 
     versions: ClassVar[dict[str, str]] = {"transformers": ">=5.0,<6"}
     changes = ("<model>.base_model.forward", "<model>...linear_attn.forward of each gated delta-net layer")
+    needed = "for packed rows in models that you call yourself; TransformersModel keeps sequences apart"
 
     def __call__(self, module: Any) -> Any:
         """Apply the patch to a transformers model, or to a PEFT model around one, and return `module`.

@@ -6,6 +6,7 @@ import click
 
 from twinkle.cli.code import COMMANDS
 from twinkle.cli.plugins_group import PluginsGroup
+from twinkle.cli.test import test
 from twinkle.cli.text import echo_json, table
 
 if TYPE_CHECKING:
@@ -70,7 +71,16 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if problems else 0)
 
 
-for command in COMMANDS:
+@plugins.command(short_help="List patches: what they change, and whether they fit what is installed.")
+@_json
+def patches(as_json: bool) -> None:
+    """List every installed patch: what it changes, which versions it knows, whether it applies here."""
+    from twinkle.cli.patches import show
+
+    show(as_json)
+
+
+for command in (*COMMANDS, test):
     plugins.add_command(command)
 
 

@@ -20,11 +20,13 @@ class Patch:
         versions: distributions that it changes, with the versions that its author knows,
             `{"transformers": ">=5.0,<6"}`; on any other it is refused.
         changes: the symbols that it replaces, in words, for `twinkle plugins patches`.
+        needed: when somebody needs it, in words.
         otherwise: what to do where another version is installed, in words.
     """
 
     versions: ClassVar[Mapping[str, str]] = {}
     changes: ClassVar[tuple[str, ...]] = ()
+    needed: ClassVar[str] = ""
     otherwise: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

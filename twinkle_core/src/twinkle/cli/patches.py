@@ -1,0 +1,73 @@
+"""`twinkle plugins patches`: what patches there are, what they change, and whether they fit what is installed."""
+
+from typing import Any
+
+import click
+
+from twinkle._registry import registry
+from twinkle.cli.text import echo_json, pairs
+from twinkle.errors import TwinkleError
+from twinkle_registry import ComponentSpec, missing_requirements
+
+
+def show(as_json: bool) -> None:
+    """Write every installed patch: what it changes, which versions it knows, when it is needed, whether it applies."""
+    specs = [spec for found in registry().specs("patch").values() for spec in found]
+    rows = [describe(spec) for spec in specs if spec.ref != "twinkle.patch.base:Patch"]
+    if as_json:
+        echo_json(rows)
+    else:
+        click.echo("\n\n".join(_text(row) for row in rows) or "no plugin offers a patch")
+
+
+def describe(spec: ComponentSpec) -> dict[str, Any]:
+    """Return what is said of one patch; `applies` is whether it would be accepted here, `here` why, or why not."""
+    plain: dict[str, Any] = {
+        "name": spec.name,
+        "plugin": spec.dist,
+        "version": spec.version,
+        "summary": spec.summary,
+        "changes": [],
+        "versions": {},
+        "needed": "",
+        "applies": False,
+        "here": "",
+    }
+    if missing := missing_requirements(spec):
+        return plain | {"here": f"needs {', '.join(map(str, missing))}"}
+    try:
+        return plain | _inspected(registry().load(spec))
+    except TwinkleError as error:
+        return plain | {"here": str(error)}
+
+
+def _inspected(patch: Any) -> dict[str, Any]:
+    from twinkle.patch.versions import verdicts
+
+    found = verdicts(patch)
+    strange = [verdict for verdict in found if not verdict.known]
+    known = ", ".join(f"{verdict.library} {verdict.installed}" for verdict in found)
+    here = f"applies ({known})" if known else "applies"
+    if strange:
+        reasons = (f"refused: it is for {', '.join(map(str, strange))}", getattr(patch, "otherwise", ""))
+        here = "; ".join(filter(None, reasons))
+    return {
+        "changes": list(getattr(patch, "changes", ())),
+        "versions": dict(getattr(patch, "versions", {})),
+        "needed": getattr(patch, "needed", ""),
+        "applies": not strange,
+        "here": here,
+    }
+
+
+def _text(row: dict[str, Any]) -> str:
+    return pairs(
+        [
+            ("patch", f"{row['name']}, of {row['plugin']} {row['version']}"),
+            ("summary", row["summary"]),
+            ("changes", "\n".join(row["changes"])),
+            ("knows", ", ".join(f"{library} {wanted}" for library, wanted in row["versions"].items())),
+            ("needed", row["needed"]),
+            ("here", row["here"]),
+        ]
+    )
