@@ -45,15 +45,21 @@ def initialize(
         groups: device groups that `remote_group=` may name.
         global_device_mesh: the mesh of components that are given none; by default all ranks in `dp`.
         lazy_collect: whether results stay where they are until they are used; only runtimes with workers use it.
-        name: what the run is called in notifications.
-        notifier: a component of kind `notifier`, in any form of component argument.
+        name: what the run is called in notifications; by default `TWINKLE_NAME`, or the name of the `Run`.
+        notifier: who is told when a run or the script fails: a component of kind `notifier` in any form of component
+            argument, a dict as `Notifier.to_dict` returns it, or a list of these. By default those of
+            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list is nobody.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
         MeshError: the mesh does not fit the number of processes.
         RequirementMissing: the package of this mode is not installed.
     """
+    from twinkle.notifier.failures import watch
+    from twinkle.notifier.sources import build_notifiers, name_of_environment, notifiers_of_environment
+
     global _current
+    notifiers = notifiers_of_environment() if notifier is None else build_notifiers(notifier)
     options = RuntimeOptions(
         nproc_per_node=_count("nproc_per_node", nproc_per_node),
         ncpu_proc_per_node=_count("ncpu_proc_per_node", ncpu_proc_per_node),
@@ -62,14 +68,15 @@ def initialize(
         groups=_groups(groups),
         global_device_mesh=_mesh(global_device_mesh),
         lazy_collect=lazy_collect,
-        name=name,
-        notifier=_notifier(notifier),
+        name=name or name_of_environment(),
+        notifier=notifiers[0] if len(notifiers) == 1 else tuple(notifiers) or None,
     )
     runtime = _runtime(mode)
     before = _current
     if before is not None and type(before) is type(runtime):
         runtime = before  # it knows what it has acquired
     old = None if before is None or before.mesh is None else before.options
+    watch(notifiers, options.name)
     runtime.initialize(options)
     _current = runtime
     if old is not None:
@@ -114,14 +121,6 @@ def _runtime(mode: Any) -> Runtime:
             "available yet in this version; use mode='local', alone or under torchrun"
         ) from error
     return runtime
-
-
-def _notifier(notifier: Any) -> Any:
-    if notifier is None:
-        return None
-    from twinkle._registry import registry
-
-    return registry().build(notifier, "notifier")
 
 
 def _count(name: str, value: Any) -> int:
