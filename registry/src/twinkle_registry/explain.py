@@ -38,9 +38,19 @@ def _conflict(found: Sequence[ComponentSpec], name: str, kind: str, settings: Se
 
 
 def not_found(
-    *, asked: str, dist: str, name: str, kind: str, by_kind: Mapping[str, SpecsByName], records: Iterable[PluginRecord]
+    *,
+    asked: str,
+    dist: str,
+    name: str,
+    kind: str,
+    by_kind: Mapping[str, SpecsByName],
+    records: Iterable[PluginRecord],
+    elsewhere: str = "",
 ) -> TwinkleError:
-    """Return the error for a name that no usable plugin offers; that of an unusable plugin that would offer it."""
+    """Return the error for a name that no usable plugin offers; that of an unusable plugin that would offer it.
+
+    `elsewhere` says where the name can be had, if that is known.
+    """
     records = [record for record in records if not dist or _is(record, dist)] if dist else list(records)
     unusable = [record for record in records if record.status != "ok"]
     for record in unusable:
@@ -50,7 +60,7 @@ def not_found(
         plugins = {spec.dist for specs in by_kind.values() for found in specs.values() for spec in found}
         return ComponentNotFound(
             f"{kind} {asked!r}: no plugin {dist!r} is installed; {nearest_or_all(dist, plugins)}; "
-            "if it is a package that you trust, install it first"
+            + (elsewhere or "if it is a package that you trust, install it first")
         )
     here = by_kind.get(kind, {})
     names = [n for n, found in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in found)]
@@ -59,6 +69,7 @@ def not_found(
     if unreadable := [f"{record.dist} ({record.reason})" for record in unusable if record.manifest is None]:
         more = f" and {len(unreadable) - 2} more, see: twinkle plugins doctor" if len(unreadable) > 2 else ""
         hints.append(f"broken plugins that may offer it: {'; '.join(unreadable[:2])}{more}")
+    hints += [elsewhere] if elsewhere else []
     return ComponentNotFound(f"{kind} {asked!r}: " + "; ".join(hints))
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_BYTES = 1 << 20
-_PLUGIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_KIND = re.compile(r"[a-z][a-z0-9_]*")
-_NAME = re.compile(r"\w[\w.+-]*")
+PLUGIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+KIND = re.compile(r"[a-z][a-z0-9_]*")
+NAME = re.compile(r"\w[\w.+-]*")
 _WORD = re.compile(r"[A-Za-z][\w-]*")
 _COMMAND_NAME = re.compile(r"(plugins )?[A-Za-z][\w-]*")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
@@ -54,14 +54,14 @@ def parse_manifest(
 ) -> Manifest:
     """Check the raw table of one file and return its manifest; see `read_manifest`."""
     problems: list[str] = []
-    top = _Table(raw, "", problems)
+    top = Table(raw, "", problems)
     top.refuse_unknown(_TOP)
     if (schema := top.take("schema", _schema)) is not None and schema > SCHEMA:
         # A newer format may mean anything by its keys, so nothing else is worth saying.
         raise ManifestError(
             f"{where}: schema = {schema}, but this version reads {SCHEMA}; run: pip install -U twinkle-registry"
         )
-    name = top.take("name", _matches(_PLUGIN, "the name of the plugin, such as 'acme-losses'"), "")
+    name = top.take("name", matches(PLUGIN, "the name of the plugin, such as 'acme-losses'"), "")
     place = _Place(name or dist, version, package, root)
     manifest = Manifest(
         schema=SCHEMA,
@@ -96,7 +96,7 @@ class _Place:
         return module + colon + attr
 
 
-class _Table:
+class Table:
     """One table of the file; what is wrong with it goes to the common list."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, problems: list[str]) -> None:
@@ -127,12 +127,12 @@ class _Table:
             return default
         return value
 
-    def tables(self, key: str) -> list[_Table]:
+    def tables(self, key: str) -> list[Table]:
         value = self.raw.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             self.complain(key, f"expected tables [[{key}]], found {_shown(value)}")
             return []
-        return [_Table(item, _label(key, i, item), self.problems) for i, item in enumerate(value)]
+        return [Table(item, _label(key, i, item), self.problems) for i, item in enumerate(value)]
 
 
 def _label(key: str, i: int, item: Mapping[str, Any]) -> str:
@@ -145,11 +145,11 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
-def _component(table: _Table, place: _Place) -> ComponentSpec:
+def _component(table: Table, place: _Place) -> ComponentSpec:
     table.refuse_unknown(_COMPONENT)
     return ComponentSpec(
-        kind=table.take("kind", _matches(_KIND, "a kind such as 'loss'"), ""),
-        name=table.take("name", _matches(_NAME, "a name without spaces, '/', ':' and '#'"), ""),
+        kind=table.take("kind", matches(KIND, "a kind such as 'loss'"), ""),
+        name=table.take("name", matches(NAME, "a name without spaces, '/', ':' and '#'"), ""),
         ref=place.absolute(table.take("ref", _ref, "")),
         summary=table.optional("summary", _text, ""),
         requires=tuple(table.optional("requires", _requirements, ())),
@@ -164,24 +164,24 @@ def _component(table: _Table, place: _Place) -> ComponentSpec:
     )
 
 
-def _command(table: _Table, place: _Place) -> CommandSpec:
+def _command(table: Table, place: _Place) -> CommandSpec:
     table.refuse_unknown(_COMMAND)
     return CommandSpec(
-        name=table.take("name", _matches(_COMMAND_NAME, "a command name, such as 'report' or 'plugins report'"), ""),
+        name=table.take("name", matches(_COMMAND_NAME, "a command name, such as 'report' or 'plugins report'"), ""),
         ref=place.absolute(table.take("ref", _ref, "")),
         summary=table.optional("summary", _text, ""),
         dist=place.name,
     )
 
 
-def _hooks(top: _Table, place: _Place) -> HooksSpec | None:
+def _hooks(top: Table, place: _Place) -> HooksSpec | None:
     value = top.raw.get("hooks")
     if value is None:
         return None
     if not isinstance(value, dict):
         top.complain("hooks", f"expected a table with {quoted(_HOOKS)}, found {_shown(value)}")
         return None
-    table = _Table(value, "hooks", top.problems)
+    table = Table(value, "hooks", top.problems)
     table.refuse_unknown(_HOOKS)
     module = table.take("module", _module, "")
     implements = table.take("implements", _names(_IDENTIFIER, "hook names"), ())
@@ -208,7 +208,7 @@ def _boolean(value: Any) -> str:
     return "" if isinstance(value, bool) else "true or false"
 
 
-def _matches(pattern: re.Pattern[str], what: str) -> Check:
+def matches(pattern: re.Pattern[str], what: str) -> Check:
     return lambda value: "" if isinstance(value, str) and pattern.fullmatch(value) else what
 
 

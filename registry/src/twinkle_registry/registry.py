@@ -170,8 +170,18 @@ class Registry:
         chosen = explain.choose(found, dist=dist, name=bare, kind=kind, settings=self._settings)
         if chosen is not None:
             return chosen
-        by_kind = {k: self.specs(k) for k in self._kinds}
-        raise explain.not_found(asked=name, dist=dist, name=bare, kind=kind, by_kind=by_kind, records=self.records)
+        from .index import where_to_get
+
+        records = self.records
+        raise explain.not_found(
+            asked=name,
+            dist=dist,
+            name=bare,
+            kind=kind,
+            by_kind={k: self.specs(k) for k in self._kinds},
+            records=records,
+            elsewhere=where_to_get(bare, kind, dist, installed=[r.dist for r in records]),
+        )
 
     def commands(self) -> dict[str, CommandSpec]:
         """Return the subcommands of usable plugins; where two plugins share a name, each is `plugin/name`."""

@@ -1,0 +1,157 @@
+"""The index of published components that may not be installed: what `twinkle plugins search` and errors tell of.
+
+It is a few TOML files, `registry/index/` of the repository, that every wheel of the registry carries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import ManifestError, TwinkleError
+from .naming import canonical, quoted
+from .reading import KIND, NAME, PLUGIN, Table, matches, read_toml
+
+SCHEMA = 1
+_REPOSITORY = re.compile(r"(hf|ms)://[\w.-]+/[\w.-]+(@[\w.+/-]+)?")
+_LINE = re.compile(r"\S(.*\S)?")
+_URL = re.compile(r"https://\S+")
+_KEYS = ("kind", "name", "package", "repository", "summary", "author", "licence", "homepage")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One published component.
+
+    Attributes:
+        kind: The kind that it is said to be of.
+        name: What a script calls it once it is installed.
+        summary: One line for people.
+        author: Who wrote it.
+        package: The distribution that pip installs; empty for code of a Hub.
+        repository: `hf://org/repo` or `ms://org/repo`; empty for a distribution.
+        licence: Its licence as an SPDX expression, or empty.
+        homepage: A URL, or empty.
+    """
+
+    kind: str
+    name: str
+    summary: str
+    author: str
+    package: str = ""
+    repository: str = ""
+    licence: str = ""
+    homepage: str = ""
+
+    @property
+    def place(self) -> str:
+        """The distribution or the repository."""
+        return self.package or self.repository
+
+    @property
+    def command(self) -> str:
+        """What to run to have it."""
+        return f"pip install {self.package}" if self.package else f"twinkle plugins add {self.repository}"
+
+
+def read_index(path: Path) -> list[IndexEntry]:
+    """Return the entries of one file.
+
+    Raises:
+        ManifestError: The file cannot be read, or has any problem; all of them are listed at once.
+    """
+    problems: list[str] = []
+    top = Table(read_toml(path), "", problems)
+    top.refuse_unknown(("schema", "component"))
+    top.take("schema", _schema)
+    entries = [_entry(table) for table in top.tables("component")]
+    seen: set[tuple[str, str, str]] = set()
+    for entry in entries:
+        if (key := (entry.kind, entry.name, entry.place)) in seen:
+            problems.append(f"component: {' '.join(key)} is listed twice")
+        seen.add(key)
+    if problems:
+        raise ManifestError("\n  ".join([f"{path}: {len(problems)} wrong", *problems]))
+    return entries
+
+
+@cache
+def index_entries() -> tuple[IndexEntry, ...]:
+    """Return all entries, those of the community first; read once."""
+    return tuple(entry for path in sorted(index_folder().glob("*.toml")) for entry in read_index(path))
+
+
+def index_folder() -> Path:
+    """Return the folder of the index: beside this module in a wheel, `registry/index` in a checkout."""
+    here = Path(__file__).resolve()
+    shipped = here.parent / "index"
+    return shipped if shipped.is_dir() else here.parents[2] / "index"
+
+
+def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] | None = None) -> list[IndexEntry]:
+    """Return the entries that hold every word, in any case; those that hold more of them in their name come first.
+
+    Args:
+        words: What to look for in name, kind, summary, author and place; none means everything.
+        kind: Leave out other kinds.
+        entries: Where to look, by default the whole index.
+    """
+    wanted = [word.lower() for word in words]
+    found = []
+    for entry in index_entries() if entries is None else entries:
+        text = " ".join((entry.name, entry.kind, entry.summary, entry.author, entry.place)).lower()
+        if kind in ("", entry.kind) and all(word in text for word in wanted):
+            found.append(entry)
+    return sorted(found, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
+
+
+def where_to_get(name: str, kind: str = "", dist: str = "", *, installed: Iterable[str] = ()) -> str:
+    """Return a sentence that says which package or repository has a component, or an empty text.
+
+    Args:
+        name: The component, in any case.
+        kind: Its kind, or empty where any will do.
+        dist: The plugin that it was asked from, or empty.
+        installed: Distributions and repositories that are here, so that they are no answer.
+    """
+    try:
+        entries = index_entries()
+    except TwinkleError:  # this is about another error, which must not be lost
+        return ""
+    found = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
+    here = {canonical(place) for place in installed}
+    found = [entry for entry in found if canonical(entry.place) not in here]
+    if dist:
+        found = [entry for entry in found if canonical(entry.package) == canonical(dist)]
+    if not found:
+        return ""
+    places = dict.fromkeys(entry.place for entry in found)
+    first = found[0]
+    note = "look at it first" if first.repository else "run"
+    spelt = "" if first.name == name else f" as {first.name!r}"
+    return f"the index lists it{spelt} in {quoted(places)}; {note}: {first.command}"
+
+
+def _entry(table: Table) -> IndexEntry:
+    table.refuse_unknown(_KEYS)
+    entry = IndexEntry(
+        kind=table.take("kind", matches(KIND, "a kind such as 'loss'"), ""),
+        name=table.take("name", matches(NAME, "a name without spaces, '/', ':' and '#'"), ""),
+        summary=table.take("summary", matches(_LINE, "one line of text"), ""),
+        author=table.take("author", matches(_LINE, "a name"), ""),
+        package=table.optional("package", matches(PLUGIN, "the name of a distribution"), ""),
+        repository=table.optional("repository", matches(_REPOSITORY, "'hf://org/repo' or 'ms://org/repo'"), ""),
+        licence=table.optional("licence", matches(_LINE, "an SPDX expression such as 'Apache-2.0'"), ""),
+        homepage=table.optional("homepage", matches(_URL, "a URL that starts with https://"), ""),
+    )
+    if ("package" in table.raw) == ("repository" in table.raw):
+        table.complain("package", "say either package or repository, where it is")
+    return entry
+
+
+def _schema(value: Any) -> str:
+    return "" if type(value) is int and value == SCHEMA else f"the number {SCHEMA}"
