@@ -188,3 +188,42 @@ def test_unknown_keywords_are_refused(method: str) -> None:
     for name, nearest in (("num_procs", "num_proc"), ("remove_columns", "")):
         with pytest.raises(ArgumentError, match=f"unknown argument '{name}'.*{nearest}"):
             getattr(dataset, method)(**{name: 2})
+
+
+class CutTemplate:
+    """Labels as many tokens as `max_length` allows; the first two are the question."""
+
+    max_length, truncation_strategy = 3, "right"
+
+    def batch_encode(self, trajectories, add_generation_prompt=False):
+        sizes = [len(messages[0]["content"]) for messages in trajectories["messages"]]
+        labels = [[*[-100, -100, *[7] * size][: self.max_length - 1], -100] for size in sizes]
+        return {"input_ids": [[1] * len(row) for row in labels], "labels": labels}
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_rows_of_which_no_token_is_trained_are_counted(num_proc: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    template = CutTemplate()
+    for length, told in ((5, None), (4, "2 of 5"), (3, "5 of 5")):
+        template.max_length = length
+        dataset = conversations("", "abc", "ab", "", "a")
+        if length == 5:
+            dataset.filter(lambda row: row["messages"][0]["content"] != "")
+        dataset.set_template(template)
+        caplog.clear()
+        dataset.encode(batch_size=2, num_proc=num_proc)
+        expected = sum(all(label == -100 for label in row["labels"]) for row in dataset)
+        if told is None:
+            assert expected == 0
+            assert "no token is trained" not in caplog.text
+        else:
+            assert told == f"{expected} of {len(dataset)}"
+            assert f"no token is trained in {told} rows" in caplog.text
+            assert f"max_length {length} (truncation_strategy: right)" in caplog.text
+
+
+def test_prompts_need_no_trained_token(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = conversations("abc")
+    dataset.set_template(CutTemplate())
+    dataset.encode(add_generation_prompt=True)
+    assert "no token is trained" not in caplog.text

@@ -299,7 +299,7 @@ def test_a_few_rows_that_teach_nothing_are_counted(
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train(values, data={"id": "long.jsonl", "max_length": 100, "eval_fraction": 0}, max_steps=1)
     (warned,) = [record.getMessage() for record in caplog.records if "no token is trained" in record.getMessage()]
-    assert "in 2 of 8 encoded rows" in warned
+    assert "in 2 of 8 rows" in warned
 
 
 def test_a_start_that_fails_before_anything_is_written_leaves_no_folder(values: dict[str, Any]) -> None:

@@ -54,7 +54,9 @@ class DataConfig(Strict):
     )
     preprocessor_args: Arguments = Field(default={}, description="Keyword arguments of the preprocessor")
     template: str = Field(default="Template", description="Component of kind `template`")
-    template_args: Arguments = Field(default={}, description="Further keyword arguments of the template")
+    template_args: Arguments = Field(
+        default={}, description="Further keyword arguments of the template, such as `loss_scale`"
+    )
     max_length: Positive = Field(default=2048, description="Longest row, in tokens")
     truncation: Literal["raise", "left", "right", "split", "delete"] = Field(
         default="right", description="What happens to longer rows"
@@ -65,11 +67,14 @@ class DataConfig(Strict):
     shuffle: bool = Field(
         default=True, description="Another order of the rows in each epoch, the same for the same seed"
     )
+    shuffle_buffer: Positive | None = Field(
+        default=None, description="Of a stream: from how many rows the next is drawn; by default 1000"
+    )
     eval_fraction: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Part of the rows that is never trained on but evaluated; 0: no evaluation",
+        description="Part of the rows that is never trained on but evaluated; 0: none (a stream needs 0)",
     )
     eval_id: str | None = Field(
         default=None, description="Another data set to evaluate on, instead of a part of this one"
@@ -178,8 +183,10 @@ class SFTConfig(Strict):
         default=None, description="Rows in memory at once, of each process; the result is the same"
     )
     gradient_accumulation_steps: Positive = Field(default=1, description="Batches of one optimizer step")
-    epochs: Positive = Field(default=1, description="How often each row is seen")
-    max_steps: Positive | None = Field(default=None, description="Optimizer steps at most, even if epochs are left")
+    epochs: Positive = Field(default=1, description="How often each row is seen; not for a stream")
+    max_steps: Positive | None = Field(
+        default=None, description="Optimizer steps at most, even if epochs are left; of a stream: exactly"
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm")
     eval_every: Count = Field(default=50, description="Steps between evaluations; 0: only after the last step")
     save_every: Count = Field(

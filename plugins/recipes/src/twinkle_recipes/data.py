@@ -3,21 +3,28 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any
+from itertools import count, islice
+from typing import Any, cast
 
 from twinkle._registry import registry
+from twinkle.dataset import Dataset, LazyDataset
+from twinkle.dataset.protocol import StreamLike
 from twinkle.errors import DataError
 from twinkle.logging import get_logger
 from twinkle.mesh import DeviceMesh
 from twinkle.platform import Platform
 from twinkle.template.labels import IGNORE
 from twinkle_recipes.config import DataConfig, SFTConfig, parse_slice
+from twinkle_recipes.row_numbers import told_as_in_source
+from twinkle_recipes.streams import is_stream
 
+Wanted = list[int] | slice | None
+"""Which rows of a data set: by number, of a stream a slice, or all."""
 _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
 _LOOKED_AT = 1000
+_LOOKED_AT_OF_STREAM = 64
 
 
 @contextmanager
@@ -38,18 +45,22 @@ def without_bars() -> Iterator[None]:
 def loaders(config: SFTConfig) -> tuple[Any, Any]:
     """Return the loader of the training rows and that of the evaluation rows (None without evaluation).
 
-    A held-out row is never trained on: rows with the same content always fall on the same side.
+    A held-out row is never trained on: rows with the same content always fall on the same side. Of a stream nothing is
+    held out.
     """
     data = config.data
-    rows = _selected_rows(data)
+    held_out = None
     if data.separate_eval:
-        held_out = _dataset(data, data.eval_id or data.id, data.eval_split or data.split, None)
-    else:
-        chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed)) if data.eval_fraction else set()
-        held_out = _dataset(data, data.id, data.split, sorted(chosen)) if chosen else None
+        name, split = data.eval_id or data.id, data.eval_split or data.split
+        held_out = _loader(_dataset(data, name, split, None), config, name, None, shuffle=False)
+    rows: Wanted = parse_slice(data.slice) if is_stream(data) else _selected_rows(data)
+    if data.eval_fraction and not data.separate_eval and not isinstance(rows, slice):
+        chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed))
+        own = sorted(chosen)
+        held_out = _loader(_dataset(data, data.id, data.split, own), config, data.id, own, shuffle=False)
         rows = [row for row in rows if row not in chosen]
     training = _dataset(data, data.id, data.split, rows)
-    return _loader(training, config, data.shuffle), held_out and _loader(held_out, config, shuffle=False)
+    return _loader(training, config, data.id, rows, data.shuffle), held_out
 
 
 def held_out_rows(indices: Sequence[int], rows: Sequence[Any], fraction: float, seed: int) -> list[int]:
@@ -79,15 +90,22 @@ def held_out_rows(indices: Sequence[int], rows: Sequence[Any], fraction: float, 
     return chosen
 
 
-def groups_of_batches(loader: Any, epochs: int, size: int) -> Iterator[list[Any]]:
-    """Yield `size` batches at a time over all epochs; the very last group may be smaller."""
-    batches = (batch for _ in range(epochs) for batch in loader)
+def groups_of_batches(loader: Any, epochs: int | None, size: int) -> Iterator[list[Any]]:
+    """Yield `size` batches at a time over all epochs (None: without an end); the very last group may be smaller."""
+    batches = (batch for _ in (count() if epochs is None else range(epochs)) for batch in loader)
     while group := list(islice(batches, size)):
         yield group
 
 
-def count_steps(config: SFTConfig, batches: int) -> int:
-    """Return the number of optimizer steps in a run with `batches` batches an epoch."""
+def batches_per_epoch(loader: Any) -> int | None:
+    """Return how many batches an epoch has; None for a stream, of which nobody knows."""
+    return None if isinstance(loader.dataset, StreamLike) else len(loader)
+
+
+def count_steps(config: SFTConfig, batches: int | None) -> int:
+    """Return the number of optimizer steps in a run with `batches` batches an epoch (None: a stream)."""
+    if batches is None:
+        return config.max_steps or 0  # `check_stream` has seen that it is set
     steps = -(-config.epochs * batches // config.gradient_accumulation_steps)
     return min(steps, config.max_steps or steps)
 
@@ -115,14 +133,14 @@ def _raw(data: DataConfig, rows: list[int]) -> tuple[list[int], list[Any]]:
     return rows, [source[index] for index in range(len(rows))]
 
 
-def _source(data: DataConfig, name: str, split: str, rows: list[int] | None) -> Any:
+def _source(data: DataConfig, name: str, split: str, rows: Wanted) -> Any:
     from twinkle.dataset import DatasetMeta
 
     meta = DatasetMeta(name, subset_name=data.subset, split=split, data_slice=rows)
     return registry().build(data.type, "dataset", meta)
 
 
-def _dataset(data: DataConfig, name: str, split: str, rows: list[int] | None) -> Any:
+def _dataset(data: DataConfig, name: str, split: str, rows: Wanted) -> Any:
     dataset = _source(data, name, split, rows)
     if data.preprocessor is not None:
         dataset.map(data.preprocessor, init_args=data.preprocessor_args)
@@ -132,7 +150,7 @@ def _dataset(data: DataConfig, name: str, split: str, rows: list[int] | None) ->
 
 def _warn_of_gaps(dataset: Any, name: str) -> None:
     """Warn of names that nobody filled in: a model would learn `{{NAME}}` as its name."""
-    texts = (json.dumps(dataset[index], default=repr) for index in range(min(len(dataset), _LOOKED_AT)))
+    texts = (json.dumps(row, default=repr) for row in _first_rows(dataset))
     if gaps := sorted({gap for text in texts for gap in _GAP.findall(text)}):
         get_logger(__name__).warning(
             "data set %s: its rows hold %s, which the model would learn as it stands; fill it in: data.preprocessor "
@@ -141,19 +159,41 @@ def _warn_of_gaps(dataset: Any, name: str) -> None:
         )  # fmt: skip
 
 
-def _loader(dataset: Any, config: SFTConfig, shuffle: bool) -> Any:
+def _first_rows(dataset: Any) -> Iterator[Any]:
+    """Yield the rows that are looked at before a run: of a stream few, since somebody may wait for each."""
+    if isinstance(dataset, StreamLike):
+        return islice(cast("Iterable[Any]", dataset), _LOOKED_AT_OF_STREAM)
+    return (dataset[index] for index in range(min(len(dataset), _LOOKED_AT)))
+
+
+def _loader(dataset: Any, config: SFTConfig, name: str, rows: Wanted, shuffle: bool) -> Any:
+    """Return the loader of a data set, encoded.
+
+    Args:
+        dataset: raw conversations.
+        config: of the run.
+        name: of the data set, for errors.
+        rows: which rows of that data set these are.
+        shuffle: in another order in each epoch.
+    """
     data = config.data
     arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
     dataset.set_template(data.template, model_id=config.model.id, **arguments)
-    dataset.encode()
+    stream = isinstance(dataset, StreamLike)
+    numbers = rows if isinstance(rows, list) and len(rows) == len(dataset) else None
+    with told_as_in_source(name, numbers):
+        dataset.encode()
+    if not stream:
+        _check_labels(dataset, data)
     if hasattr(dataset, "pack_dataset"):
         dataset.pack_dataset()
-    if len(dataset) == 0:
-        raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
-    _check_labels(dataset, data)
+    if stream:
+        _check_labels_of_stream(dataset, data)
     options: dict[str, Any] = {"batch_size": config.batch_size, "shuffle": shuffle, "num_workers": 0}
     if shuffle:
         options["seed"] = config.seed
+        if data.shuffle_buffer is not None:
+            options["shuffle_buffer"] = data.shuffle_buffer
     if Platform.get_world_size() > 1:
         import numpy as np
 
@@ -167,17 +207,36 @@ def _check_labels(dataset: Any, data: DataConfig) -> None:
     """Refuse rows that teach nothing, and warn of some; where a template makes no labels, nobody knows.
 
     Raises:
-        DataError: no token of any row is trained.
+        DataError: there is no row, or no token of any row is trained.
     """
-    rows = (dataset[index] for index in range(len(dataset)))
-    empty = sum("labels" in row and all(label == IGNORE for label in row["labels"]) for row in rows)
-    cause = f"what would be trained may lie behind max_length {data.max_length} (truncation: {data.truncation})"
+    if len(dataset) == 0:
+        raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
+    empty = sum(_teaches_nothing(dataset[index]) for index in range(len(dataset)))
     if empty == len(dataset):
         raise DataError(
-            f"data set {data.id}: no token of its {len(dataset)} encoded rows is trained; {cause}, or the "
+            f"data set {data.id}: no token of its {len(dataset)} encoded rows is trained; {_cause(data)}, or the "
             "conversations have no assistant turn; give a larger max_length, or rows with answers"
         )
-    if empty:
+    if empty and (isinstance(dataset, LazyDataset) or not isinstance(dataset, Dataset)):  # `Dataset` has warned itself
         get_logger(__name__).warning(
-            "data set %s: no token is trained in %d of %d encoded rows; %s", data.id, empty, len(dataset), cause
+            "data set %s: no token is trained in %d of %d encoded rows; %s", data.id, empty, len(dataset), _cause(data)
         )
+
+
+def _check_labels_of_stream(dataset: Any, data: DataConfig) -> None:
+    """Warn where the first rows of a stream teach nothing; those after them may."""
+    rows = list(_first_rows(dataset))
+    if all(map(_teaches_nothing, rows)):
+        get_logger(__name__).warning(
+            "data set %s: no token is trained in the first %d rows of the stream; %s, or the conversations have no "
+            "assistant turn",
+            data.id, len(rows), _cause(data),
+        )  # fmt: skip
+
+
+def _teaches_nothing(row: Any) -> bool:
+    return "labels" in row and all(label == IGNORE for label in row["labels"])
+
+
+def _cause(data: DataConfig) -> str:
+    return f"what would be trained may lie behind max_length {data.max_length} (truncation: {data.truncation})"

@@ -12,6 +12,7 @@ from twinkle.dataset import DatasetMeta
 from twinkle.hub import local_model
 from twinkle.paths import write_text
 from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.streams import check_stream
 from twinkle_registry import ComponentSpec, check_keywords
 from twinkle_registry.references import parse_reference
 
@@ -22,11 +23,13 @@ def check_early(config: SFTConfig) -> None:
     """Find what can be found wrong in a moment, before a library is imported or anything is loaded.
 
     Raises:
-        TwinkleError: no plugin offers a name, or a model or data set on this machine is not there.
+        TwinkleError: no plugin offers a name, a model or data set on this machine is not there, or the configuration
+            does not fit a stream.
     """
     for kind, asked in components(config):
         if parse_reference(asked, kind).form == "name":
             registry().find(asked, kind)
+    check_stream(config)
     for place in {config.data.id, config.data.eval_id or config.data.id}:
         if "://" not in place and not Path(place).expanduser().exists():
             registry().build(config.data.type, "dataset", DatasetMeta(place))  # says what is there instead

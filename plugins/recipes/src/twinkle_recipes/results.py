@@ -7,6 +7,7 @@ from typing import Any
 
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.data import batches_per_epoch
 from twinkle_recipes.numbers import losses_of
 
 
@@ -39,9 +40,13 @@ def counted(number: int, one: str) -> str:
     return f"{number} {one}" if number == 1 else f"{number} {one}es"
 
 
-def told_of(held_out: Any) -> str:
-    """Return what is held out, as the end of a sentence."""
-    return f"; {counted(len(held_out), 'batch')} of other rows to evaluate on" if held_out else ""
+def told_of(batches: int | None, held_out: Any) -> str:
+    """Return how many batches an epoch has (None: a stream), and what is held out."""
+    training = "a stream" if batches is None else f"{counted(batches, 'batch')} an epoch"
+    if held_out is None:
+        return training
+    size = batches_per_epoch(held_out)
+    return f"{training}; {'a stream' if size is None else counted(size, 'batch')} of other rows to evaluate on"
 
 
 def _is_answered(path: Path, questions: list[str]) -> bool:

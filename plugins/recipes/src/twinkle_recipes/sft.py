@@ -14,7 +14,7 @@ from twinkle.run import Run
 from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.data import count_steps, count_tokens, groups_of_batches, loaders, share
+from twinkle_recipes.data import batches_per_epoch, count_steps, count_tokens, groups_of_batches, loaders, share
 from twinkle_recipes.interrupt import StopRequest
 from twinkle_recipes.numbers import is_due, plain, readable
 from twinkle_recipes.plan import check_early, make_plan, write_plan
@@ -23,7 +23,7 @@ from twinkle_recipes.precision import mixed_precision
 from twinkle_recipes.progress import Silent, display
 from twinkle_recipes.questions import Interview
 from twinkle_recipes.ranks import agree_to_stop, check_stop, ranks_of_this_run
-from twinkle_recipes.results import counted, is_finished, result_name, summary, told_of
+from twinkle_recipes.results import is_finished, result_name, summary, told_of
 from twinkle_recipes.resuming import resume, say_how_to_resume, score_of, write_config
 from twinkle_recipes.unchanged import whole_run
 
@@ -58,18 +58,18 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
     ):
         plan = make_plan(config)
-        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
         seed_everything(config.seed)
         training, held_out = loaders(config)
-        steps = count_steps(whole, len(training))
-        show.say(f"data: {counted(len(training), 'batch')} an epoch{told_of(held_out)}")
+        batches = batches_per_epoch(training)
+        steps = count_steps(whole, batches)
+        show.say(f"data: {told_of(batches, held_out)}")
         check_stop(stop, ranks)
 
         model = build_model(config, steps)
         if not ranks.is_first:
             seed_everything(config.seed + ranks.index)  # no two ranks drop out the same
         done, history = resume(config, model, training, run)
-        steps = count_steps(config, len(training))
+        steps = count_steps(config, batches)
         if is_finished(config, run.folder, done, steps):
             show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
             return summary(config, run.folder, steps, history.last)
@@ -80,12 +80,14 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         if ranks.is_first:
             write_plan(plan, run.folder)
             write_config(whole, run.folder)
+        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
         interview = Interview(config, run.folder, show, ranks)
         interview.before(model)
         check_stop(stop, ranks)
 
         metrics: dict[str, float] = {}
-        remaining = groups_of_batches(training, config.epochs, config.gradient_accumulation_steps)
+        epochs = None if batches is None else config.epochs
+        remaining = groups_of_batches(training, epochs, config.gradient_accumulation_steps)
         try:
             with show:
                 show.begin(done + 1, steps)

@@ -13,6 +13,7 @@ from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.saving import Saving
 from twinkle.dataset.sources import load, not_empty
 from twinkle.dataset.table import Table, join
+from twinkle.dataset.untrained import warn_of_untrained
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
@@ -229,7 +230,9 @@ class Dataset:
 
     @_remote
     def encode(self, add_generation_prompt: bool = False, **kwargs: Any) -> None:
-        """Turn conversations into tokens and labels. Rows without tokens are dropped, and the log counts them.
+        """Turn conversations into tokens and labels.
+
+        Rows without tokens are dropped, and the log counts them. It warns of rows in which no token is trained.
 
         Args:
             add_generation_prompt: end with the header of an assistant turn, for sampling.
@@ -246,6 +249,8 @@ class Dataset:
         encoded = transform.map_table(table, call, "encode", None, with_indices=True, **kwargs)
         # A template may make several rows of one (`split`); only what is missing is worth a word.
         self._drop_note("encode", len(table) - len(encoded), len(table))
+        if not add_generation_prompt:
+            warn_of_untrained(encoded, self.template)
         self._replace(None, encoded, "encode")
 
     @_remote

@@ -25,8 +25,10 @@ def plain_messages(trajectory: Mapping[str, Any], any_weight: bool = False) -> l
     """
     messages = trajectory.get("messages")
     if messages is None:
+        # A table has every column in each row; one that only other rows fill is None here.
+        filled = ", ".join(str(key) for key, value in trajectory.items() if value is not None)
         raise EncodeError(
-            f"no 'messages' in the row (it has: {', '.join(map(str, trajectory)) or 'nothing'}); map a preprocessor "
+            f"no 'messages' in the row (it has: {filled or 'nothing'}); map a preprocessor "
             "first that makes conversations of raw columns, e.g. dataset.map('SelfCognitionProcessor', ...)"
         )
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
