@@ -1,4 +1,4 @@
-"""Two ranks, each expert sharded on its own, and each rank's tokens go to other experts: a hang without the patch."""
+"""Two ranks, each expert sharded on its own, and each rank's tokens go to other experts."""
 
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,8 @@
 """Qwen3 MoE under FSDP2 with transformers 4: every expert runs on every rank, so that all ranks wait for each other.
 
 transformers 4 holds each expert as a module of its own and skips those to which the router sends no token. Which they
-are differs from rank to rank; so do then the gathers and reductions that FSDP2 issues for them, and training hangs.
+are differs from rank to rank, and so do then the gathers and reductions that FSDP2 issues for them: training hangs, or,
+where as many are skipped on each rank, mixes the weights of different experts.
 """
 
 from collections.abc import Callable
