@@ -18,6 +18,24 @@ STRANGERS = ("acme_losses",)  # packages that the pages make, and that a reader 
 REAL_MODEL = "builtin://smollm2-135m-instruct"
 
 
+ON_A_HUB = ("hub-plugins.md",)  # pages that read from and write to a Hub: a fake one on loopback answers
+
+
+@pytest.fixture(autouse=True)
+def fake_hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hub for the pages that need one, with caches of its own and a token that may write."""
+    page = getattr(getattr(request.node, "callspec", None), "params", {}).get("page")
+    if page is None or page.name not in ON_A_HUB:
+        yield
+        return
+    from twinkle.testing import FakeHub
+
+    with FakeHub({"hf_reader": "reader"}) as hub:
+        for name, value in (hub.environment(tmp_path / ".hub") | {"HF_TOKEN": "hf_reader"}).items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
 def without_strangers(entry: str, place: Path) -> PathScan:
     """Return what an entry of sys.path holds; of what this machine has installed, our own plugins alone."""
     dists, plugins = scan_path(entry)
