@@ -1,12 +1,11 @@
 """A model, its template and its rows by their ids on a hub, trained, uploaded and loaded again, in one process."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from twinkle.testing import FakeHub, tiny_model
+from twinkle.testing import FakeHub
 from twinkle.testing.fakehub import TOKEN
 
 pytest.importorskip("twinkle_transformers")
@@ -15,14 +14,18 @@ ROWS = "".join(
     for n in range(4)
 )
 SCRIPT = """
-import asyncio, json, sys
+import asyncio, json
+from pathlib import Path
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.errors import HubError
 from twinkle.model import TransformersModel
+from twinkle.hub import HubOperation
 from twinkle.sampler import TorchSampler
+from twinkle.testing import tiny_model
 
 told = {}
+HubOperation.push_to_hub("hf://ORG/tiny", tiny_model(Path("tiny")), private=False)
 dataset = Dataset(DatasetMeta("ms://ORG/rows"))
 dataset.set_template("Template", model_id="ORG/tiny", max_length=64)
 dataset.encode()
@@ -57,11 +60,8 @@ print(json.dumps(told))
 WAIT = "async def wait(upload):\n    return await upload\n"
 
 
-def test_the_ids_of_hubs_stand_wherever_a_model_or_rows_are_named(
-    hub: FakeHub, run: Any, name: str, tmp_path: Path
-) -> None:
+def test_the_ids_of_hubs_stand_wherever_a_model_or_rows_are_named(hub: FakeHub, run: Any, name: str) -> None:
     org = name.replace("acme/", "org-")
-    hub.add(f"{org}/tiny", tiny_model(tmp_path / "tiny"))
     hub.add(f"{org}/rows", {"train.jsonl": ROWS}, repo_type="dataset")
     script = WAIT + SCRIPT.replace("ORG", org).replace("TOKEN", TOKEN)
     told = json.loads(run(script, HF_TOKEN=TOKEN, MODELSCOPE_API_TOKEN=TOKEN).stdout.splitlines()[-1])

@@ -83,7 +83,17 @@ def _() -> None:
 
 @mistake("a hub that is not installed")
 def _() -> None:
-    Dataset(DatasetMeta("hf://org/rows"))
+    Dataset(DatasetMeta("s3://org/rows"))
+
+
+@mistake("a repository that no hub can have")
+def _() -> None:
+    Dataset(DatasetMeta("hf://rows"))
+
+
+@mistake("a folder that is not there, uploaded")
+def _() -> None:
+    model().upload_to_hub("checkpoint-1", "hf://org/name")
 
 
 @mistake("an unknown key in `twinkle.toml`")

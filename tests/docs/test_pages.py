@@ -79,7 +79,7 @@ def test_the_manifest_reference_names_every_key() -> None:
 
 def test_the_variables_that_the_code_reads_are_documented() -> None:
     read = set()
-    for folder in ("registry/src", "twinkle_core/src", "plugins"):
+    for folder in ("registry/src", "twinkle_core/src", "hub/src", "plugins"):
         for path in (ROOT / folder).rglob("*.py"):
             if "tests" not in path.parts:
                 read |= set(re.findall(r"\"(TWINKLE_[A-Z_]+[A-Z])\"", path.read_text("utf-8")))

@@ -16,8 +16,8 @@ class DatasetMeta:
     Attributes:
         dataset_id: a local file (jsonl, json, csv, parquet, arrow, feather, txt), a folder of such files, or one
             that `save_to_disk` of `datasets` wrote; or a reference
-            `scheme://...` that a hub answers for (`builtin://self-cognition`, `hf://org/name`). With `data` it is only
-            a name.
+            `scheme://...` that a hub answers for (`builtin://self-cognition`, `hf://org/name`); or `org/name`, which no
+            path has, of the hub that `TWINKLE_DEFAULT_HUB` names. With `data` it is only a name.
         subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
         split: `train`, `test`, ...; in a local folder, the folder or the word in a file's name that says so.
         data_slice: indices of the rows wanted, in this order: a range, a slice, a list or any other iterable of ints.
