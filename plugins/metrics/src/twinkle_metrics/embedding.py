@@ -28,6 +28,7 @@ class EmbeddingMetric(Metric):
             return
         import torch
 
+        embeddings = embeddings.detach()
         starts = inputs["labels"].reshape(-1).to(embeddings.device) == 1
         rows = torch.arange(len(starts), device=embeddings.device)
         anchors = (rows * starts).cummax(0).values

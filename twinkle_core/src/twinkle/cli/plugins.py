@@ -6,6 +6,7 @@ import click
 
 from twinkle.cli.code import COMMANDS
 from twinkle.cli.plugins_group import PluginsGroup
+from twinkle.cli.search import search
 from twinkle.cli.test import test
 from twinkle.cli.text import echo_json, table
 
@@ -80,7 +81,7 @@ def patches(as_json: bool) -> None:
     show(as_json)
 
 
-for command in (*COMMANDS, test):
+for command in (*COMMANDS, search, test):
     plugins.add_command(command)
 
 

@@ -35,7 +35,7 @@ def call(case: AdvantageCase, rewards: Any, **options: Any) -> "Tensor":
     """Return the advantages, checked to be float32 `[B]`, finite and without gradient."""
     import torch
 
-    found = case.build()(rewards, **{"num_generations": case.num_generations, **case.arguments, **options})
+    found: Tensor = case.build()(rewards, **{"num_generations": case.num_generations, **case.arguments, **options})
     require(isinstance(found, torch.Tensor), f"it returned {shown(found)}; return a tensor")
     require(found.shape == (len(rewards),), f"the shape is {list(found.shape)} for {len(rewards)} rewards")
     require(found.dtype == torch.float32, f"the dtype is {found.dtype}; it must be float32")

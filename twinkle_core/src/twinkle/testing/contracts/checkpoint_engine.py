@@ -89,7 +89,7 @@ def compare(case: CheckpointEngineCase, found: list[Any], seed: int, what: str) 
 
 
 def round_trip(case: CheckpointEngineCase) -> None:
-    """Every weight arrives under its name, in order, with its dtype, shape and numbers: scalars, empty and strided too."""
+    """Every weight arrives under its name, in order, with dtype, shape and numbers; scalars, empty and strided too."""
     with case.sides() as (trainer, sampler):
         compare(case, transfer(case, trainer, sampler, 1), 1, "")
 
@@ -113,7 +113,7 @@ def finalized(case: CheckpointEngineCase) -> None:
 
 
 def killed_in_the_middle(case: CheckpointEngineCase) -> None:
-    """If the trainer is killed in the middle the sampler gets an error, never a part as if it were all; then it goes on."""
+    """If the trainer is killed in the middle the sampler gets an error, never a part as if it were all."""
     with case.sides() as (trainer, sampler):
         sampler.tell("receive", None)
         trainer.tell("send_half_and_die", (1, case.bytes_a_weight))

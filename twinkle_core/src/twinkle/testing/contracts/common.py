@@ -16,14 +16,14 @@ def docstring(case: Case) -> None:
 
 def unknown_argument(case: Case) -> None:
     """Its constructor refuses an argument that it does not know, by an error that names it."""
-    if not case.is_class:
-        raise NotApplicable("it is no class, so nothing is given to a constructor")
+    if not case.is_class or getattr(case, "make", None) is not None:
+        raise NotApplicable("the kit does not call its constructor")
     try:
         case.build(**{_WRONG: 1})
     except Exception as error:  # which error is the component's choice; what it says is not
         require(
             _WRONG in str(error),
-            f"the constructor was given {_WRONG}=1 and said {type(error).__name__}: {error}; the argument must be named",
+            f"given {_WRONG}=1 the constructor said {type(error).__name__}: {error}; it must name the argument",
         )
         return
     require(False, f"the constructor took {_WRONG}=1 without a word; name the parameters and leave **kwargs out")

@@ -80,7 +80,7 @@ def worlds_apart(case: EnvCase) -> None:
 
 
 def scores(case: EnvCase) -> None:
-    """`evaluate` gives one finite number for each trajectory, or says by NotImplementedError that it scores steps only."""
+    """`evaluate` gives a finite number for each trajectory, or says by NotImplementedError that it does not."""
     rows = trajectories()
     try:
         found = case.build().evaluate(rows)
@@ -97,8 +97,8 @@ def arguments_left_alone(case: EnvCase) -> None:
     """It does not change the arguments of a step."""
     env = case.build()
     env.reset(case.trajectory)
-    for name, arguments in (case.actions if case.actions is not None else _actions(env))[:1]:
-        left_alone(lambda given, name=name: env.step(name, given), dict(arguments), "the arguments")
+    name, arguments = (case.actions if case.actions is not None else _actions(env))[0]
+    left_alone(lambda given: env.step(name, given), dict(arguments), "the arguments")
 
 
 def closed(case: EnvCase) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.data_format import LossOutput
 from twinkle.testing.contracts.case import Case, NotApplicable, Violation, require
 from twinkle.testing.contracts.common import pickled
+from twinkle.testing.contracts.values import same, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +76,7 @@ class LossCase(Case):
         missing = [name for name in getattr(loss, "row_inputs", ()) if name not in batch.arguments]
         if missing:
             raise Violation(
-                f"row_inputs names {', '.join(missing)}, whose shape nobody says; declare them in the manifest, such as "
+                f"row_inputs names {', '.join(missing)}, whose shape nobody says; declare them in the manifest, as "
                 f'inputs = {{ {missing[0]} = "float32[T]" }}, or give row_inputs= in the example'
             )
         batch = batch.mapped(lambda name, tensor: tensor.double() if tensor.is_floating_point() else tensor)
@@ -97,7 +98,7 @@ def call(loss: Any, batch: Batch) -> LossOutput:
     if isinstance(found, Mapping) and found.get("num_tokens"):
         return LossOutput(found["loss"], found["num_tokens"])
     raise Violation(
-        f"it returned {_shown(found)}; return LossOutput(loss_sum, denominator), whose sum is not yet divided"
+        f"it returned {shown(found)}; return LossOutput(loss_sum, denominator), whose sum is not yet divided"
     )
 
 
@@ -255,8 +256,6 @@ def deterministic(case: LossCase) -> None:
 
 def inputs_left_alone(case: LossCase) -> None:
     """It changes neither the batch nor the outputs that it is given."""
-    import torch
-
     batch = case.batch()
     before = batch.mapped(lambda name, tensor: tensor.clone())
     call(case.build(), batch)
@@ -266,7 +265,7 @@ def inputs_left_alone(case: LossCase) -> None:
         (before.arguments, batch.arguments),
     ):
         for name, value in old.items():
-            require(not _is_tensor(value) or torch.equal(value, new[name]), f"it changed {name} in place")
+            require(same(value, new[name]), f"it changed {name} in place")
 
 
 def pickle(case: LossCase) -> None:
@@ -287,7 +286,7 @@ def tenants(case: LossCase) -> None:
 
 
 def declared_inputs(case: LossCase) -> None:
-    """Each per-row argument that it declares is read: leaving it out is an error that names it, unless it is optional."""
+    """Each per-row argument that it declares is read: without it there is an error that names it, or it is optional."""
     loss, batch = case.build(), case.batch()
     if not batch.arguments:
         raise NotApplicable("it declares no per-row arguments")
@@ -442,8 +441,3 @@ def _number(value: Any) -> float:
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "is_floating_point")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"

@@ -1,6 +1,7 @@
 """What a metric must keep: plain numbers that do not depend on how the calls were cut, over all ranks, then afresh."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class MetricCase(Case):
         bounds = [round(groups * part / count) * self.rows_a_group for part in range(count + 1)]
         return [
             (_rows(inputs, start, end), _counted(_rows(inputs, start, end), _rows(outputs, start, end)))
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            for start, end in itertools.pairwise(bounds)
             if end > start
         ]
 
@@ -184,7 +185,12 @@ def _on_two_ranks(build: Callable[[], Any], first: list[Rows], second: list[Rows
     other = build()
     accumulate(other, second)
     sent: list[Any] = []
-    other.gather_results = lambda results: sent.extend(copy.deepcopy(results)) or results
+
+    def send(results: list[Any]) -> list[Any]:
+        sent.extend(copy.deepcopy(results))
+        return results
+
+    other.gather_results = send
     other.calculate()
     if not sent:
         raise Violation("calculate() never calls gather_results, so on several ranks each gives its own numbers")

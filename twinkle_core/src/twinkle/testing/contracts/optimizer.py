@@ -61,7 +61,7 @@ class OptimizerCase(Case):
 
         def compute() -> "Tensor":
             optimizer.zero_grad()
-            loss = (module(inputs) - target).square().mean()
+            loss: Tensor = (module(inputs) - target).square().mean()
             loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
             return loss
 

@@ -76,7 +76,7 @@ def shapes(case: ProcessorCase) -> None:
     import torch
 
     batch = case.call()
-    ids = batch.get("input_ids")
+    ids: Any = batch.get("input_ids")
     require(isinstance(ids, torch.Tensor) and ids.dim() == 2, f"input_ids is {shown(ids)}; it must be a tensor [B, T]")
     for key in (*_INTEGERS, "loss_scale"):
         if key not in batch or (key in ("labels", "completion_mask", "loss_scale") and key not in case.rows[0]):

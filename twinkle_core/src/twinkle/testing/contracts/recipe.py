@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -77,8 +78,10 @@ def runs(case: RecipeCase) -> None:
     if not case.values:
         raise NotApplicable("its example gives no values= for a short run")
     config = case.filled()
-    with _inside(case.folder), Run("contract", config=config.model_dump(mode="json"), root=case.folder / "runs") as run:
-        summary = case.build()(config, run)
+    values = config.model_dump(mode="json")
+    with _inside(case.folder), contextlib.redirect_stdout(io.StringIO()):
+        with Run("contract", config=values, root=case.folder / "runs") as run:
+            summary = case.build()(config, run)
     require(isinstance(summary, Mapping), f"it returned {shown(summary)}; return a mapping, such as the last metrics")
     as_json({name: str(value) if isinstance(value, Path) else value for name, value in summary.items()}, "its summary")
     require(run.step > 0, "it logged no step; call run.log(metrics, step)")

@@ -31,7 +31,7 @@ class RewardCase(Case):
 
 def call(reward: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> list[float]:
     """Return the scores, checked to be one finite number a trajectory."""
-    found = reward(copy.deepcopy(list(rows)), **copy.deepcopy(dict(arguments)))
+    found: list[float] = reward(copy.deepcopy(list(rows)), **copy.deepcopy(dict(arguments)))
     require(isinstance(found, list), f"it returned {shown(found)}; return a list with one number a trajectory")
     require(len(found) == len(rows), f"it gave {len(found)} scores for {len(rows)} trajectories")
     for place, score in enumerate(found):

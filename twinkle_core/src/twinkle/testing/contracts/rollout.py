@@ -39,7 +39,8 @@ def call(case: RolloutCase, rows: Rows) -> list[Any]:
     found = case.build()(copy.deepcopy(list(rows)), **copy.deepcopy(dict(case.arguments)))
     require(isinstance(found, list), f"it returned {shown(found)}; return a list")
     require(len(found) == len(rows), f"it returned {len(found)} trajectories for {len(rows)}")
-    return found
+    checked: list[Any] = found
+    return checked
 
 
 def finished(case: RolloutCase) -> None:

@@ -125,7 +125,8 @@ def _cannot_be_built(case: Case) -> tuple[str, CheckResult | None]:
         return str(error), None
     except Exception as error:  # a constructor raises what it likes
         why = f"{type(error).__name__}: {error}"
-        hint = "" if case.kwargs else "; if it needs arguments, give them as kwargs= of its example"
+        arguments = case.kwargs or getattr(case, "make", None)
+        hint = "" if arguments else "; if it needs arguments, give them as kwargs= of its example"
         failed = CheckResult("build", "It can be built from its example.", "failed", why + hint, error=error)
         return "it could not be built", failed
     return "", None

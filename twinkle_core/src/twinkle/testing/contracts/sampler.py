@@ -112,7 +112,7 @@ class SamplerCase(Case):
     def sample(self, prompts: Sequence[Sequence[int]] = _PROMPTS, **params: Any) -> list[Any]:
         """Return the responses to encoded prompts, checked to be one for each with sequences in it."""
         params = {"max_tokens": 6, "logprobs": 1, **params}
-        found = self.sampler.sample([{"input_ids": list(ids)} for ids in prompts], params)
+        found: list[Any] = self.sampler.sample([{"input_ids": list(ids)} for ids in prompts], params)
         require(isinstance(found, list) and len(found) == len(prompts), f"{shown(found)} for {len(prompts)} prompts")
         for response in found:
             count = len(response.sequences)

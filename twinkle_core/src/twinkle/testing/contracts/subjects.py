@@ -1,11 +1,12 @@
-"""What is to be checked: a component by any form of reference, with the example that its manifest names."""
+"""What is to be checked: components by name, of a plugin, of a folder or in a file, with the examples they have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from twinkle.errors import ArgumentError
-from twinkle_registry import ComponentSpec
+from twinkle.errors import ArgumentError, ComponentNotFound, ManifestError
+from twinkle_registry import ComponentSpec, PluginRecord
 
 
 @dataclass(frozen=True)
@@ -45,28 +46,119 @@ class Subject:
         return registry().resolve(self.spec or self.thing, self.kind)
 
     def example(self) -> dict[str, Any]:
-        """Return what the manifest's `example` gives: a function without arguments, called here.
+        """Return what the manifest says of how to build and call it.
 
         Raises:
-            ArgumentError: it gives something else than a mapping.
+            ArgumentError: the manifest's `example` gives something else than a mapping.
         """
-        if self.spec is None or not self.spec.example:
+        if self.spec is None:
             return {}
-        return read_example(replace(self.spec, ref=self.spec.example))
+        found = read_example(replace(self.spec, ref=self.spec.example)) if self.spec.example else {}
+        return {"config": self.spec.config, **found} if self.spec.config and self.kind == "recipe" else found
 
 
 def read_example(source: ComponentSpec) -> dict[str, Any]:
-    """Call the function that `source.ref` names, and check that it gives a mapping."""
+    """Return the mapping that `source.ref` names, or that the function there gives."""
     from twinkle._registry import registry
 
     found = registry().load(source)
     given = found() if callable(found) else found
     if not isinstance(given, Mapping):
         raise ArgumentError(
-            f"the example of {source} ({source.ref}) gives a {type(given).__name__}; it must be a function without "
-            "arguments that returns a dict"
+            f"the example of {source} ({source.ref}) gives a {type(given).__name__}; it must be a dict, or a function "
+            "without arguments that returns one"
         )
     return dict(given)
+
+
+def subjects_of(text: str, kind: str = "") -> list[tuple[Any, str]]:
+    """Return what `text` names as pairs (component, kind).
+
+    Args:
+        text: a plugin, `Name`, `plugin/Name`, `kind:Name`; a folder that holds a plugin; or `./file.py:Name`.
+        kind: only components of this kind; for a file, what it is.
+
+    Raises:
+        ComponentNotFound: nothing is called so, or the plugin offers nothing of that kind.
+        ArgumentError: the kind of what stands in a file cannot be told.
+    """
+    found = _in_file(text, kind) if text.rpartition(":")[0].endswith(".py") else list(_listed(text))
+    chosen = [(thing, of) for thing, of in found if not kind or of == kind]
+    if not chosen:
+        kinds = ", ".join(sorted({of for _, of in found})) or "nothing"
+        raise ComponentNotFound(f"{text} offers no {kind or 'component'}; it has {kinds}")
+    return chosen
+
+
+def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
+    from twinkle.cli.info import find
+
+    records = [_in_folder(Path(text))] if Path(text).is_dir() and not text.isidentifier() else find(text)
+    for found in records:
+        if isinstance(found, ComponentSpec):
+            yield found, found.kind
+            continue
+        if found.manifest is None or found.status != "ok":
+            raise ComponentNotFound(f"plugin {found.name} is {found.status}: {found.reason}")
+        for spec in found.manifest.components:
+            yield spec, spec.kind
+
+
+def _in_folder(folder: Path) -> PluginRecord:
+    """Return the plugin of a folder: its package is imported from there, installed or not."""
+    from twinkle._registry import registry
+    from twinkle_registry import MANIFEST_NAME, read_manifest
+
+    places = [p for pattern in ("", "*/", "src/*/") for p in sorted(folder.glob(pattern + MANIFEST_NAME))]
+    if not places:
+        raise ComponentNotFound(f"{folder} holds no {MANIFEST_NAME}, nor does a package in it or in its src/")
+    if len(places) > 1:
+        raise ComponentNotFound(
+            f"{folder} holds several plugins; name one of {', '.join(str(p.parent) for p in places)}"
+        )
+    package = places[0].parent.resolve()
+    if not package.name.isidentifier():
+        raise ManifestError(f"{places[0]} lies in {package.name!r}, which cannot be imported; put it into a package")
+    for known in registry().records:
+        if known.location and Path(known.location).resolve() == places[0].resolve():
+            return known
+    _make_importable(package)
+    manifest = read_manifest(places[0], package.name, "0", package=package.name)
+    return registry().add(PluginRecord(manifest.name, "0", package.name, str(places[0]), manifest))
+
+
+def _make_importable(package: Path) -> None:
+    """Let the package be imported from its folder, in this process."""
+    import sys
+    from importlib.util import find_spec
+
+    place = str(package.parent)
+    if place not in sys.path:
+        sys.path.insert(0, place)
+    spec = find_spec(package.name)
+    found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+    if found != package:
+        raise ComponentNotFound(
+            f"{package} has no __init__.py, or {found} is imported in its place; rename one of them"
+        )
+
+
+def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
+    from twinkle._registry import registry
+    from twinkle.kinds import KINDS
+
+    if kind:
+        return [(text, kind)]
+    place, _, name = text.rpartition(":")
+    from twinkle_registry.files import import_file
+
+    found = getattr(import_file(place, asked=repr(text)), name, None)
+    contracts = {k: registry().contract(k) for k, about in KINDS.items() if about.contract}
+    bases = getattr(found, "__mro__", type(found).__mro__)
+    fitting = [of for base in bases for of, contract in contracts.items() if base is contract]
+    if not fitting:
+        raise ArgumentError(f"{text} does not say by a base class what it is; give its kind: --kind loss")
+    return [(text, fitting[0])]
 
 
 def _spec(thing: Any, kind: str) -> ComponentSpec | None:

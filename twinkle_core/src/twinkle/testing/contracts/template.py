@@ -171,7 +171,8 @@ def trajectory_left_alone(case: TemplateCase) -> None:
 def bad_rows_refused(case: TemplateCase) -> None:
     """No messages, an unknown role and a row without `messages` are errors."""
     template = case.build()
-    for wrong in ({"messages": []}, {"messages": [{"role": "nobody", "content": "a"}]}, {"text": "a"}):
+    rows: list[dict[str, Any]] = [{"messages": []}, {"messages": [{"role": "nobody", "content": "a"}]}, {"text": "a"}]
+    for wrong in rows:
         with refusal(f"encode({wrong})"):
             template.encode(wrong)
 
