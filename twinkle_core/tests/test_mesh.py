@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle import DeviceGroup, DeviceMesh
-from twinkle.errors import MeshError
+from twinkle.errors import ArgumentError, MeshError
 
 ORDER = ("fsdp", "pp", "dp", "cp", "tp")
 sizes = st.fixed_dictionaries({name: st.one_of(st.none(), st.integers(1, 4)) for name in ORDER}).map(
@@ -238,3 +238,8 @@ def test_a_device_group_refuses_what_it_cannot_place() -> None:
         DeviceGroup("model", 4, "tpu")
     with pytest.raises(MeshError, match="4 ranks do not divide into workers of gpus_per_worker=3"):
         DeviceGroup("model", 4, "gpu", gpus_per_worker=3)
+
+
+def test_an_unknown_size_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(ArgumentError, match=r"DeviceMesh.from_sizes: unknown argument 'dp'.* dp_size"):
+        DeviceMesh.from_sizes(dp=2)  # type: ignore[call-arg]

@@ -303,7 +303,8 @@ def test_functions_may_dispatch_and_collect() -> None:
         return args, kwargs
 
     marked = remote_function(dispatch=own, collect=own)(own)
-    assert marked is own
+    assert marked.__wrapped__ is own
+    assert marked(1, two=2) == ((1,), {"two": 2})
     assert marked.__twinkle_remote__.dispatch is own  # type: ignore[attr-defined]
 
 

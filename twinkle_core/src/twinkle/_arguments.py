@@ -1,10 +1,13 @@
-"""Refuses keywords that nobody reads, in functions that take `**kwargs` for the sake of their published signature."""
+"""Refuses what a call does not take: keywords that nobody reads, and, by name, those that Python itself refuses."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from twinkle.errors import ArgumentError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -26,3 +29,23 @@ def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any], *, w
     near = nearest(asked, known)
     hint = f", nearest: {near[0]!r}" if near else ""
     raise ArgumentError(f"{what} has no argument {asked!r}{hint}; it takes: {', '.join(known) or 'none'}")
+
+
+def explains_calls(function: F) -> F:
+    """Make a call that does not fit the signature an `ArgumentError`, which names the nearest argument.
+
+    It is a TypeError, as Python's own. One that is raised inside the function passes as it is.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call was never made
+                from twinkle_registry import check_keywords
+
+                check_keywords(function, kwargs, what=function.__qualname__.removesuffix(".__init__"), args=args)
+            raise
+
+    return call  # type: ignore[return-value]

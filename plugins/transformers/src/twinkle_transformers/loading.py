@@ -1,6 +1,7 @@
 """Loads a causal language model from a model id, whole or not at all, and without a word to the terminal."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,12 +149,14 @@ def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, 
     for name in given.keys() - options.keys():
         if name not in fields:
             from twinkle_registry import nearest
+            from twinkle_transformers.model import TransformersModel
 
-            near = nearest(name, [*_OPTIONS, *fields])
+            own = set(inspect.signature(TransformersModel).parameters) - {"kwargs"}
+            near = nearest(name, [*own, *_OPTIONS, *fields])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(
-                f"load_model: {name!r} is neither an option ({', '.join(_OPTIONS)}) nor a field of "
-                f"{type(config).__name__}{hint}"
+                f"the model takes no argument {name!r}, its loading has no such option ({', '.join(_OPTIONS)}), and "
+                f"{type(config).__name__} no such field{hint}"
             )
         setattr(changed, name, given[name])
     return changed, options

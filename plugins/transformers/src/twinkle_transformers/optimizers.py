@@ -56,6 +56,7 @@ def build_optimizer(
     if weight_decay is not None or "weight_decay" in inspect.signature(found).parameters:
         arguments["weight_decay"] = DEFAULT_WEIGHT_DECAY if weight_decay is None else weight_decay
     check_keywords(found, {"params": None, **arguments}, what=f"the optimizer {name}")
+    _refuse_texts(found, arguments, name)
     if arguments.get("differentiable"):
         raise Unsupported(f"set_optimizer: {name}(differentiable=True) gives updates a gradient; training needs none")
     groups = make_groups(named, params, arguments.get("weight_decay"), found)
@@ -155,6 +156,16 @@ def _refuse_impossible(found: Any) -> None:
             f"set_optimizer: {owner.__name__} takes sparse gradients alone, and those of a language model are dense; "
             "choose Adam or AdamW"
         )
+
+
+def _refuse_texts(found: Any, arguments: Mapping[str, Any], name: str) -> None:
+    """Refuse a text (or True) where a number belongs, as a configuration file that says "1e-3" would give it."""
+    parameters = inspect.signature(found).parameters
+    for key, value in arguments.items():
+        default = parameters[key].default if key in parameters else None
+        number = key == "lr" or (isinstance(default, int | float) and not isinstance(default, bool))
+        if number and isinstance(value, str | bool):
+            raise ArgumentError(f"set_optimizer: {name}({key}={value!r}); {key} is a number, so write it as one")
 
 
 def _taken_as_it_is(

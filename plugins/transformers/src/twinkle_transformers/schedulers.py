@@ -1,7 +1,7 @@
 """Learning-rate schedulers with a linear warm-up: each is a closed form of the number of updates made."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -11,8 +11,7 @@ class _Warmup(LRScheduler):
     """A learning rate that is a factor of the number of steps made, so that a resume lands on the same value."""
 
     def __init__(self, optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> None:
-        if num_warmup_steps < 0:
-            raise ValueError(f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}; it must be at least 0")
+        _check_counts(self, num_warmup_steps=num_warmup_steps)
         self.num_warmup_steps = num_warmup_steps
         super().__init__(optimizer, last_epoch)
 
@@ -37,11 +36,7 @@ class _WarmupDecay(_Warmup):
     def __init__(
         self, optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
     ) -> None:
-        if num_warmup_steps < 0 or num_training_steps <= 0:
-            raise ValueError(
-                f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}, num_training_steps={num_training_steps}; "
-                "the first must be at least 0 and the second at least 1"
-            )
+        _check_counts(self, num_warmup_steps=num_warmup_steps, num_training_steps=num_training_steps)
         self.num_training_steps = num_training_steps
         super().__init__(optimizer, num_warmup_steps, last_epoch)
 
@@ -239,8 +234,14 @@ class WSDScheduler(_Warmup):
     ) -> None:
         if decay_type not in ("linear", "cosine", "1-sqrt"):
             raise ValueError(f"WSDScheduler: decay_type={decay_type!r}; choose 'linear', 'cosine' or '1-sqrt'")
+        _check_counts(
+            self,
+            num_warmup_steps=num_warmup_steps,
+            num_training_steps=num_training_steps,
+            num_decay_steps=num_decay_steps,
+        )
         decay = -(-num_training_steps // 10) if num_decay_steps is None else num_decay_steps
-        if num_training_steps <= 0 or decay < 0 or num_warmup_steps + decay > num_training_steps:
+        if num_warmup_steps + decay > num_training_steps:
             raise ValueError(
                 f"WSDScheduler: num_warmup_steps={num_warmup_steps} and num_decay_steps={decay} do not fit into "
                 f"num_training_steps={num_training_steps}"
@@ -263,7 +264,18 @@ class WSDScheduler(_Warmup):
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * falling
 
 
+def _check_counts(scheduler: object, **counts: Any) -> None:
+    """Refuse a number of steps that is none; None stands for one that was not given."""
+    for name, value in counts.items():
+        least = 1 if name == "num_training_steps" else 0
+        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < least):
+            raise ValueError(
+                f"{type(scheduler).__name__}: {name}={value!r}; it must be a whole number of at least {least}"
+            )
+
+
 def _check_end(scheduler: object, num_warmup_steps: int, num_training_steps: int | None) -> None:
+    _check_counts(scheduler, num_warmup_steps=num_warmup_steps, num_training_steps=num_training_steps)
     if num_training_steps is not None and num_training_steps < max(1, num_warmup_steps):
         raise ValueError(
             f"{type(scheduler).__name__}: num_training_steps={num_training_steps} ends before the warm-up of "

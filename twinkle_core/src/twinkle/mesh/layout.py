@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from twinkle._arguments import explains_calls
 from twinkle.errors import MeshError
 from twinkle.mesh.checks import known, mismatch, positive, product, ranges
 
@@ -69,6 +70,7 @@ class DeviceMesh:
         self._check_sizes()
 
     @staticmethod
+    @explains_calls
     def from_sizes(
         *,
         world_size: int = 1,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from twinkle._arguments import explains_calls
 from twinkle.errors import ArgumentError
 from twinkle.runtime.current import current_runtime
 
@@ -99,6 +100,7 @@ def remote_function(
     def mark(function: F) -> F:
         if not callable(function):
             raise ArgumentError(f"@remote_function() marks functions; {function!r} is none")
+        function = explains_calls(function)
         setattr(function, _MARK, spec)
         return function
 
@@ -137,6 +139,7 @@ def _wrap_new(cls: Any) -> None:
 def _wrap_init(cls: Any) -> None:
     """Take placing arguments off and fill in the global mesh."""
     init = cls.__init__
+    build = explains_calls(init)
     position = _position_of_mesh(init)
     placing = set(_PLACING) - set(inspect.signature(init).parameters)
 
@@ -145,7 +148,7 @@ def _wrap_init(cls: Any) -> None:
         kwargs = _without(placing, kwargs)
         if position is not None:
             args, kwargs = _with_mesh(args, kwargs, position)
-        init(self, *args, **kwargs)
+        build(self, *args, **kwargs)
 
     cls.__init__ = __init__
 
