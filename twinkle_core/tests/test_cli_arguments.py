@@ -424,3 +424,30 @@ def test_the_command_does_not_load_the_arguments_of_scripts() -> None:
 def test_the_process_command_line_is_read_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py", "--max_steps", "9"])
     assert CLI.from_args().training.max_steps == 9
+
+
+def test_a_mistake_on_the_scripts_own_command_line_is_told_and_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max_step", "9"])
+    with pytest.raises(SystemExit) as ended:
+        CLI.from_args()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Error: 1 problem")
+    assert "max_steps" in told
+
+
+def test_a_flag_given_twice_shows_both_values() -> None:
+    with pytest.raises(ConfigError, match=r"--batch_size is given twice \(4, then 2\); give it once"):
+        CLI.from_args(["--batch_size", "4", "--batch_size", "2"])
+    with pytest.raises(ConfigError, match=r"--learning_rate is given twice, first as --lr \(1.0, then 2.0\)"):
+        CLI.from_args(["--lr", "1.0", "--learning_rate", "2.0"])
+
+
+def test_a_broken_file_is_told_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("lr: 1\nmodel_id: [a\nmax_steps: 3\n")
+    with pytest.raises(ConfigError, match=r"c.yaml: not YAML: line 3, column \d+: ") as error:
+        CLI.from_args([], config_file=file)
+    assert "unicode string" not in str(error.value)

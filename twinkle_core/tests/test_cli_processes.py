@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from twinkle.cli.processes import process_count, start_ranks, twinkle_command, without_nproc
+from twinkle import DeviceMesh
+from twinkle.cli.processes import check_mesh, process_count, start_ranks, twinkle_command, without_nproc
 from twinkle.errors import ConfigError
 
 
@@ -103,3 +104,15 @@ def test_ctrl_c_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert start_ranks(2, ["run", "sft"]) == 130
+
+
+def test_a_mesh_of_other_processes_says_how_many_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    check_mesh(None, 3)
+    check_mesh(DeviceMesh.from_sizes(fsdp_size=2), 2)
+    for processes, size, told in ((1, 2, "give --nproc 2"), (2, 3, "give --nproc 3"), (2, 1, "give no --nproc")):
+        with pytest.raises(ConfigError, match=told):
+            check_mesh(DeviceMesh.from_sizes(fsdp_size=size), processes)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun has started 2 processes"):
+        check_mesh(DeviceMesh.from_sizes(fsdp_size=3), 2)

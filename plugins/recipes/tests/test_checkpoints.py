@@ -1,6 +1,7 @@
 """Best and last are always there to go back to; old checkpoints go."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,22 @@ def test_a_checkpoint_is_found_by_run_folder_pointer_or_name(tmp_path: Path) -> 
 
 def test_a_place_without_a_checkpoint_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    for place in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="give a run folder"):
-            find_checkpoint(str(place))
+    with pytest.raises(CheckpointError, match="give a run folder"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_told_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="nope: there is no such folder; give a run folder"):
+        find_checkpoint("nope")
+    for name in range(7):
+        (tmp_path / "runs" / f"sft-{name}").mkdir(parents=True)
+        os.utime(tmp_path / "runs" / f"sft-{name}", (name, name))
+    for place in ("nope", "runs/sft-9", "runs/sft-9/checkpoints/step-3"):
+        with pytest.raises(CheckpointError, match=r"no such folder; runs/ holds sft-6, sft-5, .* and 2 older ones"):
+            find_checkpoint(place)
 
 
 def test_a_continued_run_knows_the_score_to_beat(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from twinkle.errors import CheckpointError
 from twinkle.paths import recovered, write_text
 
 _STEP = re.compile(r"step-(\d+)")
+_SHOWN = 5
 
 
 class Checkpoints:
@@ -81,6 +82,8 @@ def find_checkpoint(place: str) -> Path:
         CheckpointError: there is none.
     """
     path = Path(place)
+    if not recovered(path).exists():
+        raise CheckpointError(f"cannot resume from {place}: there is no such folder; {_runs_near(path)}")
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints" / "last"
     if path.is_file() and path.name in ("best", "last"):
@@ -92,6 +95,16 @@ def find_checkpoint(place: str) -> Path:
             "give a run folder that holds checkpoints/, or one of its checkpoints/step-N"
         )
     return path
+
+
+def _runs_near(path: Path) -> str:
+    """Return the folders among which the one that was meant may be: those beside it, else the runs of this place."""
+    folder = next((f for f in (path.parent, Path("runs")) if f != Path() and f.is_dir()), None)
+    if folder is None:
+        return "give a run folder (by default below runs/), or one of its checkpoints/step-N"
+    found = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda f: f.stat().st_mtime)[::-1]
+    names = ", ".join(entry.name for entry in found[:_SHOWN]) or "no folder"
+    return f"{folder}/ holds {names}" + (f" and {len(found) - _SHOWN} older ones" if len(found) > _SHOWN else "")
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:

@@ -129,11 +129,15 @@ def _get(values: Any, path: Path) -> Any:
 
 
 def _set(flags: Flags, path: Path, value: Any, flag: str) -> None:
-    for length in range(1, len(path) + 1):
+    if (first := flags.sources.get(path)) is not None:
+        also = f", first as {first}" if first != flag else ""
+        flags.problems.append(
+            f"{flag} is given twice{also} ({_get(flags.values, path)!r}, then {value!r}); give it once"
+        )
+        return
+    for length in range(1, len(path)):
         if path[:length] in flags.sources:
-            flags.problems.append(
-                f"{flag} is given twice, or {flags.sources[path[:length]]} already sets the whole of it"
-            )
+            flags.problems.append(f"{flag}: {flags.sources[path[:length]]} already sets the whole of it")
             return
     if any(known[: len(path)] == path for known in flags.sources):
         flags.problems.append(f"{flag} sets the whole of what another flag sets a part of")

@@ -5,9 +5,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twinkle.errors import ConfigError
 from twinkle.platform import Platform
+
+if TYPE_CHECKING:
+    from twinkle.mesh import DeviceMesh
 
 EXIT_INTERRUPTED = 130
 
@@ -39,6 +43,24 @@ def process_count(text: str | None) -> int:
             f"--nproc {text}: torchrun has started {Platform.get_world_size()} processes already; leave --nproc out"
         )
     return 1 if "WORLD_SIZE" in os.environ else int(text)
+
+
+def check_mesh(mesh: "DeviceMesh | None", processes: int) -> None:
+    """Refuse a mesh that needs other processes than there are, before any is started.
+
+    Raises:
+        ConfigError: with the number that `--nproc` should give.
+    """
+    if mesh is None or mesh.world_size == processes:
+        return
+    there = "1 process" if processes == 1 else f"{processes} processes"
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(f"the mesh {mesh} has {mesh.world_size} ranks, and torchrun has started {there}")
+    advice = f"--nproc {mesh.world_size}" if mesh.world_size > 1 else "no --nproc"
+    raise ConfigError(
+        f"the mesh {mesh} has {mesh.world_size} ranks, but this would be {there}; give {advice}, or sizes that "
+        f"multiply to {processes}"
+    )
 
 
 def start_ranks(processes: int, arguments: Sequence[str]) -> int:

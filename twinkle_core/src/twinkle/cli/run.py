@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twinkle.cli.interrupt import interrupt_afterwards
-from twinkle.cli.processes import process_count, start_ranks
+from twinkle.cli.processes import check_mesh, process_count, start_ranks
 from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
+from twinkle.platform import Platform
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -50,7 +51,9 @@ def run(ctx: click.Context, args: tuple[str, ...]) -> None:
             click.echo(_help(recipe, options))
             return
         prepared, nproc = _prepare(recipe, rest, model, options)
-    if (processes := process_count(nproc)) > 1:
+    processes = process_count(nproc)
+    check_mesh(getattr(prepared[1], "device_mesh", None), max(processes, Platform.get_world_size()))
+    if processes > 1:
         ctx.exit(start_ranks(processes, ["run", *args]))
     _run(*prepared)
 
@@ -143,7 +146,6 @@ def _config_of(resume_from: Any) -> str | None:
 
 
 def _run(recipe: Any, config: Any, name: str, runs: str) -> None:
-    from twinkle.platform import Platform
     from twinkle.run import Run
 
     mesh = getattr(config, "device_mesh", None)

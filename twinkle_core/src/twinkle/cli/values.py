@@ -66,7 +66,7 @@ def read_config(path: str) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
         raise ConfigError(f"--config {path}: cannot be read: {reason}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not YAML: {error}") from error
+        raise ConfigError(f"--config {path}: not YAML: {_problem(error)}") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -123,3 +123,10 @@ def _yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "it cannot be read"
         raise ValueError(f"{text!r} is not YAML: {problem}") from error
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """Return where a file is no YAML, and why; the error itself names no file, since it was given a text."""
+    problem = getattr(error, "problem", None) or str(error)
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else problem

@@ -26,25 +26,37 @@ class CLI:
         """Read all arguments. A later source wins: defaults, `.env` file, environment, YAML file, command line.
 
         Args:
-            argv: the command line without the script's name; by default this process's. `--help` prints all arguments
-                and ends the process.
+            argv: the command line without the script's name; by default this process's, and then a mistake in any
+                source is told on stderr and ends the process with exit code 2, as argparse does. `--help` prints all
+                arguments and ends the process.
             env_file: file with `TWINKLE_*` variables; by default `.env` in the working directory, where there is one.
             config_file: YAML file; `--config` names another instead.
 
         Raises:
-            ConfigError: an unknown argument, a value of the wrong type, or a file that cannot be read; all problems
-                at once.
+            ConfigError: `argv` is given, and there is an unknown argument, a value of the wrong type, or a file that
+                cannot be read; all problems at once.
         """
-        words = sys.argv[1:] if argv is None else argv
-        flags, reserved = from_flags(["--help" if word == "-h" else word for word in words])
-        if "help" in reserved:
-            from twinkle.cli.arguments.help import help_text
+        if argv is not None:
+            return _read(argv, env_file, config_file)
+        try:
+            return _read(sys.argv[1:], env_file, config_file)
+        except ConfigError as error:
+            sys.stderr.write(f"Error: {error}\n")
+            raise SystemExit(2) from error
 
-            sys.stdout.write(help_text())
-            raise SystemExit(0)
-        file = reserved.get("config", config_file)
-        layers = [_env_file(env_file), from_variables(os.environ, where=""), _config_file(file), flags]
-        return _merged(layers)
+
+def _read(
+    words: Sequence[str], env_file: str | os.PathLike[str] | None, config_file: str | os.PathLike[str] | None
+) -> Args:
+    flags, reserved = from_flags(["--help" if word == "-h" else word for word in words])
+    if "help" in reserved:
+        from twinkle.cli.arguments.help import help_text
+
+        sys.stdout.write(help_text())
+        raise SystemExit(0)
+    file = reserved.get("config", config_file)
+    layers = [_env_file(env_file), from_variables(os.environ, where=""), _config_file(file), flags]
+    return _merged(layers)
 
 
 def _env_file(path: str | os.PathLike[str] | None) -> Layer:
