@@ -33,6 +33,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, client: Any, sch
     repository.tags["v1"] = first
     repository.commit({"config.json": "2"})
     repository.commit({"config.json": "3"}, branch="dev")
+    repository.commit({"config.json": "4"}, branch="feature/x")
 
     def content(id: str, **options: str) -> str:
         return client("files(HubOperation.download_model(id, **options))", id=id, options=options)["config.json"]
@@ -40,6 +41,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, client: Any, sch
     assert content(f"{scheme}://{name}") == "2"
     assert content(f"{scheme}://{name}@dev") == "3"
     assert content(f"{scheme}://{name}", revision="v1") == "1"
+    assert content(f"{scheme}://{name}@feature/x") == "4"
     assert content(f"{scheme}://{name}@{first}") == "1"
     with pytest.raises(client.told, match=r"HubError: .*@nope: .* (this|such repository or) revision"):
         content(f"{scheme}://{name}@nope")

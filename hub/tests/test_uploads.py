@@ -180,7 +180,8 @@ def test_a_failure_is_logged_at_once_and_raised_to_whoever_asks(
         upload.result()
     good = f"file://{tmp_path}/hub"
     HubOperation.async_push_to_hub(good, checkpoint)
-    with pytest.raises(HubError, match=r"1 of 2 uploads failed: cannot make .*file/hub"):
+    HubOperation.async_push_to_hub(good, checkpoint, path_in_repo="twice")
+    with pytest.raises(HubError, match=r"1 of 3 uploads failed: cannot make .*file/hub"):
         HubOperation.wait_for([place, good])
     assert (tmp_path / "hub" / "adapter_config.json").is_file()
 
@@ -188,6 +189,8 @@ def test_a_failure_is_logged_at_once_and_raised_to_whoever_asks(
 def test_what_cannot_begin_is_told_at_the_call(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="there is no such folder"):
         HubOperation.async_push_to_hub(f"file://{tmp_path}/hub", tmp_path / "nothing")
+    with pytest.raises(ArgumentError, match=r"async_push_to_hub: unknown argument 'privat', nearest: 'private'"):
+        HubOperation.async_push_to_hub(f"file://{tmp_path}/hub", checkpoint, privat=True)
     with pytest.raises(ArgumentError, match="nothing is being uploaded to 'x'; being uploaded: nothing"):
         HubOperation.wait_for("x")
 

@@ -65,6 +65,16 @@ def write(place: str, target: Path, paths: Iterable[str], read: Callable[[str], 
         raise
 
 
+def check_plain(place: str, encoding: str | None) -> None:
+    """Refuse a packed answer, which was not asked for: unpacked it could have any size, packed it is another file.
+
+    Raises:
+        HubError: the header `Content-Encoding` names a packing.
+    """
+    if (encoding or "identity").lower() != "identity":
+        raise HubError(f"{place}: the hub sent a file packed ({encoding!r}) that was asked for as it is; call again")
+
+
 _TOO_MUCH = (
     f"more than {MAX_FILES:,} files or {MAX_BYTES // 2**20} MiB; a plugin is code, weights and data belong into a "
     "repository of their own"

@@ -130,6 +130,7 @@ class HFHub(RemoteHub):
             url = hf_hub_url(repo, path, revision=commit, endpoint=_endpoint())
             with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
                 hf_raise_for_status(answer)
+                code.check_plain(str(wanted), answer.headers.get("Content-Encoding"))
                 yield from answer.iter_raw(_PIECE)
 
         talk = self._talk(wanted, token)

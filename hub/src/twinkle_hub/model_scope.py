@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from twinkle.errors import HubError, RequirementMissing
 from twinkle_hub import code, rows
@@ -146,6 +147,7 @@ class MSHub(RemoteHub):
             # Bytes as they are: what a server packs could unpack to any size.
             headers = {"Accept-Encoding": "identity"}
             with quiet_modelscope(), client.download_stream(repo, "model", path, commit, headers=headers) as answer:
+                code.check_plain(str(wanted), answer.headers.get("Content-Encoding"))
                 yield from answer.raw.stream(_PIECE, decode_content=False)
 
         patiently(lambda: code.write(str(wanted), target, paths, read), self._talk(wanted, token))
@@ -206,13 +208,15 @@ class MSHub(RemoteHub):
         import requests
 
         secret = token or self._api(token).legacy.token
-        answer = requests.get(
-            f"{self._url()}/{path}",
-            params=parameters,
-            auth=("oauth2", secret) if secret and ".git/" in path else None,
-            cookies={"m_session_id": secret} if secret else None,
-            timeout=_PATIENCE,
-        )
+        with requests.Session() as session:
+            if secret:  # bound to this host, so that no redirect carries it elsewhere
+                session.cookies.set("m_session_id", secret, domain=urlsplit(self._url()).hostname or "", path="/")
+            answer = session.get(
+                f"{self._url()}/{path}",
+                params=parameters,
+                auth=("oauth2", secret) if secret and ".git/" in path else None,
+                timeout=_PATIENCE,
+            )
         answer.raise_for_status()
         return answer
 

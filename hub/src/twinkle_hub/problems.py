@@ -1,5 +1,6 @@
 """What the client libraries raise, told as one `HubError`: what was asked, what the hub said, what to do."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def _explained(error: Exception, talk: Talk) -> HubError:
         return HubError(f"{place}: the token may not do this (403); {talk.ways}")
     if status in (401, 404) or name in ("RepositoryNotFoundError", "DatasetNotFoundError", "NotExistError"):
         return HubError(f"{place}: {talk.hub} has no such repository or revision, {_or_private(talk)}")
-    if _is_full(error):
+    if _is_of_this_machine(error):
         return HubError(f"{place} cannot be kept: {error}; make room, or move the cache (HF_HOME, MODELSCOPE_CACHE)")
     if _may_pass(error, status):
         what = f"{talk.hub} answered {status}" if status else f"cannot reach {talk.hub} ({_reason(error)})"
@@ -105,10 +106,12 @@ def _may_pass(error: Exception, status: int | None) -> bool:
     return not isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
 
 
-def _is_full(error: Exception) -> bool:
-    import errno
-
-    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+def _is_of_this_machine(error: Exception) -> bool:
+    """Return whether a file could not be written: the system's own errors name it, or say that the disk is full."""
+    no_room = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+    return type(error).__module__ == "builtins" and (
+        getattr(error, "filename", None) is not None or getattr(error, "errno", None) in no_room
+    )
 
 
 def _or_private(talk: Talk) -> str:

@@ -102,6 +102,10 @@ class RemoteHub(Hub):
 
             get_logger().warning("%s; using the copy in the cache, %s", error.reason, folder)
             return folder
+        if listing.repo != wanted.repo:
+            from twinkle.logging import get_logger
+
+            get_logger().warning("%s has moved to %s://%s; write that", wanted, wanted.scheme, listing.repo)
         if allow:
             self._check_patterns(wanted, allow, listing)
         new = bool(unfinished) or self._cached(wanted, repo_type) is None

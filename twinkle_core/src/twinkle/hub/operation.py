@@ -16,7 +16,7 @@ class HubOperation:
     An id without a prefix belongs to the hub that `TWINKLE_DEFAULT_HUB` names, `ms` unless set.
     """
 
-    _uploads: ClassVar[dict[str, Upload]] = {}
+    _uploads: ClassVar[dict[str, list[Upload]]] = {}
 
     @classmethod
     def source_type(cls, name: str) -> str:
@@ -82,13 +82,17 @@ class HubOperation:
 
         The folder is uploaded as it is now. `await` the result, ask `.result()`, or `wait_for` all.
         """
-        cls._hub(repo_id)  # a wrong id is told here, not in the background
+        from twinkle_registry import check_keywords
+
+        # What is wrong with the call is told here, not in the background.
+        check_keywords(cls.push_to_hub, kwargs, what="async_push_to_hub", args=(repo_id, folder_path, *args))
+        cls._hub(repo_id)
         upload = begin(
             cls._reference(repo_id),
             Path(folder_path).expanduser(),
             lambda kept: cls.push_to_hub(repo_id, kept, *args, **kwargs),
         )
-        cls._uploads[repo_id] = upload
+        cls._uploads.setdefault(repo_id, []).append(upload)
         return upload
 
     @classmethod
@@ -107,13 +111,11 @@ class HubOperation:
             there = ", ".join(map(repr, cls._uploads)) or "nothing"
             raise ArgumentError(f"nothing is being uploaded to {unknown[0]!r}; being uploaded: {there}")
         uploads = {name: cls._uploads.pop(name) for name in wanted}
-        failed = {name: error for name, upload in uploads.items() if (error := upload.exception())}
-        if failed:
-            reasons = "; ".join(map(str, failed.values()))
-            raise HubError(f"{len(failed)} of {len(uploads)} uploads failed: {reasons}") from next(
-                iter(failed.values())
-            )
-        return {name: upload.result() for name, upload in uploads.items()}
+        ended = [upload.exception() for several in uploads.values() for upload in several]
+        if failed := [error for error in ended if error is not None]:
+            reasons = "; ".join(map(str, failed))
+            raise HubError(f"{len(failed)} of {len(ended)} uploads failed: {reasons}") from failed[0]
+        return {name: several[-1].result() for name, several in uploads.items()}
 
     @classmethod
     def load_dataset(

@@ -31,7 +31,6 @@ class Upload:
         """Wrap the future of the worker thread."""
         self.reference = reference
         self._future = future
-        future.add_done_callback(self._report)
 
     def result(self, timeout: float | None = None) -> str:
         """Wait, and return the address of the repository.
@@ -56,16 +55,6 @@ class Upload:
     def __await__(self) -> Generator[Any, None, str]:
         return asyncio.wrap_future(self._future).__await__()
 
-    def _report(self, future: "Future[str]") -> None:
-        from twinkle.logging import get_logger
-
-        if future.cancelled():
-            return
-        if error := future.exception():
-            get_logger().error("upload to %s failed: %s", self.reference, error)
-        else:
-            get_logger().info("uploaded to %s", future.result())
-
 
 def begin(reference: str, folder: Path, push: Callable[[Path], str]) -> Upload:
     """Push a folder in the background, as it is now: what replaces its files later is not uploaded.
@@ -82,10 +71,17 @@ def begin(reference: str, folder: Path, push: Callable[[Path], str]) -> Upload:
     kept = _kept(folder)
 
     def work() -> str:
+        from twinkle.logging import get_logger
+
         try:
-            return push(kept)
+            address = push(kept)
+        except BaseException as error:
+            get_logger().error("upload to %s failed: %s", reference, error)
+            raise
         finally:
             shutil.rmtree(kept, ignore_errors=True)
+        get_logger().info("uploaded to %s", address)
+        return address
 
     with _lock:
         if _worker is None:

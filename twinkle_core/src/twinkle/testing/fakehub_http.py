@@ -42,12 +42,10 @@ class Handler(BaseHTTPRequestHandler):
 
     hub: ClassVar["FakeHub"]
     body: bytes
-    path_only: str
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         """Find the route and answer, or misbehave."""
-        self.path_only = unquote(urlsplit(self.path).path)
         self._cut: int | None = None
         fault = self.hub.fault(f"{self.command} {self.path}")
         if fault is not None and fault.kind == "slow":
@@ -69,13 +67,15 @@ class Handler(BaseHTTPRequestHandler):
     def _dispatch(self) -> None:
         from twinkle.testing import fakehub_hf, fakehub_ms  # noqa: F401 - they register their routes
 
+        path = urlsplit(self.path).path
         method = "GET" if self.command == "HEAD" else self.command
         for wanted, pattern, function in ROUTES:
-            found = pattern.fullmatch(self.path_only) if wanted == method else None
+            found = pattern.fullmatch(path) if wanted == method else None
             if found:
-                function(self, **found.groupdict())
+                # Unquoted after the match: a quoted slash belongs to the name of a revision or a file.
+                function(self, **{key: part and unquote(part) for key, part in found.groupdict().items()})
                 return
-        raise Answer(404, {"error": f"the fake hub has no route for {self.command} {self.path_only}"})
+        raise Answer(404, {"error": f"the fake hub has no route for {self.command} {path}"})
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
