@@ -125,7 +125,7 @@ def test_a_locked_plugin_is_named_in_any_run(
     hook = "from twinkle_registry import hookimpl\n@hookimpl\ndef twinkle_step_end(metrics): metrics.append('hub')\n"
     files = with_manifest(hooks, table("Focal", ".loss:PlainLoss"), loss=loss_source, hooks=hook)
     commit = hub.push("acme/focal", files)
-    add(registry, "hf://acme/focal")
+    assert add(registry, "hf://acme/focal").offers == ("loss Focal", "hook twinkle_step_end")
     hub.offline = True
     later = house()
     record = next(r for r in later.records if r.name == "acme-focal")

@@ -72,6 +72,12 @@ def test_a_long_diff_ends_and_says_so(tmp_path: Path) -> None:
     assert diff[-1].startswith("... and more than these")
 
 
+def test_files_that_would_take_difflib_hours_are_only_named(tmp_path: Path) -> None:
+    old = tree(tmp_path / "old", {"z.py": "\n"})
+    new = tree(tmp_path / "new", {"z.py": "\n" * 9000})
+    assert review(new, old).diff == ("z.py: 1 bytes before, 9000 now; too large or no text",)
+
+
 def test_printable_keeps_text_and_tabs() -> None:
     assert printable("ä\tß 😀") == "ä\tß 😀"
     assert printable("a\u2028b\x07") == "a\\u2028b\\x07"

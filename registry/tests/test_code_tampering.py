@@ -5,13 +5,14 @@ import os
 import py_compile
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from twinkle_registry import ComponentNotFound, NotTrusted, PluginBroken, Registry
+from twinkle_registry import ComponentNotFound, NotTrusted, PluginBroken, Registry, SettingsError
 from twinkle_registry.code import listing
 from twinkle_registry.code.lock import Lock
 from twinkle_registry.code.store import Store
@@ -268,6 +269,38 @@ def listing_origin(commit: str) -> Any:
     from twinkle_registry.code.reference import Origin
 
     return Origin("hf", "evil/focal", commit)
+
+
+def test_a_store_that_cannot_be_written_is_one_clear_message(
+    hub: Any, registry: Registry, add: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("acme/focal", FILES)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(SettingsError, match="cannot be written: Not a directory; make room, or choose another cache"):
+        add(registry, REFERENCE)
+    monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("twinkle_registry.code.receiving.os.fsync", full)
+    with pytest.raises(SettingsError, match="cannot be written: No space left on device"):
+        add(registry, REFERENCE)
+    assert not Path("twinkle.lock").exists()
+
+
+def test_what_killed_processes_left_is_cleared_after_a_day(
+    hub: Any, registry: Registry, add: Any, tmp_path: Path
+) -> None:
+    for name, age in (("old", 100_000), ("new", 100)):
+        left = tmp_path / "cache" / "code" / "incoming" / name
+        left.mkdir(parents=True)
+        (left / "half.py").touch()
+        os.utime(left, (time.time() - age, time.time() - age))
+    hub.push("acme/focal", FILES)
+    add(registry, REFERENCE)
+    assert [path.name for path in (tmp_path / "cache" / "code" / "incoming").iterdir()] == ["new"]
 
 
 def test_several_add_at_once_and_nothing_is_lost(hub: Any, registry: Registry, add: Any) -> None:

@@ -24,6 +24,7 @@ from .loading import usable
 from .lock import Lock, LockedDistribution, LockedFile, LockedRepository, change_lock
 from .plugins import record_of
 from .policy import Policy
+from .receiving import keep
 from .reference import HubReference, Origin
 from .review import Review, review, review_file
 from .store import Store
@@ -47,7 +48,7 @@ class Proposal:
         origin: Where a reference led after redirects.
         trusted: The commit or version that is locked now, if one is.
         review: Its files and what is new in them; for PyPI, names of files alone.
-        offers: `kind Name` of each component.
+        offers: `kind Name` of each component, and each command and lifecycle hook.
         missing: Requirements of its components that are not installed.
         state: `new`, `changed` or `same` as what is locked.
         problem: Why it could not be looked at; then it was not accepted.
@@ -110,16 +111,16 @@ class Keeper:
         gone = [entry.name for entry in lock.pypi if canonical(entry.name) not in map(canonical, installed)]
         if gone:
             change_lock(lambda now: replace(now, pypi=tuple(e for e in now.pypi if e.name not in gone)))
-        proposals = [self._add_distribution(dist) for dist in installed]
-        proposals += [self._renewed("hub", entry.reference, entry.reference) for entry in lock.hub]
-        proposals += [self._renewed("file", file.path, str(lock.path.parent / file.path)) for file in lock.file]
+        proposals = [self._renewed("pypi", dist, self._add_distribution) for dist in installed]
+        proposals += [self._renewed("hub", entry.reference, self.add) for entry in lock.hub]
+        proposals += [self._renewed("file", str(lock.path.parent / file.path), self._add_file) for file in lock.file]
         return [proposal for proposal in proposals if proposal is not None]
 
-    def _renewed(self, sort: Sort, name: str, asked: str) -> Proposal | None:
+    def _renewed(self, sort: Sort, asked: str, renew: Callable[[str], Proposal | None]) -> Proposal | None:
         try:
-            return self.add(asked)
-        except (TwinkleError, OSError) as error:  # one hub that does not answer must not keep the rest back
-            return Proposal(sort, name, problem=str(error))
+            return renew(asked)
+        except (TwinkleError, OSError) as error:  # what cannot be renewed must not keep the rest back
+            return Proposal(sort, asked, problem=str(error))
 
     def _add_repository(self, reference: HubReference) -> Proposal | None:
         asked, policy = f"add {reference}", Policy.load()
@@ -136,7 +137,7 @@ class Keeper:
             proposal = _proposal(reference, origin, tree, record, before, store, same=entry in lock.hub)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
-            store.keep(tree, origin)
+            keep(store, tree, origin)
             change_lock(lambda now: now.with_repository(entry))
         return proposal
 
@@ -264,7 +265,12 @@ def _whole(store: Store, entry: LockedRepository | None) -> Tree | None:
 
 
 def _offers(record: PluginRecord) -> tuple[str, ...]:
-    return tuple(f"{spec.kind} {spec.name}" for spec in record.manifest.components) if record.manifest else ()
+    """Return what a plugin offers, with what of it runs without being named."""
+    if record.manifest is None:
+        return ()
+    offers = [f"{spec.kind} {spec.name}" for spec in record.manifest.components]
+    offers += [f"command {command.name}" for command in record.manifest.commands]
+    return (*offers, *(f"hook {name}" for name in (record.manifest.hooks.implements if record.manifest.hooks else ())))
 
 
 def _of_distribution(now: LockedDistribution, locked: LockedDistribution | None) -> Review:

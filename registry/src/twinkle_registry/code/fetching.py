@@ -10,6 +10,7 @@ from typing import Protocol
 from ..errors import NotTrusted, PluginBroken, TwinkleError
 from .listing import differences, few, scan
 from .lock import LockedRepository
+from .receiving import incoming, keep
 from .reference import HubReference, Origin
 from .store import Store
 from .tree import Tree
@@ -50,12 +51,12 @@ def arrived(hub: CodeHub, origin: Origin, store: Store, *, asked: str) -> Iterat
         NotTrusted: It holds what no plugin may hold; see `scan`.
         TwinkleError: What the hub raises, for instance when the repository vanishes meanwhile.
     """
-    with store.incoming() as work:
+    with incoming(store) as work:
         folder = work / "arrived"
         folder.mkdir()
         with _reported(origin.scheme, asked):
             hub.download_code(origin.repo, origin.commit, folder)
-        files = scan(folder, asked=asked)
+            files = scan(folder, asked=asked)
         if not any(path.endswith(".py") for path in files):
             raise NotTrusted(f"{asked}: {origin} holds no Python file, so it is no plugin")
         yield Tree(folder, files)
@@ -74,7 +75,7 @@ def fetch(hub: CodeHub, origin: Origin, store: Store, *, asked: str, expected: L
                 f"{asked}: for {origin} the hub gives other files than those that were added ({changed}); nothing "
                 f"of it is stored. If you expected that, look at it: twinkle plugins add {expected.reference}"
             )
-        return store.keep(tree, origin)
+        return keep(store, tree, origin)
 
 
 @contextlib.contextmanager

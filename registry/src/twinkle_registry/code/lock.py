@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -206,6 +205,9 @@ def _string(text: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
+    import tempfile
+
+    path = path.resolve()  # a link stays a link
     handle, work = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

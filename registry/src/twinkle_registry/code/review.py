@@ -34,6 +34,7 @@ _REACHES = {
 }
 MAX_DIFF_LINES = 400
 MAX_DIFF_BYTES = 256 * 1024
+MAX_COMPARED_LINES = 5_000  # difflib takes hours over files that were made for it
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _diff(tree: Tree, before: Tree) -> Iterator[str]:
             continue
         old = before.read(path) if path in before.files else b""
         new = tree.read(path) if path in tree.files else b""
-        if len(old) + len(new) > MAX_DIFF_BYTES or b"\0" in old + new:
+        both = old + new
+        if len(both) > MAX_DIFF_BYTES or both.count(b"\n") > MAX_COMPARED_LINES or b"\0" in both:
             yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large or no text"
             continue
         was, now = (printable_lines(content) for content in (old, new))

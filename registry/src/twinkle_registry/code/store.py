@@ -1,30 +1,25 @@
 """The store of code from Hubs, under the cache: trees named by their digest, and which commit is which tree.
 
-A tree appears whole, by one rename, or not at all. Nothing is run from here unless the lock or the policy says so.
+Nothing is run from here unless the lock or the policy says so. `receiving` writes what is read here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..cache import DIRECTORY_VARIABLE, HOME_VARIABLE
 from ..errors import NotTrusted
-from .listing import DIGEST_IN_NAMES, listing_text, parse_listing, sha256
+from .listing import DIGEST_IN_NAMES, parse_listing, sha256
 from .reference import Origin
 from .tree import RENEW, Tree
 
 LISTING = "files.sha256"
-_DAY = 86_400.0
 
 
 class Store:
-    """One folder: `trees/<digest>/{files.sha256,files/...}`, `commits/<origin>` and `incoming/` for what is fetched."""
+    """One folder: `trees/<digest>/{files.sha256,files/...}` and a note `commits/<origin>` for each commit fetched."""
 
     def __init__(self, root: Path | None = None) -> None:
         """Use `root`, or `code` in the cache of this user."""
@@ -36,7 +31,7 @@ class Store:
         Raises:
             NotTrusted: There is such a tree, and its listing is not the one that was stored.
         """
-        folder = self.root / "trees" / digest[:DIGEST_IN_NAMES]
+        folder = self.place(digest)
         try:
             listing = (folder / LISTING).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -49,7 +44,7 @@ class Store:
 
     def tree_of(self, origin: Origin) -> Tree | None:
         """Return the tree that was once fetched as this commit, or None."""
-        note = self._note(origin)
+        note = self.note(origin)
         try:
             if not _is_own(note):
                 return None
@@ -70,29 +65,8 @@ class Store:
                     found.append(Origin(scheme, repo, commit))
         return found
 
-    @contextlib.contextmanager
-    def incoming(self) -> Iterator[Path]:
-        """Give an empty folder for a download; whatever is not kept is gone when the block ends."""
-        place = self.root / "incoming"
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _clear(place)
-        work = Path(tempfile.mkdtemp(dir=place))
-        try:
-            yield work
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-    def keep(self, arrived: Tree, origin: Origin) -> Tree:
-        """Move a tree of `incoming` into the store, and note which commit it is; return the tree there."""
-        arrived.verify()
-        target = self.root / "trees" / arrived.digest[:DIGEST_IN_NAMES]
-        if not self._has_whole(arrived.digest):
-            self._place(arrived, target)
-        self._note(origin).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(self._note(origin), f"{arrived.digest} {origin}")
-        return Tree(target / "files", arrived.files)
-
-    def _has_whole(self, digest: str) -> bool:
+    def has_whole(self, digest: str) -> bool:
+        """Say whether a tree is there with every file as it must be."""
         try:
             there = self.tree(digest)
             if there is None:
@@ -102,29 +76,12 @@ class Store:
             return False
         return True
 
-    def _place(self, arrived: Tree, target: Path) -> None:
-        work = arrived.folder.parent / "tree"
-        work.mkdir()
-        for path in arrived.files:
-            (work / "files" / path).parent.mkdir(parents=True, exist_ok=True)
-            (arrived.folder / path).rename(work / "files" / path)
-        (work / LISTING).write_text(listing_text(arrived.files), "utf-8", newline="\n")
-        for file in work.rglob("*"):
-            if file.is_file():
-                _sync(file)
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for _ in range(10):
-            with contextlib.suppress(OSError):
-                work.rename(target)
-                return
-            # Another process stored the same tree, which is then whole, or what is there is damaged.
-            if self._has_whole(arrived.digest):
-                return
-            with contextlib.suppress(OSError):
-                target.rename(arrived.folder.parent / f"damaged-{time.monotonic_ns()}")
-        work.rename(target)
+    def place(self, digest: str) -> Path:
+        """Return the folder of a tree."""
+        return self.root / "trees" / digest[:DIGEST_IN_NAMES]
 
-    def _note(self, origin: Origin) -> Path:
+    def note(self, origin: Origin) -> Path:
+        """Return the file that says which tree a commit is."""
         return self.root / "commits" / sha256(str(origin).encode())[:DIGEST_IN_NAMES]
 
 
@@ -137,23 +94,3 @@ def _usual_root() -> Path:
 def _is_own(path: Path) -> bool:
     # In a shared cache folder another user could say which code a commit is.
     return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
-
-
-def _clear(place: Path) -> None:
-    """Remove what killed processes left a day ago."""
-    for left in place.iterdir():
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _DAY:
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _write(path: Path, text: str) -> None:
-    handle, work = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    Path(work).replace(path)
-
-
-def _sync(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())

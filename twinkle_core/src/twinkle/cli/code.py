@@ -63,7 +63,7 @@ def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None
         echo_json([{"sort": e.sort, "name": e.name, "version": e.version, "problem": e.problem} for e in found])
     else:
         for entry in wrong:
-            click.echo(f"{entry.sort} {entry.name} {_short(entry.version)}".rstrip() + f"\n  {entry.problem}")
+            click.echo(f"{entry.sort} {entry.name} {short(entry.version)}".rstrip() + f"\n  {entry.problem}")
         click.echo(f"{len(found)} checked, {len(wrong)} wrong")
     ctx.exit(1 if wrong else 0)
 
@@ -176,5 +176,6 @@ def _plain(proposal: "Proposal", *, accepted: bool) -> dict[str, Any]:
     return {**asdict(proposal), "accepted": accepted}
 
 
-def _short(version: str) -> str:
+def short(version: str) -> str:
+    """Return a version as a table shows it: a commit by its beginning."""
     return version[:12] if len(version) >= 40 else version

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twinkle.cli.code import COMMANDS
+from twinkle.cli.code import COMMANDS, short
 from twinkle.cli.plugins_group import PluginsGroup
 from twinkle.cli.search import search
 from twinkle.cli.test import test
@@ -107,4 +107,4 @@ def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
 def _row(plain: dict[str, Any]) -> tuple[str, ...]:
     offers = [f"{kind} {len(names)}" for kind, names in plain["kinds"].items()]
     offers += [f"command {len(plain['commands'])}"] if plain["commands"] else []
-    return plain["name"], plain["version"], plain["status"], ", ".join(offers) or "-"
+    return plain["name"], short(plain["version"]), plain["status"], ", ".join(offers) or "-"
