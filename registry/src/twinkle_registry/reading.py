@@ -103,9 +103,11 @@ class Table:
         self.raw, self.where, self.problems = raw, where, problems
 
     def complain(self, key: str, text: str) -> None:
+        """Note one problem of a key."""
         self.problems.append(f"{self.where}{'.' if self.where else ''}{key}: {text}")
 
     def refuse_unknown(self, known: Iterable[str]) -> None:
+        """Note every key that is not among the known."""
         for key in self.raw:
             if key not in known:
                 self.complain(key, f"unknown key, {nearest_or_all(key, known)}")
@@ -119,6 +121,7 @@ class Table:
         return self.optional(key, check, fallback)
 
     def optional(self, key: str, check: Check, default: Any) -> Any:
+        """Return the value of a key, or the default where it is absent or, which is noted, wrong."""
         if key not in self.raw:
             return default
         value = self.raw[key]
@@ -128,6 +131,7 @@ class Table:
         return value
 
     def tables(self, key: str) -> list[Table]:
+        """Return the tables `[[key]]`."""
         value = self.raw.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             self.complain(key, f"expected tables [[{key}]], found {_shown(value)}")
@@ -209,6 +213,7 @@ def _boolean(value: Any) -> str:
 
 
 def matches(pattern: re.Pattern[str], what: str) -> Check:
+    """Return a check for texts that the pattern matches whole; `what` is what others are told to write."""
     return lambda value: "" if isinstance(value, str) and pattern.fullmatch(value) else what
 
 

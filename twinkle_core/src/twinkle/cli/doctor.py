@@ -1,53 +1,57 @@
 """What `twinkle plugins doctor` looks for."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from importlib.metadata import PackageNotFoundError, distributions, metadata, requires
 
-from twinkle.errors import ComponentConflict, PluginBroken, SettingsError, TwinkleError
-from twinkle_registry import ComponentSpec, Registry, missing_requirements
+from twinkle.cli.installation import gone_editables, gone_paths, second_commands, second_owners
+from twinkle.cli.manifest_lines import first_line, with_lines
+from twinkle.cli.problem import Problem
+from twinkle.cli.source import find_module
+from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
+from twinkle_registry import ComponentSpec, ManifestError, NotTrusted, PluginRecord, Registry, missing_requirements
 from twinkle_registry.naming import canonical
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong, and what to do about it (empty where `what` says it)."""
-
-    kind: str
-    what: str
-    remedy: str = ""
-
-
 def examine() -> list[Problem]:
-    """Return every problem of this installation."""
+    """Return every problem of this installation; nothing of a plugin is imported."""
     import warnings
 
     from twinkle._registry import registry
 
+    dists = list(distributions())
+    gone = gone_editables(dists)
+    installation = [*gone.values(), *gone_paths(dists), *second_commands(dists)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same notices are among the problems
             found = registry()
     except SettingsError as error:
-        return [Problem("settings", str(error)), *_second_owners()]
-    problems = [*_unusable(found), *_settings(found), *_conflicts(found), *_missing(found), *_promises(found)]
-    return [*problems, *_second_owners()]
+        return [Problem("settings", str(error)), *installation, *second_owners(dists, [])]
+    problems = [*_unusable(found, gone), *_settings(found), *_conflicts(found), *_missing(found), *_promises(found)]
+    return [*problems, *_lock(found), *installation, *second_owners(dists, found.records)]
 
 
-def _unusable(registry: Registry) -> Iterator[Problem]:
+def _unusable(registry: Registry, told: Collection[str]) -> Iterator[Problem]:
     for record in registry.records:
-        if record.status in ("ok", "disabled"):
+        frozen_out = record.status == "disabled" and isinstance(record.cause, NotTrusted)
+        if record.status == "ok" or (record.status == "disabled" and not frozen_out) or canonical(record.dist) in told:
             continue
-        stale = "stale" in record.reason
-        remedy = f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
-        if "://" in record.dist:
-            remedy = f"twinkle plugins verify, or without it: twinkle plugins remove {record.dist}"
-        elif record.status == "incompatible":
-            remedy = ""  # the reason ends with the commands
-        elif record.location:
-            remedy = f"edit {record.location}, or tell its author; without it: pip uninstall {record.dist}"
-        yield Problem(
-            "stale entry point" if stale else f"{record.status} plugin", f"{record.name}: {record.reason}", remedy
-        )
+        reason = record.reason
+        if isinstance(record.cause, ManifestError | PluginBroken) and record.location:
+            reason = with_lines(reason, record.location)
+        kind = "stale entry point" if "stale" in record.reason else f"{record.status} plugin"
+        yield Problem(kind, f"{record.name}: {reason}", _remedy(record, first_line(reason)))
+
+
+def _remedy(record: PluginRecord, line: int) -> str:
+    if "://" in record.dist:
+        return f"twinkle plugins add {record.dist}, or twinkle plugins remove {record.dist}"
+    if record.status in ("incompatible", "disabled"):
+        return ""  # the reason ends with the commands
+    if record.location:
+        place = f"{record.location}:{line}" if line else record.location
+        return f"edit {place}, or tell its author; without it: pip uninstall {record.dist}"
+    return f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
 
 
 def _settings(registry: Registry) -> Iterator[Problem]:
@@ -65,17 +69,40 @@ def _conflicts(registry: Registry) -> Iterator[Problem]:
 
 
 def _missing(registry: Registry) -> Iterator[Problem]:
+    dists = {record.name: record.dist for record in registry.records}
     lacking: dict[tuple[str, str], list[str]] = {}
     for spec in _specs(registry):
         for missing in missing_requirements(spec):
             lacking.setdefault((spec.dist, str(missing)), []).append(spec.name)
-    for (plugin, requirement), names in lacking.items():
-        command = f"pip install '{requirement.partition(' (')[0]}'"
+    for (plugin, missing_text), names in lacking.items():
+        requirement = missing_text.partition(" (")[0]
         yield Problem(
             "missing requirement",
-            f"{', '.join(names)} of {plugin} need{'s' if len(names) == 1 else ''} {requirement}",
-            command,
+            f"{', '.join(names)} of {plugin} need{'s' if len(names) == 1 else ''} {missing_text}",
+            f"pip install '{_with_extra(requirement, (dists[plugin], 'twinkle-core')) or requirement}'",
         )
+
+
+def _with_extra(requirement: str, dists: Collection[str]) -> str:
+    """Return `dist[extra]` for the first extra that brings what is required, or an empty text."""
+    from packaging.requirements import Requirement
+
+    wanted = canonical(Requirement(requirement).name)
+    for dist in dists:
+        try:
+            brought = [Requirement(text) for text in requires(dist) or ()]
+        except (PackageNotFoundError, ValueError):
+            continue
+        for each in brought:
+            if canonical(each.name) == wanted and each.marker and not each.marker.evaluate({"extra": ""}):
+                extras = [extra for extra in _extras(dist) if each.marker.evaluate({"extra": extra})]
+                if extras:
+                    return f"{dist}[{extras[0]}]"
+    return ""
+
+
+def _extras(dist: str) -> list[str]:
+    return list(metadata(dist).get_all("Provides-Extra") or ())
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
@@ -93,53 +120,35 @@ def _promises(registry: Registry) -> Iterator[Problem]:
 
 
 def _exists(module: str) -> bool:
-    """Say whether there is such a module, from the folders of its parents: `find_spec` would import these."""
-    import sys
-    from importlib.machinery import PathFinder
-    from importlib.util import find_spec
-
-    if module in sys.modules:
-        return True
-    if module.startswith("twinkle_registry.code."):
-        return _exists_in_store(module)
-    name, *rest = module.split(".")
+    """Say whether there is such a module, or nobody can tell without importing what holds it."""
     try:
-        spec = find_spec(name)
-        for part in rest:
-            name = f"{name}.{part}"
-            spec = PathFinder.find_spec(name, spec.submodule_search_locations or ()) if spec else None
-    except KeyError:  # a namespace in a package that is not imported: its folders are not known yet
+        return find_module(module) is not None
+    except (KeyError, NotTrusted):  # the check of the lock speaks of code that may not be read
         return True
-    except (ImportError, ValueError, AttributeError):
-        return False
-    return spec is not None
 
 
-def _exists_in_store(module: str) -> bool:
-    from twinkle_registry.code.finder import CodeFinder
+def _lock(registry: Registry) -> Iterator[Problem]:
+    """Yield what is not as twinkle.lock says, if there is a lock."""
+    import os
+
+    from twinkle_registry.locked import lock_path
 
     try:
-        return CodeFinder.find_spec(module) is not None
-    except (ImportError, TwinkleError):
-        return False
+        if not os.path.isfile(lock_path()):  # noqa: PTH113 - it is a text already
+            return
+        from twinkle_registry.code.verifying import verify
+        from twinkle_registry.resolving import open_hub
+
+        checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
+    except SettingsError as error:
+        yield Problem("lock", str(error))
+        return
+    for entry in checked:
+        if entry.problem:
+            yield Problem("lock", f"{entry.sort} {entry.name} {entry.version[:12]}".rstrip() + f": {entry.problem}")
 
 
 def _specs(registry: Registry) -> Iterator[ComponentSpec]:
     for kind in registry.kinds:
         for specs in registry.specs(kind).values():
             yield from specs
-
-
-def _second_owners() -> Iterator[Problem]:
-    """Yield other distributions that put files into the package `twinkle`: whichever came last has overwritten."""
-    from importlib.metadata import distributions
-
-    for dist in distributions():
-        name = dist.metadata["Name"] or ""
-        record = dist.read_text("RECORD") or ""
-        if canonical(name) != "twinkle-core" and any(line.startswith("twinkle/") for line in record.splitlines()):
-            yield Problem(
-                "second owner of twinkle/",
-                f"{name} {dist.version} installs files into the package 'twinkle', which is twinkle-core's",
-                f"pip uninstall {name}, then pip install --force-reinstall --no-deps twinkle-core",
-            )

@@ -1,14 +1,16 @@
 """What `twinkle plugins info` says of one plugin or component."""
 
-import inspect
 from typing import Any
 
 from twinkle._registry import registry
+from twinkle.cli.signature import options_of_config, parameter_text, parameters_of, signature_text
 from twinkle.cli.source import locate
 from twinkle.cli.text import pairs
-from twinkle.errors import ComponentNotFound, TwinkleError
+from twinkle.errors import ComponentNotFound
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements, nearest
 from twinkle_registry.naming import canonical
+
+_WIDTH = 100
 
 
 def find(name: str) -> list[PluginRecord | ComponentSpec]:
@@ -26,6 +28,8 @@ def find(name: str) -> list[PluginRecord | ComponentSpec]:
     known = {*(record.name for record in records), *(spec.name for spec in specs)}
     close = nearest(name, known)
     hint = f"nearest: {', '.join(close)}" if close else "`twinkle plugins list` shows what there is"
+    if elsewhere := _elsewhere(name, records):
+        hint += f"; {elsewhere}"
     if unreadable := [record.name for record in records if record.manifest is None]:
         hint += f"; {', '.join(unreadable)} may offer it but cannot be read, see: twinkle plugins doctor"
     raise ComponentNotFound(f"no plugin or component is called {name!r}; {hint}")
@@ -36,14 +40,40 @@ def describe(found: PluginRecord | ComponentSpec) -> tuple[dict[str, Any], str]:
     return _describe_component(found) if isinstance(found, ComponentSpec) else _describe_plugin(found)
 
 
+def published(dist: str) -> dict[str, str]:
+    """Return `licence` and `homepage` of a distribution as its metadata have them; empty texts where they have none."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        found = metadata(dist)
+    except (PackageNotFoundError, ValueError):
+        return {"licence": "", "homepage": ""}
+    urls = dict(text.split(", ", 1) for text in found.get_all("Project-URL") or () if ", " in text)
+    by_label = {label.lower().replace("-", "").replace(" ", ""): url for label, url in urls.items()}
+    labels = ("homepage", "home", "repository", "source", "sourcecode")
+    first = {key: next(iter(found.get_all(key) or ()), "") for key in ("Home-page", "License-Expression", "License")}
+    homepage = first["Home-page"] or next((by_label[label] for label in labels if label in by_label), "")
+    # The older field may hold the whole text of the licence.
+    licence = first["License-Expression"] or first["License"].strip().partition("\n")[0]
+    return {"licence": licence, "homepage": homepage}
+
+
 def _names_of(spec: ComponentSpec) -> tuple[str, ...]:
     return spec.name, f"{spec.dist}/{spec.name}", f"{spec.kind}:{spec.name}"
+
+
+def _elsewhere(name: str, records: list[PluginRecord]) -> str:
+    from twinkle_registry.index import where_to_get
+
+    kind, _, bare = name.rpartition(":")
+    dist, _, bare = bare.rpartition("/")
+    return where_to_get(bare, kind, dist, installed=[record.dist for record in records])
 
 
 def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
     from twinkle.cli.plugins import plugin_as_plain
 
-    plain = plugin_as_plain(record) | {"core": record.manifest.core if record.manifest else ""}
+    plain = plugin_as_plain(record) | {"core": record.manifest.core if record.manifest else ""} | published(record.dist)
     kinds = "\n".join(f"{kind}: {', '.join(names)}" for kind, names in plain["kinds"].items())
     shown = [
         ("plugin", f"{record.name} {record.version}"),
@@ -55,6 +85,8 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
         ("components", kinds),
         ("commands", ", ".join(plain["commands"])),
         ("hooks", ", ".join(plain["hooks"])),
+        ("licence", plain["licence"]),
+        ("homepage", plain["homepage"]),
     ]
     return plain, pairs(shown)
 
@@ -62,8 +94,10 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
 def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     location = locate(spec)
     missing = {m.requirement: str(m) for m in missing_requirements(spec)}
-    parameters, trouble = _parameters(spec)
+    parameters, trouble = parameters_of(spec)
+    options, trouble_with_options = options_of_config(spec)
     record = next(r for r in registry().records if r.name == spec.dist)
+    signature = "" if parameters is None else signature_text(spec.name, parameters)
     plain = {
         "name": spec.name,
         "kind": spec.kind,
@@ -74,6 +108,7 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         "ref": spec.ref,
         "file": location[0] if location else None,
         "line": location[1] if location else None,
+        "signature": signature or None,
         "parameters": parameters,
         "parameters_unknown_because": trouble,
         "requires": list(spec.requires),
@@ -82,6 +117,9 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         "tenant_safe": spec.tenant_safe,
         "inputs": dict(spec.inputs),
         "config": spec.config,
+        "options": options,
+        "options_unknown_because": trouble_with_options,
+        **published(record.dist),
     }
     shown = [
         (spec.kind, f"{spec.name}, of {spec.dist} {spec.version}"),
@@ -89,12 +127,16 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         ("summary", spec.summary),
         ("ref", spec.ref),
         ("file", f"{location[0]}:{location[1]}" if location else ""),
-        ("takes", trouble if parameters is None else _signature_text(parameters)),
+        ("signature", signature if len(signature) <= _WIDTH else ""),
+        ("takes", trouble if parameters is None else _listed(parameters) or "no arguments"),
         ("inputs", "\n".join(f"{name}: {dtype}" for name, dtype in spec.inputs.items())),
         ("config", spec.config),
+        ("options", trouble_with_options if options is None else _listed(options)),
         ("needs", _needs_text(spec, missing)),
         ("runtimes", ", ".join(spec.runtimes)),
         ("tenants", "may share it (no global state)" if spec.tenant_safe else "may not share it"),
+        ("licence", plain["licence"]),
+        ("homepage", plain["homepage"]),
     ]
     return plain, pairs(shown)
 
@@ -106,33 +148,10 @@ def _needs_text(spec: ComponentSpec, missing: dict[str, str]) -> str:
     return "\n".join([*met, *missing.values()])
 
 
-def _parameters(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return the parameters of the component, or None and the reason why they cannot be known."""
-    try:
-        found = registry().load(spec)
-        signature = inspect.signature(found)
-    except (TwinkleError, TypeError, ValueError) as error:
-        return None, f"not known: {error}"
-    return [_parameter(p) for p in signature.parameters.values()], ""
-
-
-def _parameter(parameter: inspect.Parameter) -> dict[str, Any]:
-    empty = inspect.Parameter.empty
-    starred: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    stars = starred.get(parameter.kind, "")
-    annotation = "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation)
-    return {
-        "name": stars + parameter.name,
-        "type": annotation.strip("'"),
-        "default": None if parameter.default is empty else repr(parameter.default),
-        "required": parameter.default is empty and not stars,
-    }
-
-
-def _signature_text(parameters: list[dict[str, Any]]) -> str:
+def _listed(parameters: list[dict[str, Any]]) -> str:
+    """Return a line for each, and what it means indented below where that is known."""
     lines = []
     for parameter in parameters:
-        kind = f": {parameter['type']}" if parameter["type"] else ""
-        default = "" if parameter["default"] is None else f" = {parameter['default']}"
-        lines.append(f"{parameter['name']}{kind}{default}")
-    return "\n".join(lines) or "no arguments"
+        lines.append(parameter_text(parameter))
+        lines += [f"  {parameter['meaning']}"] if parameter["meaning"] else []
+    return "\n".join(lines)
