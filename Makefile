@@ -35,7 +35,7 @@ lint: install  ## Check format, style, types and the floors of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: install  ## Format the code, mend what ruff can mend, renew generated blocks
 	$(BIN)/python scripts/type_names.py

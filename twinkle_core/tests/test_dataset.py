@@ -290,7 +290,7 @@ def test_unmixed_sets_have_no_rows_yet() -> None:
             use()
     with pytest.raises(DataError, match="is there already"):
         dataset.add_dataset(first)
-    with pytest.raises(DataError, match="no data set 'third:default:train' was added; there are: first"):
+    with pytest.raises(DataError, match="no data set 'third' was added; there are: first"):
         dataset.map(lambda c: c, dataset_meta=DatasetMeta("third"))
     dataset.mix_dataset()
     with pytest.raises(TrainingStateError, match="mixed already"):
@@ -400,3 +400,26 @@ def test_the_room_is_light_and_offers_the_published_names() -> None:
 )
 def test_signatures_are_the_published_ones(method: str, published: list[str]) -> None:
     assert list(inspect.signature(getattr(Dataset, method)).parameters) == ["self", *published]
+
+
+def test_a_count_of_rows_is_the_first_rows() -> None:
+    rows = [{"n": n} for n in range(5)]
+    assert Dataset(DatasetMeta(data=rows, data_slice=2))["n"] == [0, 1]
+    assert Dataset(DatasetMeta(data=rows, data_slice=9))["n"] == [0, 1, 2, 3, 4]
+    assert DatasetMeta("a", data_slice=2).get_id() == DatasetMeta("a", data_slice=slice(2)).get_id()
+    for wrong in (0, -1, True, 2.5):
+        with pytest.raises(DataError, match="give a count from 1 on"):
+            DatasetMeta(data=rows, data_slice=wrong)
+
+
+def test_a_set_without_rows_is_named_for_people(tmp_path: Path) -> None:
+    rows = [{"n": n} for n in range(5)]
+    (tmp_path / "rows.csv").write_text("n\n1\n")
+    for meta, told in (
+        (DatasetMeta(data=rows), "data set 'in memory' has"),
+        (DatasetMeta(data=rows, data_slice=2), r"data set 'in memory:slice\(None, 2, None\)' has"),
+        (DatasetMeta("sums", data=rows), "data set 'sums' has"),
+        (DatasetMeta(str(tmp_path / "rows.csv")), r"rows.csv' has"),
+    ):
+        with pytest.raises(DataError, match=told):
+            Dataset(meta).filter(lambda row: False)

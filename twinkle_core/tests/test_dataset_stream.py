@@ -398,7 +398,7 @@ def test_unmixed_sets_have_no_rows_yet() -> None:
             use()
     with pytest.raises(DataError, match="is there already"):
         dataset.add_dataset(DatasetMeta("a", data=rows(1, "a")))
-    with pytest.raises(DataError, match="no data set 'x:default:train' was added"):
+    with pytest.raises(DataError, match="no data set 'x' was added"):
         dataset.map(double, dataset_meta=DatasetMeta("x"))
     with pytest.raises(DataError, match="no data set to mix"):
         IterableDataset().mix_dataset()

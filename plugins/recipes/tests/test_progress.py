@@ -80,3 +80,11 @@ def test_a_rank_that_is_not_the_first_shows_nothing(capsys: pytest.CaptureFixtur
         show.note("y")
         show.answers(ANSWERS)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_step_that_left_something_out_says_so() -> None:
+    stream = io.StringIO()
+    show = display(1, Console(file=stream, width=80))
+    show.begin(1, 2)
+    show.step(1, {"loss": float("nan"), "nonfinite_skipped": 1, "grad_norm": 0.0})
+    assert stream.getvalue().startswith("step 1/2 loss=nan nonfinite_skipped=1 grad_norm=0.0000 ")

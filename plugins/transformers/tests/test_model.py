@@ -338,7 +338,7 @@ def test_a_nan_micro_batch_is_skipped_by_option_and_counted(folder: Path) -> Non
     assert metrics["total_tokens"] == 5
 
 
-def test_a_nan_loss_between_separate_calls_is_skipped_by_option(folder: Path) -> None:
+def test_a_nan_loss_between_separate_calls_is_skipped_by_option(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = TransformersModel(model_id=str(folder), mixed_precision="no", on_nonfinite="skip")
     model.set_optimizer("SGD", lr=1.0, weight_decay=0.0)
     model.set_loss(poison(3))
@@ -349,6 +349,8 @@ def test_a_nan_loss_between_separate_calls_is_skipped_by_option(folder: Path) ->
     model.clip_grad_and_step()
     assert all(torch.equal(t, before[name]) for name, t in model.get_state_dict().items())
     assert model.calculate_metric(is_training=True)["nonfinite_skipped"] == 1
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "is left out" in told
 
 
 def test_an_infinite_gradient_stops_before_the_update(model: TransformersModel) -> None:

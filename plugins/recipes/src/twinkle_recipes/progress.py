@@ -19,6 +19,7 @@ Answer = tuple[str, str, str]
 
 _SHOWN = {
     "loss": "loss",
+    "nonfinite_skipped": "skipped",
     "eval/loss": "eval loss",
     "accuracy": "accuracy",
     "learning_rate": "lr",
@@ -224,7 +225,7 @@ def _number(name: str, value: Any) -> str:
         return str(value)
     if name == "learning_rate":
         return f"{value:.2e}"
-    return f"{value:.0f}" if name == "tokens_per_second" else f"{value:.4f}"
+    return f"{value:.0f}" if name in ("tokens_per_second", "nonfinite_skipped") else f"{value:.4f}"
 
 
 def _one_line(text: str) -> str:

@@ -84,6 +84,8 @@ class OptimizerGroup:
     measured: bool = False
     stepped: bool = False
     dropped: bool = False
+    skipped: int = 0
+    """Micro-batches left out of the pending gradients, since their loss was not finite."""
     scheduled: int = 0
     """Updates that the scheduler has followed."""
     last_grad_norm: float | None = None
@@ -160,7 +162,7 @@ class OptimizerGroup:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         for parameter in self.left_out:
             parameter.grad = None
-        self.pending, self.denominator, self.loss_sum = 0, 0.0, 0.0
+        self.pending, self.denominator, self.loss_sum, self.skipped = 0, 0.0, 0.0, 0
         self.divided = self.measured = self.stepped = self.dropped = False
 
 

@@ -79,6 +79,7 @@ def check_finite(group: OptimizerGroup, item: Pass, policy: str, agree: Callable
             item.rows,
         )
     group.train_status.skipped += 1
+    group.skipped += 1
     get_logger().warning("%s; this micro-batch of %d rows is left out", what, len(item.rows))
 
 

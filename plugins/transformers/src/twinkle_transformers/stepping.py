@@ -116,7 +116,7 @@ def divide(group: OptimizerGroup, parallel: Replicated) -> None:
     group.last_loss = loss_sum / denominator if denominator else 0.0
     parallel.sum_gradients(group.parameters())
     grads = [local(grad) for grad in gradients(group)]
-    if denominator <= 0:
+    if denominator <= 0 and not group.skipped:  # what was left out has been told already
         get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", step)
     if grads and denominator > 0:
         torch._foreach_div_(grads, denominator * (1.0 if group.loss_scale is None else group.loss_scale.factor))

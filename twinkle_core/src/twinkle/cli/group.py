@@ -88,7 +88,8 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("Interrupted", err=True)
+            if os.environ.get("RANK", "0") == "0":  # one of several says it for all
+                click.echo("Interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
 
     def _summaries(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from twinkle.dataset import transform
 from twinkle.dataset.component import called_with, template_for, template_from
 from twinkle.dataset.encoding import CheckCall, EncodeCall
 from twinkle.dataset.lengths import table_lengths
-from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.meta import DatasetMeta, all_readable, readable
 from twinkle.dataset.saving import Saving
 from twinkle.dataset.sources import load, not_empty
 from twinkle.dataset.table import Table, join
@@ -73,7 +73,7 @@ class Dataset:
         self._refuse_change("add_dataset")
         name = dataset_meta.get_id()
         if name in self._parts:
-            raise DataError(f"data set {name!r} is there already; to repeat rows give it a longer data_slice")
+            raise DataError(f"data set {readable(name)!r} is there already; to repeat rows give it a longer data_slice")
         self._parts[name] = load(dataset_meta, kwargs, type(self).__name__)
 
     @_remote
@@ -91,7 +91,7 @@ class Dataset:
             raise DataError("there is no data set to mix; call add_dataset first")
         self._refuse_change("mix_dataset")
         parts = list(self._parts.values())
-        joined = join(parts, " + ".join(self._parts))
+        joined = join(parts, all_readable(self._parts, " + "))
         if interleave and len(parts) > 1:
             rounds = min(map(len, parts))
             starts = [sum(map(len, parts[:index])) for index in range(len(parts))]
@@ -335,7 +335,7 @@ class Dataset:
         if not self._parts:
             raise DataError(f"the data set is empty: give {type(self).__name__} a DatasetMeta, or call add_dataset")
         raise TrainingStateError(
-            f"{len(self._parts)} data sets were added ({', '.join(self._parts)}); call mix_dataset() first, or "
+            f"{len(self._parts)} data sets were added ({all_readable(self._parts)}); call mix_dataset() first, or "
             "name one of them by dataset_meta= in map and filter"
         )
 
@@ -344,13 +344,15 @@ class Dataset:
             return None
         name = meta.get_id()
         if name not in self._parts:
-            raise DataError(f"no data set {name!r} was added; there are: {', '.join(self._parts) or 'none'}")
+            raise DataError(
+                f"no data set {readable(name)!r} was added; there are: {all_readable(self._parts) or 'none'}"
+            )
         if self._is_mixed:
             raise TrainingStateError("the sets are mixed already; leave dataset_meta out, or map before mix_dataset()")
         return name
 
     def _replace(self, name: str | None, table: Table, after: str) -> None:
-        not_empty(table, name or " + ".join(self._parts), after)
+        not_empty(table, readable(name) if name else all_readable(self._parts, " + "), after)
         self._refuse_change(after)
         if self._mixed is not None:
             self._mixed = table

@@ -8,7 +8,7 @@ from typing import Any
 
 from twinkle._arguments import refuse_unknown
 from twinkle.dataset.component import template_for, template_from
-from twinkle.dataset.meta import DatasetMeta
+from twinkle.dataset.meta import DatasetMeta, all_readable, readable
 from twinkle.dataset.protocol import NotSized
 from twinkle.dataset.saving import Saving
 from twinkle.dataset.stages import (
@@ -98,7 +98,7 @@ class IterableDataset:
         self._refuse_change("add_dataset")
         name = dataset_meta.get_id()
         if name in self._parts:
-            raise DataError(f"data set {name!r} is there already; to repeat rows give it a longer data_slice")
+            raise DataError(f"data set {readable(name)!r} is there already; to repeat rows give it a longer data_slice")
         self._parts[name] = Part(open_stream(dataset_meta, kwargs))
 
     @_remote
@@ -142,7 +142,7 @@ class IterableDataset:
             nothing = False
             yield row
         if nothing:
-            raise DataError(f"the stream of {' + '.join(self._parts)} has no rows after {self._last_stage()}")
+            raise DataError(f"the stream of {all_readable(self._parts, ' + ')} has no rows after {self._last_stage()}")
 
     @_remote
     def chunks(self, worker: int = 0, workers: int = 1) -> Iterator[list[Row]]:
@@ -302,8 +302,8 @@ class IterableDataset:
             return parts[0].source(), [*parts[0].stages, *self._stages]
         if self._interleave is None:
             raise TrainingStateError(
-                f"{len(parts)} data sets were added ({', '.join(self._parts)}); call mix_dataset() first, or name one "
-                "of them by dataset_meta= in map and filter"
+                f"{len(parts)} data sets were added ({all_readable(self._parts)}); call mix_dataset() first, or name "
+                "one of them by dataset_meta= in map and filter"
             )
         rows = [part.rows() for part in parts]
         rounds = zip(*rows, strict=False) if self._interleave else rows
@@ -322,7 +322,9 @@ class IterableDataset:
     def _part(self, meta: DatasetMeta) -> Part:
         name = meta.get_id()
         if name not in self._parts:
-            raise DataError(f"no data set {name!r} was added; there are: {', '.join(self._parts) or 'none'}")
+            raise DataError(
+                f"no data set {readable(name)!r} was added; there are: {all_readable(self._parts) or 'none'}"
+            )
         if self._interleave is not None:
             raise TrainingStateError("the sets are mixed already; leave dataset_meta out, or map before mix_dataset()")
         return self._parts[name]

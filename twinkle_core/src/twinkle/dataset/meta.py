@@ -1,12 +1,15 @@
 """Where a data set comes from, in one small record that can be compared, pickled and sent."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, DataError
+
+_DIGEST = re.compile(r":data#\w+$")
 
 
 @dataclass
@@ -20,7 +23,8 @@ class DatasetMeta:
             path has, of the hub that `TWINKLE_DEFAULT_HUB` names. With `data` it is only a name.
         subset_name: a configuration of a hub's data set, or a sub-folder of a local folder.
         split: `train`, `test`, ...; in a local folder, the folder or the word in a file's name that says so.
-        data_slice: indices of the rows wanted, in this order: a range, a slice, a list or any other iterable of ints.
+        data_slice: a count, which means the first rows; or the indices of the rows wanted, in this order: a range, a
+            slice, a list or any other iterable of ints.
             An index i beyond the n rows of the set means row i mod n, so `range(500)` of 200 rows repeats rows.
         data: rows in memory instead: a list of dicts, a dict of columns, a `datasets.Dataset` or `DatasetDict`, a
             `pyarrow.Table`, or a function without arguments that returns one of these. For `IterableDataset` also
@@ -30,7 +34,7 @@ class DatasetMeta:
     dataset_id: str = ""
     subset_name: str = "default"
     split: str = "train"
-    data_slice: Iterable[int] | slice | None = None
+    data_slice: Iterable[int] | slice | int | None = None
     data: Any = None
 
     def __post_init__(self) -> None:
@@ -40,8 +44,7 @@ class DatasetMeta:
             raise ArgumentError(
                 f"dataset_id is a {found}, not a text; rows in memory go into data: DatasetMeta(data=rows)"
             )
-        if self.data_slice is not None and not isinstance(self.data_slice, range | slice | list | tuple | str):
-            self.data_slice = list(self.data_slice)
+        self.data_slice = _kept(self.data_slice)
 
     def get_id(self) -> str:
         """Return a text that is equal for equal records, and differs where source, split, slice or data differ."""
@@ -51,6 +54,28 @@ class DatasetMeta:
         if self.data is not None:
             parts.append(_identity(self.data))
         return ":".join(parts)
+
+
+def readable(name: str) -> str:
+    """Return what `get_id` of a record says, for people: without a digest of its rows and what is so by default."""
+    text = _DIGEST.sub("", name).replace(":default:train", "", 1)
+    return f"in memory{text}" if text[:1] in ("", ":") else text
+
+
+def all_readable(names: Iterable[str], between: str = ", ") -> str:
+    """Return several of them as one text."""
+    return between.join(map(readable, names))
+
+
+def _kept(wanted: Any) -> Any:
+    """Return `data_slice` so that it can be read more than once: a count as a slice, an iterator as a list."""
+    if wanted is None or isinstance(wanted, range | slice | list | tuple | str):
+        return wanted
+    if isinstance(wanted, Iterable):
+        return list(wanted)
+    if isinstance(wanted, bool) or not hasattr(wanted, "__index__") or wanted.__index__() < 1:
+        raise DataError(f"data_slice is {wanted!r}; give a count from 1 on, a range, a slice or row numbers")
+    return slice(wanted.__index__())
 
 
 def _short(indices: Any) -> str:
