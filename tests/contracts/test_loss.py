@@ -1,0 +1,187 @@
+"""Each check of a loss catches a loss that is broken in that way, and a good one passes them all."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from twinkle.data_format import LossOutput
+from twinkle.loss import Loss
+
+
+class Good(Loss):
+    """Negative log-likelihood, weighted by `loss_scale` and by advantages, if there are any."""
+
+    skips_weight_zero = True
+
+    def __call__(self, inputs: Any, outputs: Any, *, advantages: Any) -> LossOutput:
+        mask = inputs["labels"] != -100
+        terms = -outputs["logps"] * advantages
+        if "loss_scale" in inputs:
+            terms = terms * inputs["loss_scale"]
+        return LossOutput(self.total(terms[mask], mask), self.count(mask))
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return terms.sum()
+
+    def count(self, mask: Any) -> Any:
+        return int(mask.sum())
+
+
+class Plain(Good):
+    """The same without advantages."""
+
+    def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+        return super().__call__(inputs, outputs, advantages=torch.ones_like(outputs["logps"]))
+
+
+class Vector(Plain):
+    """A vector in place of a sum."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return terms
+
+
+class CountWithGradient(Plain):
+    """A denominator in the graph."""
+
+    def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+        found = super().__call__(inputs, outputs)
+        return LossOutput(found.loss_sum, outputs["logps"].sum() ** 2)
+
+
+class Overflowing(Plain):
+    """Infinite in float32."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return (terms + 200).exp().sum()
+
+
+class HeldConstant(Plain):
+    """A gradient that is not that of its value."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return (terms.detach() * terms).sum()
+
+
+class Unmasked(Plain):
+    """Adds what stands where nothing is trained."""
+
+    def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+        return LossOutput(-(outputs["logps"] - 1).sum(), int((inputs["labels"] != -100).sum()))
+
+
+class CountsWidth(Plain):
+    """Counts padding."""
+
+    def count(self, mask: Any) -> Any:
+        return mask.numel()
+
+
+class Mean(Plain):
+    """Already divided."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return terms.mean()
+
+
+class NotANumber(Plain):
+    """0/0 where nothing is trained."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return terms.sum() / mask.sum() * mask.sum()
+
+
+class NeedsScores(Plain):
+    """Says that weight 0 needs no scores, and uses them."""
+
+    def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+        found = super().__call__(inputs, outputs)
+        return LossOutput(found.loss_sum + outputs["logps"][inputs["labels"] != -100].sum(), found.denominator)
+
+
+class Noisy(Plain):
+    """Draws from torch's generator."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return (terms * torch.rand(terms.shape)).sum()
+
+
+class InPlace(Plain):
+    """Writes into the batch."""
+
+    def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+        inputs["labels"][0, 1] = -100
+        return super().__call__(inputs, outputs)
+
+
+class Unpicklable(Plain):
+    """Holds a function of its own."""
+
+    def __init__(self) -> None:
+        self.weight = lambda: 1.0
+
+
+class Remembers(Plain):
+    """A running mean over whatever calls there are."""
+
+    seen: float = 0.0
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        type(self).seen += float(terms.detach().sum())
+        return terms.sum() - type(self).seen
+
+
+class SilentWithout(Good):
+    """Declares advantages, and says nothing where they are missing."""
+
+    def __call__(self, inputs: Any, outputs: Any, **kwargs: Any) -> LossOutput:
+        return super().__call__(inputs, outputs, advantages=kwargs.get("advantages", torch.ones(())))
+
+
+ADVANTAGES = {"row_inputs": {"advantages": torch.linspace(-1, 1, 24).reshape(4, 6)}}
+BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
+    "shape": (Vector, {}),
+    "denominator": (CountWithGradient, {}),
+    "finite": (Overflowing, {}),
+    "gradient": (HeldConstant, {}),
+    "masked_positions": (Unmasked, {}),
+    "padding": (CountsWidth, {}),
+    "split": (Mean, {}),
+    "nothing_to_train": (NotANumber, {}),
+    "weight_zero": (NeedsScores, {}),
+    "deterministic": (Noisy, {}),
+    "inputs_left_alone": (InPlace, {}),
+    "pickle": (Unpicklable, {}),
+    "tenants": (Remembers, {}),
+    "declared_inputs": (SilentWithout, ADVANTAGES),
+}
+
+
+def test_a_good_loss_passes(passes: Any) -> None:
+    passes("loss", Good, **ADVANTAGES)
+    passes("loss", Plain, {"declared_inputs"})
+
+
+def test_a_function_and_an_instance_are_held_to_the_same(passes: Any) -> None:
+    passes("loss", Plain(), {"declared_inputs", "unknown_argument"})
+
+
+@pytest.mark.parametrize("check", BROKEN)
+def test_a_broken_loss_is_caught(check: str, catches: Any) -> None:
+    component, example = BROKEN[check]
+    catches("loss", check, component, **example)
+
+
+def test_every_check_has_a_loss_that_breaks_it(own_checks: Any) -> None:
+    assert set(BROKEN) == own_checks("loss")
+
+
+def test_the_older_form_is_read(passes: Any) -> None:
+    def older(inputs: Any, outputs: Any) -> Any:
+        """Sum and count in a dict."""
+        mask = inputs["labels"] != -100
+        return {"loss": -outputs["logps"][mask].sum(), "num_tokens": int(mask.sum())}
+
+    skip = {"pickle": "it is made in a test", "nothing_to_train": "0 tokens mean a mean in this form"}
+    passes("loss", older, {"declared_inputs", "unknown_argument", "weight_zero", *skip}, skip=skip)
