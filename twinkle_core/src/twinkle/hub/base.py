@@ -110,7 +110,3 @@ class Hub(ABC):
             HubError: also when a path leads outside the folder, or there are more than 2,000 files or 64 MiB.
         """
         raise Unsupported(f"{repo}: this hub carries models and data, not components")
-
-    def load_component(self, reference: str, kind: str, registry: Any) -> Any:
-        """Return a component from code behind `reference`; only hubs that carry code offer this."""
-        raise Unsupported(f"{kind} {reference!r}: this hub carries models and data, not components")
