@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from twinkle.errors import ArgumentError, PatchError
-from twinkle.patch import Patch, applied_patches, apply_context, apply_patch, undo_patch
+from twinkle.patch import Patch, applied_patches, apply_context, apply_patch, is_applied, undo_patch
 
 
 class Thing:
@@ -68,7 +68,10 @@ def test_a_patch_is_applied_and_undone() -> None:
     assert apply_patch(thing, Louder) is thing
     assert thing.speak() == "a!"
     assert Thing().speak() == "a"
+    assert is_applied(thing, Louder)
+    assert not is_applied(Thing(), Louder)
     undo_patch(thing, Louder)
+    assert not is_applied(thing, Louder)
     assert thing.speak() == "a"
     assert vars(thing) == {}
 

@@ -80,10 +80,11 @@ def _loss(model: Any, hidden: "Tensor", targets: "Tensor", count: Any, ignored: 
     rows = hidden.reshape(-1, hidden.shape[-1])[where]
     transform = transform_of(model.config.get_text_config())
     scores = score_tokens(rows, targets[where], model.get_output_embeddings(), transform=transform)
-    total = -scores.logps.sum()
+    total: Tensor = -scores.logps.sum()
     if count is None:
         return total / len(where) if len(where) else total / total.new_zeros(())  # NaN, as cross_entropy's mean
-    return total / (count.to(total.device) if hasattr(count, "to") else count)
+    divided: Tensor = total / (count.to(total.device) if hasattr(count, "to") else count)
+    return divided
 
 
 def _refusal(model: Any, forward: Callable[..., Any]) -> str:

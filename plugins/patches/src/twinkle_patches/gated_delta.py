@@ -9,7 +9,7 @@ from twinkle.patch import Patch
 from twinkle_patches.models import arguments, hugging_face, model_of, near, trying
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _MIXER = re.compile(r"Delta(Net|Attention)$")
 _OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -127,7 +127,7 @@ def _positions(bounds: "Tensor") -> "Tensor":
     return torch.cat([torch.arange(length, device=bounds.device) for length in lengths])[None]
 
 
-def _mixers(model: Any) -> "list[nn.Module]":
+def _mixers(model: Any) -> list[Any]:
     return [part for part in model.base_model.modules() if _MIXER.search(type(part).__name__)]
 
 

@@ -7,7 +7,7 @@ from transformers.utils import ModelOutput
 
 
 @dataclass
-class EmbeddingOutput(ModelOutput):
+class EmbeddingOutput(ModelOutput):  # type: ignore[misc]
     """Embeddings of a batch.
 
     Attributes:

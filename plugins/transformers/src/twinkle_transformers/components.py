@@ -33,6 +33,7 @@ class Components(TwinkleModel):
     optimizer_group: dict[str, OptimizerGroup]
     active_group: str
     _backbone: Backbone
+    _unpatched: Backbone | None = None
     _recompute: Recompute
     _scaler_options: Mapping[str, Any] | None
 
@@ -101,14 +102,25 @@ class Components(TwinkleModel):
                 status.metrics.append(build_metric(metric_cls, self.device_mesh, self.parallel.ranks.control, **kwargs))
 
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
-        """Apply a patch to the Hugging Face module; `twinkle.patch.undo_patch(model.model, patch_cls)` undoes it."""
+        """Apply a patch to the Hugging Face module."""
         from twinkle.patch import apply_patch
 
         causal = self._backbone.model
         before = causal.forward
         apply_patch(self.model, patch_cls, **kwargs)
         if causal.forward != before:  # what lies between body and head is now the patch's affair
-            self._backbone = replace(self._backbone, splits=False)
+            self._backbone, self._unpatched = replace(self._backbone, splits=False), self._backbone
+        self._recompute.forget()
+
+    def undo_patch(self, patch_cls: Any) -> None:
+        """Undo a patch that `apply_patch` applied, also one from before the model's first adapter."""
+        from twinkle.patch import is_applied, undo_patch
+
+        causal = self._backbone.model
+        before = causal.forward
+        undo_patch(causal if is_applied(causal, patch_cls) else self.model, patch_cls)
+        if causal.forward != before and self._unpatched is not None:
+            self._backbone, self._unpatched = self._unpatched, None
         self._recompute.forget()
 
     def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from twinkle.errors import PatchError
 from twinkle.patch import record
 from twinkle.patch.base import Patch
 
-__all__ = ["Applied", "Patch", "applied_patches", "apply_context", "apply_patch", "undo_patch"]
+__all__ = ["Applied", "Patch", "applied_patches", "apply_context", "apply_patch", "is_applied", "undo_patch"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,13 @@ def undo_patch(module: Any, patch_cls: Any) -> None:
 
     found = registry().resolve(patch_cls, "patch")
     record.undo(found, module)
+
+
+def is_applied(module: Any, patch_cls: Any) -> bool:
+    """Say whether a patch, in any form of component argument, is applied to `module` now."""
+    from twinkle._registry import registry
+
+    return record.is_applied(registry().resolve(patch_cls, "patch"), module)
 
 
 def applied_patches(module: Any = None) -> list[Applied]:

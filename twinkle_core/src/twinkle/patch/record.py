@@ -206,6 +206,13 @@ def is_undoing(patch: Any, target: Any) -> bool:
         return any(a.undoing and a.target() is target and _key(a.patch) is _key(patch) for a in _applications)
 
 
+def is_applied(patch: Any, target: Any) -> bool:
+    """Say whether a patch (an instance, a class or a function) is applied to an object."""
+    with _lock:
+        _forget_the_gone()
+        return _find(patch, target) is not None
+
+
 def is_recorded(owner: Any, name: str) -> bool:
     """Say whether a patch of the record has this symbol."""
     with _lock:
