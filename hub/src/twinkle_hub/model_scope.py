@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from twinkle.errors import HubError, RequirementMissing
+from twinkle.errors import HubError
 from twinkle_hub import code, rows
 from twinkle_hub.fetching import has_bars, is_offline, quiet_modelscope, shown
 from twinkle_hub.hugging_face import warn_if_public
@@ -159,12 +159,8 @@ class MSHub(RemoteHub):
         return self._api(token)
 
     def _api(self, token: str | None) -> Any:
-        try:
-            from modelscope_hub import HubApi
-        except ImportError as error:
-            raise RequirementMissing(
-                "ms:// needs ModelScope's client library; run: pip install 'twinkle-hub[modelscope]'"
-            ) from error
+        from modelscope_hub import HubApi
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of MODELSCOPE_DOMAIN, which scripts go on to use
             return HubApi(token=token, endpoint=_endpoint())

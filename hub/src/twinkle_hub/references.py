@@ -41,5 +41,5 @@ def absolute(path: str, reference: str) -> Path:
     """Return a path, `~` expanded, or raise `ArgumentError` if it is relative."""
     folder = Path(path).expanduser()
     if not folder.is_absolute():
-        raise ArgumentError(f"{reference!r}: a file:// reference has an absolute path: file:///home/me/folder")
+        raise ArgumentError(f"{reference!r}: a file:// reference has an absolute path: file:///path/to/folder")
     return folder

@@ -79,7 +79,7 @@ class RemoteHub(Hub):
         token: str | None = None,
     ) -> Path:
         """Return the folder of a repository with those of its files that match; see `Hub.download_file`."""
-        allow = [allow_patterns] if isinstance(allow_patterns, str) else allow_patterns and list(allow_patterns)
+        allow = [allow_patterns] if isinstance(allow_patterns, str) else list(allow_patterns or ())
         return self._fetched(parsed(reference, revision), checked_type(repo_type), allow or None, lambda _: [], token)
 
     def _fetched(

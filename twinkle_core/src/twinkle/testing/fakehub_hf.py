@@ -106,7 +106,7 @@ def info(handler: Handler, kind: str, repo: str, revision: str | None) -> None:
     files: list[dict[str, Any]] = [{"rfilename": path} for path in sorted(commit.files)]
     if "blobs" in handler.query:
         files = [_sibling(path, data) for path, data in sorted(commit.files.items())]
-    told = {"id": repository.name, "modelId": repository.name, "author": repository.name.split("/")[0]}
+    told: dict[str, Any] = {"id": repository.name, "modelId": repository.name, "author": repository.name.split("/")[0]}
     told |= {"sha": commit.id, "lastModified": _DATE, "createdAt": _DATE, "private": repository.private}
     raise Answer(200, {**told, "gated": False, "disabled": False, "tags": [], "downloads": 0, "siblings": files})
 
