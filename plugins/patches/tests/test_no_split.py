@@ -52,8 +52,9 @@ def test_other_modules_are_refused() -> None:
         apply_patch(nn.Linear(1, 1), NoSplitModulesPatch("Linear"))
 
 
-def test_a_sharded_model_is_too_late(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("patch", [NoSplitModulesPatch("LlamaMLP"), "TransformersFusedCEPatch"])
+def test_a_sharded_model_is_too_late(build: Any, monkeypatch: pytest.MonkeyPatch, patch: Any) -> None:
     model = build()
     monkeypatch.setattr("torch.distributed.tensor.DTensor", nn.Parameter)
-    with pytest.raises(PatchError, match="is sharded already"):
-        apply_patch(model, NoSplitModulesPatch("LlamaMLP"))
+    with pytest.raises(PatchError, match="LlamaForCausalLM is sharded already; apply the patch before that"):
+        apply_patch(model, patch)

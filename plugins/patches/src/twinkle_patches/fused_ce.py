@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from twinkle.errors import PatchError
 from twinkle.patch import Patch
-from twinkle_patches.models import arguments, hugging_face, model_of, near, trying
+from twinkle_patches.models import arguments, check_whole, hugging_face, model_of, near, trying
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,7 @@ class TransformersFusedCEPatch(Patch):
             PatchError: the model's loss is not the cross entropy of `transform(head(hidden))`, tried on a few tokens.
         """
         model = hugging_face(module, self)
+        check_whole(model, self)
         self.wrap(model, "forward", _with_fused_loss)
         if refusal := _refusal(model_of(model.forward.original), model.forward.original):
             raise PatchError(f"TransformersFusedCEPatch: {type(model).__name__} {refusal}; leave the patch out")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from twinkle.errors import ArgumentError, PatchError, Unsupported
 from twinkle.patch import Patch
-from twinkle_patches.models import arguments, hugging_face, model_of, near, trying
+from twinkle_patches.models import arguments, check_whole, hugging_face, model_of, near, trying
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ class GatedDeltaNetPaddingFreePatch(Patch):
             PatchError: the model has no gated delta-net layers, or its sequences would see each other all the same.
         """
         model = hugging_face(module, self)
+        check_whole(model, self)
         mixers = _mixers(model)
         if not mixers:
             raise PatchError(

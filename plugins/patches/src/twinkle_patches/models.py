@@ -30,6 +30,21 @@ def hugging_face(module: Any, patch: object) -> Any:
     return model
 
 
+def check_whole(model: Any, patch: object) -> None:
+    """Refuse a model whose parameters lie in shards on several ranks: it is too late for what the patch does.
+
+    Raises:
+        PatchError: it is sharded by FSDP2 or tensor parallelism.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise PatchError(
+            f"{type(patch).__name__}: {type(model).__name__} is sharded already; apply the patch before that, in "
+            "TransformersModel before the first step"
+        )
+
+
 def model_of(forward: Callable[..., Any]) -> Any:
     """Return the model whose bound method `forward` is: that of a deep copy, where the model was copied.
 

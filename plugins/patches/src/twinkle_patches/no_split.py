@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from twinkle.errors import ArgumentError, PatchError
+from twinkle.errors import ArgumentError
 from twinkle.patch import Patch
-from twinkle_patches.models import hugging_face
+from twinkle_patches.models import check_whole, hugging_face
 from twinkle_registry.naming import nearest_or_all
 
 
@@ -35,6 +35,7 @@ class NoSplitModulesPatch(Patch):
         if names is None:
             raise ArgumentError("NoSplitModulesPatch needs module_names, for example ['LlamaDecoderLayer']")
         model = hugging_face(module, self)
+        check_whole(model, self)
         _check(model, names)
         now = model._no_split_modules
         self.replace(model, "_no_split_modules", sorted(names) if isinstance(now, list) else set(names))
@@ -49,8 +50,6 @@ def _names(given: Iterable[str] | str) -> frozenset[str]:
 
 
 def _check(model: Any, names: Iterable[str]) -> None:
-    from torch.distributed.tensor import DTensor
-
     classes = {type(part).__name__ for part in model.modules()}
     for name in sorted(names):
         if name not in classes:
@@ -58,7 +57,3 @@ def _check(model: Any, names: Iterable[str]) -> None:
                 f"NoSplitModulesPatch: {type(model).__name__} has no module of class {name!r}; "
                 f"{nearest_or_all(name, classes)}"
             )
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise PatchError(
-            f"NoSplitModulesPatch: {type(model).__name__} is sharded already; apply it before the first step"
-        )
