@@ -14,7 +14,8 @@ import pytest
 
 import twinkle_registry
 from twinkle_registry import Registry, Settings, discovery
-from twinkle_registry.code.adding import Keeper, Proposal
+from twinkle_registry.code.adding import Keeper
+from twinkle_registry.code.proposals import Proposal
 from twinkle_registry.locked import locked_plugins
 from twinkle_registry.resolving import open_hub
 

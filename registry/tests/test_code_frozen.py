@@ -251,6 +251,7 @@ def test_renewing_asks_for_branches_that_moved_and_keeps_what_is_declined(hub: A
     hub.offline = True
     offline = {p.name: p.problem for p in keeper(house()).renew()}
     assert "there is no network" in offline["hf://acme/focal"]
+    assert offline[f"hf://acme/pinned@{pinned}"] == "", "a commit does not move, so nobody is asked"
     assert offline["acme"] == ""
 
 

@@ -143,12 +143,23 @@ def test_a_redirect_is_followed_before_the_policy_is_asked(hub: Any, registry: R
     with pytest.raises(NotTrusted, match="code from hf://evil/focal is forbidden"):
         add(registry, "hf://acme/focal")
     trust("")
-    assert add(registry, "hf://acme/focal").origin == "hf://evil/focal"
-    assert Lock.load().hub[0].repository == "hf://evil/focal"
+    with pytest.raises(NotTrusted, match=r"another publisher; if you trust .* twinkle plugins add hf://evil/focal"):
+        add(registry, "hf://acme/focal")
+    assert not Path("twinkle.lock").exists()
+    add(registry, "hf://evil/focal")
     assert registry.resolve("hf://acme/focal", "loss") is registry.resolve("hf://evil/focal", "loss")
     trust('deny = ["hf://acme/*"]')
     with pytest.raises(NotTrusted, match="deny"):
         registry.resolve("hf://acme/focal", "loss")
+
+
+def test_a_publisher_may_rename_a_repository(hub: Any, registry: Registry, add: Any) -> None:
+    hub.push("acme/new", FILES)
+    hub.moved["acme/old"] = "acme/new"
+    assert add(registry, "hf://acme/old").origin == "hf://acme/new"
+    assert Lock.load().hub[0].repository == "hf://acme/new"
+    hub.offline = True
+    assert registry.resolve("hf://acme/old", "loss") is registry.resolve("hf://acme/new", "loss")
 
 
 @pytest.mark.parametrize(

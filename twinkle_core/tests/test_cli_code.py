@@ -136,7 +136,7 @@ def test_verify_fails_when_a_byte_was_edited_and_fetch_mends_it(repository: str,
     assert "is not the file that was added" in doctor.stdout
     assert call("plugins", "verify", "--fetch").exit_code == 0
     assert stored.read_text() == LOSS
-    assert call("plugins", "doctor").stdout.endswith("0 problems found\n")
+    assert "is not the file that was added" not in call("plugins", "doctor").stdout
 
 
 def test_lock_takes_in_what_is_installed_and_frozen_uses_that_alone(repository: str, call: Call) -> None:

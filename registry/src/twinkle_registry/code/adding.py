@@ -6,67 +6,33 @@ Nothing enters the store or the lock before somebody accepted it; a `Decide` is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..errors import ComponentNotFound, NotTrusted, SettingsError, TwinkleError
 from ..files import source_of
 from ..locked import FROZEN_VARIABLE, is_frozen
 from ..manifest import PluginRecord
 from ..naming import canonical, nearest_or_all
-from ..requirements import missing_requirements
-from .fetching import CodeHub, arrived, resolve
+from .fetching import CodeHub, arrived, fetch, resolve
 from .gate import allow
 from .installed import check_record_file, distribution_now
-from .listing import differences, sha256
+from .listing import sha256
 from .loading import usable
-from .lock import Lock, LockedDistribution, LockedFile, LockedRepository, change_lock
+from .lock import Lock, LockedFile, LockedRepository, change_lock
 from .plugins import record_of
 from .policy import Policy
+from .proposals import Decide, Proposal, Sort, of_distribution, of_file, of_repository
 from .receiving import keep
 from .reference import HubReference, Origin
-from .review import Review, review, review_file
 from .store import Store
 from .tree import Tree
 
 if TYPE_CHECKING:
     from ..registry import Registry
 
-Sort = Literal["hub", "pypi", "file"]
 OpenHub = Callable[[str], CodeHub]
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """One thing that somebody may trust.
-
-    Attributes:
-        sort: `hub`, `pypi` or `file`.
-        name: How it was asked for, without the name of a component.
-        version: The commit or the version; empty for a file.
-        origin: Where a reference led after redirects.
-        trusted: The commit or version that is locked now, if one is.
-        review: Its files and what is new in them; for PyPI, names of files alone.
-        offers: `kind Name` of each component, and each command and lifecycle hook.
-        missing: Requirements of its components that are not installed.
-        state: `new`, `changed` or `same` as what is locked.
-        problem: Why it could not be looked at; then it was not accepted.
-    """
-
-    sort: Sort
-    name: str
-    version: str = ""
-    origin: str = ""
-    trusted: str = ""
-    review: Review = field(default_factory=lambda: Review(()))
-    offers: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    state: Literal["new", "changed", "same"] = "new"
-    problem: str = ""
-
-
-Decide = Callable[[Proposal], bool]
 
 
 class Keeper:
@@ -112,7 +78,7 @@ class Keeper:
         if gone:
             change_lock(lambda now: replace(now, pypi=tuple(e for e in now.pypi if e.name not in gone)))
         proposals = [self._renewed("pypi", dist, self._add_distribution) for dist in installed]
-        proposals += [self._renewed("hub", entry.reference, self.add) for entry in lock.hub]
+        proposals += [self._renewed("hub", entry.reference, self._renew_repository) for entry in lock.hub]
         proposals += [self._renewed("file", str(lock.path.parent / file.path), self._add_file) for file in lock.file]
         return [proposal for proposal in proposals if proposal is not None]
 
@@ -122,19 +88,26 @@ class Keeper:
         except (TwinkleError, OSError) as error:  # what cannot be renewed must not keep the rest back
             return Proposal(sort, asked, problem=str(error))
 
+    def _renew_repository(self, asked: str) -> Proposal | None:
+        reference, lock = HubReference.parse(asked, asked=f"lock {asked}"), Lock.load()
+        entry = lock.find(reference)
+        if entry is not None and reference.is_commit and Store().has_whole(entry.digest):
+            return Proposal("hub", asked, entry.commit, entry.repository, entry.commit, state="same")
+        return self._add_repository(reference)
+
     def _add_repository(self, reference: HubReference) -> Proposal | None:
         asked, policy = f"add {reference}", Policy.load()
         _refuse_forbidden(policy, reference.place, "", asked)
         hub = self._open_hub(reference.scheme)
         origin = resolve(hub, reference, asked=asked)
         _refuse_forbidden(policy, origin.place, origin.commit, asked)
+        _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
-        before = _before(lock, reference, origin)
         with arrived(hub, origin, store, asked=asked) as tree:
             record = usable(self._registry.judge(record_of(tree, origin)), asked=asked)
             allow(policy, [(reference, origin)], tree, locked=True, asked=asked)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
-            proposal = _proposal(reference, origin, tree, record, before, store, same=entry in lock.hub)
+            proposal = of_repository(reference, entry, record, tree, lock, store)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
             keep(store, tree, origin)
@@ -144,9 +117,8 @@ class Keeper:
     def _add_file(self, path: str) -> Proposal | None:
         file, lock = Path(path).expanduser().absolute(), Lock.load()
         source = source_of(file, f"add {path}")
-        entry, locked = LockedFile(lock.relative(file), sha256(source)), lock.of_file(file)
-        seen = Review((review_file(entry.path, source),))
-        proposal = Proposal("file", entry.path, review=seen, state=_state(locked, entry))
+        entry = LockedFile(lock.relative(file), sha256(source))
+        proposal = of_file(entry, source, lock)
         if proposal.state != "same":
             if not self._decide(proposal):
                 return None
@@ -156,17 +128,7 @@ class Keeper:
     def _add_distribution(self, name: str) -> Proposal | None:
         now = distribution_now(name, self._records())
         check_record_file(now.name)
-        locked = Lock.load().of_distribution(now.name)
-        records = [r for r in self._records() if canonical(r.dist) == canonical(now.name)]
-        proposal = Proposal(
-            "pypi",
-            now.name,
-            now.version,
-            trusted=locked.version if locked else "",
-            review=_of_distribution(now, locked),
-            offers=tuple(offer for record in records for offer in _offers(record)),
-            state=_state(locked, now),
-        )
+        proposal = of_distribution(now, self._records(), Lock.load())
         if proposal.state != "same":
             if not self._decide(proposal):
                 return None
@@ -220,76 +182,22 @@ def _is_meant(asked: str, key: str, lock: Lock) -> bool:
     return "://" not in key and canonical(key) == canonical(asked)
 
 
-def _before(lock: Lock, reference: HubReference, origin: Origin) -> LockedRepository | None:
-    """Return what was trusted last: the entry of this reference, or else the newest of this repository."""
-    own = [entry for entry in lock.hub if entry.reference == str(reference)]
-    near = [entry for entry in lock.hub if entry.repository == origin.place]
-    return next(iter([*own, *reversed(near)]), None)
-
-
-def _proposal(
-    reference: HubReference,
-    origin: Origin,
-    tree: Tree,
-    record: PluginRecord,
-    before: LockedRepository | None,
-    store: Store,
-    *,
-    same: bool,
-) -> Proposal:
-    specs = record.manifest.components if record.manifest else ()
-    missing = dict.fromkeys(str(lack) for spec in specs for lack in missing_requirements(spec))
-    old = _whole(store, before)
-    return Proposal(
-        "hub",
-        str(reference),
-        origin.commit,
-        origin=origin.place,
-        trusted=before.commit if before else "",
-        review=review(tree, old),
-        offers=_offers(record),
-        missing=tuple(missing),
-        state="same" if same else "changed" if before else "new",
-    )
-
-
-def _whole(store: Store, entry: LockedRepository | None) -> Tree | None:
-    """Return the tree of an entry if the store still has it as it was; a damaged one says nothing of what changed."""
-    try:
-        tree = store.tree(entry.digest) if entry else None
-        if tree is not None:
-            tree.verify()
-    except NotTrusted:
-        return None
-    return tree
-
-
-def _offers(record: PluginRecord) -> tuple[str, ...]:
-    """Return what a plugin offers, with what of it runs without being named."""
-    if record.manifest is None:
-        return ()
-    offers = [f"{spec.kind} {spec.name}" for spec in record.manifest.components]
-    offers += [f"command {command.name}" for command in record.manifest.commands]
-    return (*offers, *(f"hook {name}" for name in (record.manifest.hooks.implements if record.manifest.hooks else ())))
-
-
-def _of_distribution(now: LockedDistribution, locked: LockedDistribution | None) -> Review:
-    return Review((), changed=tuple(differences(locked.files, now.files)) if locked else ())
-
-
-def _state(locked: object, now: object) -> Literal["new", "changed", "same"]:
-    return "new" if locked is None else "same" if locked == now else "changed"
-
-
 def _refuse_forbidden(policy: Policy, place: str, commit: str, asked: str) -> None:
     if reason := policy.forbids(place, commit):
         raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask whoever keeps that file")
 
 
+def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: str) -> None:
+    """Refuse a redirect to another owner: whoever was asked for is not who would be trusted."""
+    if reference.scheme != "file" and reference.repo.partition("/")[0] != origin.repo.partition("/")[0]:
+        raise NotTrusted(
+            f"{asked}: {reference.place} has moved to {origin.place}, which is another publisher; if you trust that "
+            f"one too, say so: twinkle plugins add {origin.place}"
+        )
+
+
 def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
     """Bring what the lock lists into the store once more; see `fetch` for what it checks."""
-    from .fetching import fetch
-
     asked = f"fetch {entry.reference}"
     _refuse_forbidden(Policy.load(), entry.repository, entry.commit, asked)
     return fetch(hub, entry.origin, Store(), asked=asked, expected=entry)

@@ -8,7 +8,8 @@ import click
 from twinkle.cli.text import echo_json, table
 
 if TYPE_CHECKING:
-    from twinkle_registry.code.adding import Keeper, Proposal
+    from twinkle_registry.code.adding import Keeper
+    from twinkle_registry.code.proposals import Proposal
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _yes = click.option("--yes", is_flag=True, help="Accept without being asked.")
