@@ -82,6 +82,22 @@ def test_the_code_of_a_data_set_is_never_run(hub: FakeHub, client: Any, scheme: 
     assert not (tmp_path / "ran").exists()
 
 
+def test_rows_in_the_cache_need_no_network(hub: FakeHub, client: Any, scheme: str, name: str, asked) -> None:
+    hub.add(name, FILES, repo_type="dataset")
+    id = f"{scheme}://{name}"
+    rows = client("dataset(id)", id=id)
+    count = len(asked())
+    offline = {"HF_HUB_OFFLINE": "1"}
+    nowhere = dict.fromkeys(("HF_ENDPOINT", "MODELSCOPE_ENDPOINT", "MODELSCOPE_DOMAIN"), "http://127.0.0.1:9")
+    for environment in (offline, nowhere):
+        assert client("dataset(id)", id=id, environment=environment) == rows
+        with pytest.raises(
+            client.told, match=r"(HF_HUB_OFFLINE is set|Connection refused).*the cache (has no|holds no)"
+        ):
+            client("dataset(id)", id=id + "-other", environment=environment)
+    assert len(asked()) == count
+
+
 def test_an_id_without_a_prefix_is_the_default_hubs(hub: FakeHub, client: Any, name: str, asked) -> None:
     hub.add(name, FILES, repo_type="dataset")
     assert len(client("dataset(id)", id=name)) == 2

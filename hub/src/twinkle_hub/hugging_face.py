@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from twinkle.errors import HubError
+from twinkle.errors import DataError, HubError
 from twinkle_hub import code, rows
 from twinkle_hub.fetching import is_offline, shown
 from twinkle_hub.problems import Talk, Unreachable, told
@@ -46,8 +46,27 @@ class HFHub(RemoteHub):
         wanted = parsed(reference, revision)
         options = {"revision": wanted.revision or None, "token": token, "num_proc": num_proc}
         options |= {"data_files": data_files, "data_dir": data_dir, "streaming": streaming or None}
+        try:
+            # Asked before the library asks: without a network that would try for half a minute.
+            self._listing(wanted, "dataset", token)
+        except Unreachable as error:
+            return self._rows_from_cache(wanted, error, subset_name, split, options)
         with told(self._talk(wanted, token)), shown(str(wanted), new=False):
             return rows.load(wanted.repo, str(wanted), subset_name, split, **options)
+
+    def _rows_from_cache(
+        self, wanted: HubReference, why: Unreachable, subset_name: str, split: str, options: dict[str, Any]
+    ) -> Any:
+        from twinkle.logging import get_logger
+
+        try:
+            with rows.library_offline(), shown(str(wanted), new=False):
+                found = rows.load(wanted.repo, str(wanted), subset_name, split, **options)
+        except (OSError, DataError) as error:
+            reason = f"{why.reason}, and the cache has no such rows of it; fetch them once with a network"
+            raise Unreachable(reason) from error
+        get_logger().warning("%s; using the rows in the cache", why.reason)
+        return found
 
     def create_repo(
         self, reference: str, *, repo_type: Any = "model", private: bool = True, token: str | None = None

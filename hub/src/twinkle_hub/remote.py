@@ -132,7 +132,8 @@ class RemoteHub(Hub):
 
     def _listing(self, wanted: HubReference, repo_type: str, token: str | None) -> Listing:
         if is_offline():
-            raise Unreachable(f"{wanted}: HF_HUB_OFFLINE is set, and only the hub can tell; unset it once")
+            reason = f"{wanted}: HF_HUB_OFFLINE is set"
+            raise Unreachable(f"{reason}, and only the hub can tell; unset it once", reason)
         return patiently(lambda: self._listed(wanted, repo_type, token), self._talk(wanted, token))
 
     def _check_allowed(self) -> None:

@@ -1,5 +1,7 @@
 """Rows of a data set with the `datasets` library, from a hub it knows or from a folder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,19 @@ def load(source: str | Path, place: str, subset_name: str, split: str, **options
         datasets.exceptions.DatasetBuildError,
     ) as error:
         raise DataError(f"data set {place}: {_reason(error)}{_ways(error)}") from error
+
+
+@contextmanager
+def library_offline() -> Iterator[None]:
+    """Let the library look into its cache alone: it reads the variable for that once, when it is imported."""
+    import datasets
+
+    kept = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = kept
 
 
 def _reason(error: BaseException) -> str:
