@@ -65,7 +65,7 @@ def web() -> Iterator[Web]:
 
 @dataclass
 class Mailbox:
-    """An SMTP receiver; `replies` maps a command to a reply of its own."""
+    """An SMTP receiver; `replies` maps a command, or `END` of a mail, to replies of its own."""
 
     port: int = 0
     mails: list[EmailMessage] = field(default_factory=list)
@@ -76,7 +76,9 @@ class Mailbox:
 
 
 @contextmanager
-def mail_server(tls: ssl.SSLContext | None = None, offers: str = "STARTTLS", at_once: bool = False) -> Iterator[Mailbox]:
+def mail_server(
+    tls: ssl.SSLContext | None = None, offers: str = "STARTTLS", at_once: bool = False
+) -> Iterator[Mailbox]:
     """Take mail on this machine.
 
     Args:
@@ -87,6 +89,9 @@ def mail_server(tls: ssl.SSLContext | None = None, offers: str = "STARTTLS", at_
     box = Mailbox()
 
     class Handler(socketserver.BaseRequestHandler):
+        connection: Any = None
+        lines: Any = None
+
         def handle(self) -> None:
             try:
                 self.secure() if at_once else self.open(self.request)
@@ -95,6 +100,10 @@ def mail_server(tls: ssl.SSLContext | None = None, offers: str = "STARTTLS", at_
                     pass
             except (OSError, ValueError):
                 return  # the client has gone, or does not trust the certificate
+            finally:
+                for opened in (self.lines, self.connection):
+                    if opened is not None:
+                        opened.close()
 
         def open(self, connection: Any) -> None:
             self.connection, self.lines = connection, connection.makefile("rb")
@@ -131,7 +140,7 @@ def mail_server(tls: ssl.SSLContext | None = None, offers: str = "STARTTLS", at_
                 mail = message_from_bytes(data, policy=default)
                 assert isinstance(mail, EmailMessage)
                 box.mails.append(mail)
-                self.say("250 taken")
+                self.say(box.replies["END"].pop(0) if box.replies.get("END") else "250 taken")
             elif word == "RCPT":
                 box.recipients.append(line.partition("<")[2].rstrip(">"))
                 self.say("250 ok")

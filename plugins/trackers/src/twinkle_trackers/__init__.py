@@ -1,1 +1,1 @@
-"""Trackers: what a run's numbers are written to. `JsonlTracker` and `TensorBoardTracker`."""
+"""Trackers: what a run's numbers are written to: files of its own folder, TensorBoard, services."""

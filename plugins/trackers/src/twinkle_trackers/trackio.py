@@ -1,0 +1,115 @@
+"""The tracker that records a run with Trackio."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle.tracker import Tracker
+from twinkle_registry import hookimpl
+from twinkle_trackers.service import Health, careful, check_text, numbers
+
+if TYPE_CHECKING:
+    from twinkle.run import Run
+
+PLACE = "TRACKIO_DIR"
+
+
+class TrackioTracker(Tracker):
+    """Records configuration and numbers of a run with `trackio`, in its database below `run.folder/trackio`.
+
+    `TRACKIO_DIR=<that folder> trackio show` shows it. A run that continues in its folder goes on under the same name;
+    steps that are there already stay as they are. Where `TRACKIO_DIR` is set, the database is there instead. An error
+    of trackio is logged once and leaves the run alone. Trackio has no word for a run that failed.
+
+    Args:
+        project: the project there.
+        name: what the run is called there, unlike all others; by default the name of its folder.
+        group: runs with the same text are shown together.
+        space_id: a Hugging Face Space, `user/name`, to record to instead of the folder; None: none.
+
+    Raises:
+        ArgumentError: an argument does not fit.
+    """
+
+    def __init__(
+        self, project: str = "twinkle", name: str | None = None, group: str | None = None, space_id: str | None = None
+    ) -> None:
+        check_text("TrackioTracker", "project", project)
+        self.project, self.name, self.group, self.space_id = project, name, group, space_id
+        self.health = Health()
+        self._run: Any = None
+        self._first = 0
+
+    @hookimpl
+    def twinkle_run_start(self, run: "Run") -> None:
+        """Begin the run there, or go on with it."""
+        self.health.lost = False
+        self._open(run)
+
+    @hookimpl
+    @careful
+    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`."""
+        if self._run is None:
+            self._open(run)
+        if self._run is not None and step >= self._first:
+            self._run.log(numbers(metrics), step=step)
+
+    @hookimpl
+    def twinkle_run_end(self, run: "Run") -> None:
+        """Write out what waits."""
+        opened, self._run = self._run, None
+        if opened is not None:
+            self.health.lost = False  # also a run that could not log all is to be ended
+            self._finish(opened)
+
+    @careful
+    def _open(self, run: "Run") -> None:
+        with _quiet():
+            self._run = _init(
+                run.folder / "trackio",
+                project=self.project,
+                name=self.name or run.folder.name,
+                group=self.group,
+                space_id=self.space_id,
+                config=run.config,
+                resume="allow",
+                embed=False,
+            )
+        self._first = getattr(self._run, "_next_step", 0)  # one after the last step that is there
+
+    @careful
+    def _finish(self, opened: Any) -> None:
+        with _quiet():
+            opened.finish()
+
+
+def _init(folder: Path, **arguments: Any) -> Any:
+    """Begin a run with its database in `folder`, unless a place is set.
+
+    Trackio reads the place once, when it is imported, and each of its modules keeps it; so a further run of the process
+    sets it in all of them.
+    """
+    if not os.environ.get(PLACE):
+        folder.mkdir(exist_ok=True)
+        if "trackio" not in sys.modules:
+            os.environ[PLACE] = str(folder)
+            try:
+                import trackio
+            finally:
+                del os.environ[PLACE]
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "trackio" and PLACE in vars(module):
+                setattr(module, PLACE, folder)
+    import trackio
+
+    return trackio.init(**arguments)
+
+
+def _quiet() -> contextlib.AbstractContextManager[Any]:
+    """Keep from the terminal what trackio prints about itself."""
+    return contextlib.redirect_stdout(io.StringIO())
