@@ -54,6 +54,23 @@ def hooks() -> str:
     return _table(("hook", "when"), rows)
 
 
+def hook_specs() -> str:
+    """Every hook spec, with its signature as it is written."""
+    import ast
+
+    from twinkle import hookspecs
+    from twinkle.kinds import KINDS
+
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    for node in ast.parse(inspect.getsource(hookspecs)).body:
+        if isinstance(node, ast.FunctionDef):
+            says = " ".join((ast.get_docstring(node) or "").split())
+            signature = f"{node.name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
+            is_lifecycle = node.name.removeprefix("twinkle_") not in KINDS
+            parts[is_lifecycle].append(f"### `{node.name}`\n\n```text\n{signature}\n```\n\n{says}")
+    return "\n\n".join(["## Lifecycle hooks", *parts[True], "## Component hooks", *parts[False]])
+
+
 def options() -> str:
     """Every option of the recipe sft."""
     from twinkle.cli.options import options_of
@@ -196,6 +213,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 GENERATED: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "hooks": hooks,
+    "hook specs": hook_specs,
     "options": options,
     "script arguments": script_arguments,
     "errors": errors,

@@ -8,7 +8,15 @@ from twinkle.cli.manifest_lines import first_line, with_lines
 from twinkle.cli.problem import Problem
 from twinkle.cli.source import find_module
 from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
-from twinkle_registry import ComponentSpec, ManifestError, NotTrusted, PluginRecord, Registry, missing_requirements
+from twinkle_registry import (
+    ComponentSpec,
+    ManifestError,
+    MissingRequirement,
+    NotTrusted,
+    PluginRecord,
+    Registry,
+    missing_requirements,
+)
 from twinkle_registry.naming import canonical
 
 
@@ -69,17 +77,20 @@ def _conflicts(registry: Registry) -> Iterator[Problem]:
 
 
 def _missing(registry: Registry) -> Iterator[Problem]:
+    """Yield what components require and is not there; what an extra brings is missing for those who want it only."""
     dists = {record.name: record.dist for record in registry.records}
-    lacking: dict[tuple[str, str], list[str]] = {}
+    lacking: dict[tuple[str, MissingRequirement], list[str]] = {}
     for spec in _specs(registry):
         for missing in missing_requirements(spec):
-            lacking.setdefault((spec.dist, str(missing)), []).append(spec.name)
-    for (plugin, missing_text), names in lacking.items():
-        requirement = missing_text.partition(" (")[0]
+            lacking.setdefault((spec.dist, missing), []).append(spec.name)
+    for (plugin, missing), names in lacking.items():
+        extra = _with_extra(missing.requirement, (dists[plugin], "twinkle-core"))
+        optional = bool(extra) and missing.installed is None
         yield Problem(
-            "missing requirement",
-            f"{', '.join(names)} of {plugin} need{'s' if len(names) == 1 else ''} {missing_text}",
-            f"pip install '{_with_extra(requirement, (dists[plugin], 'twinkle-core')) or requirement}'",
+            "missing extra" if optional else "missing requirement",
+            f"{', '.join(names)} of {plugin} need{'s' if len(names) == 1 else ''} {missing}",
+            f"pip install '{extra or missing.requirement}'",
+            optional=optional,
         )
 
 

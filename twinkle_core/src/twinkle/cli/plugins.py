@@ -59,14 +59,20 @@ def info(name: str, as_json: bool) -> None:
 @_json
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Look for everything that may go wrong; exit code 1 if something is found."""
+    """Look for everything that may go wrong; exit code 1 if something is found.
+
+    An extra that is not installed is told of, and is no problem.
+    """
+    from dataclasses import asdict
+
     from twinkle.cli.doctor import examine
 
-    problems = examine()
+    found = examine()
+    problems = [problem for problem in found if not problem.optional]
     if as_json:
-        echo_json([{"kind": p.kind, "what": p.what, "remedy": p.remedy} for p in problems])
+        echo_json([asdict(problem) for problem in found])
     else:
-        for problem in problems:
+        for problem in sorted(found, key=lambda problem: not problem.optional):
             click.echo(f"{problem.kind}: {problem.what}" + (f"\n  -> {problem.remedy}" if problem.remedy else ""))
         click.echo(f"{len(problems)} problem{'' if len(problems) == 1 else 's'} found")
     ctx.exit(1 if problems else 0)
