@@ -1,6 +1,12 @@
 """The fake hub is taken for the real ones by their own client libraries, unpatched, each in a process of its own."""
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 from twinkle.testing import FakeHub
@@ -136,3 +142,40 @@ def test_the_older_variable_of_modelscope_is_enough(hub: FakeHub, run, name: str
         PYTHONWARNINGS="error",
     )
     assert "modelscope" in done.stdout
+
+
+def test_a_new_download_writes_lines_into_a_file_and_bars_on_a_terminal(
+    hub: FakeHub, run, name: str, tmp_path: Path
+) -> None:
+    hub.add(name, FILES)
+    script = f"""
+from twinkle.hub import local_model
+for id in ("hf://{name}", "ms://{name}"):
+    local_model(id)
+    local_model(id)
+"""
+    lines = run(script).stderr.splitlines()
+    assert [line.partition("INFO ")[2] for line in lines] == [
+        f"twinkle: fetching hf://{name}",
+        f"twinkle: fetching ms://{name}",
+    ]
+    hub.add(name + "-t", FILES)
+    shown = on_a_terminal(script.replace(name, name + "-t"), hub.environment(tmp_path / "terminal"))
+    assert shown.count("100%|") >= 2
+    assert "fetching" not in shown
+    assert "INFO" not in shown
+
+
+def on_a_terminal(script: str, environment: dict[str, str]) -> str:
+    """Run a script whose errors go to a terminal, and return what stood there."""
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **environment}, stderr=end)
+    os.close(end)
+    parts = []
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while part := os.read(terminal, 4096):
+            parts.append(part)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    return b"".join(parts).decode()

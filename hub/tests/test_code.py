@@ -29,6 +29,19 @@ def test_a_revision_becomes_a_commit_and_an_old_name_the_new_one(hub: FakeHub, c
             ask(wrong)
 
 
+def test_modelscope_s_git_server_is_asked_where_its_listing_has_no_commit(
+    hub: FakeHub, client: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = hub.add(name, FILES, private=True)
+    first = repository.branches["main"]
+    repository.tags["v1"] = first
+    head = repository.commit({"a.txt": "1"})
+    monkeypatch.setattr(hub.store, "tells_commits", False)
+    of = "open_hub('ms://').commit_of(repo, revision, token=token)[1]"
+    ask = lambda revision: client(of, repo=name, revision=revision, token=TOKEN)  # noqa: E731
+    assert [ask(revision) for revision in (None, "master", "v1", first)] == [head, head, first, first]
+
+
 def test_the_files_of_a_commit_arrive(hub: FakeHub, client: Any, scheme, name, tmp_path: Path) -> None:
     repository = hub.add(name, FILES, private=True)
     first = repository.branches["main"]

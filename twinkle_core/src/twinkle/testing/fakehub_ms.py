@@ -113,7 +113,8 @@ def files(handler: Handler, kind: str, repo: str) -> None:
     entries = _entries(commit, handler.query.get("Root", ""))
     size, page = int(handler.query.get("PageSize", 0)), int(handler.query.get("PageNumber", 1))
     shown = entries[size * (page - 1) : size * page] if size else entries
-    latest = {"Id": commit.id, "ShortId": commit.id[:8], "Message": commit.message, "CommittedDate": _DATE}
+    told = commit.id if handler.hub.store.tells_commits else ""
+    latest = {"Id": told, "ShortId": commit.id[:8], "Message": commit.message, "CommittedDate": _DATE}
     raise _good({"Files": shown, "LatestCommitter": latest}, TotalCount=len(entries))
 
 

@@ -96,6 +96,7 @@ class Store:
         self.repositories: dict[tuple[RepoType, str], Repository] = {}
         self.moved: dict[tuple[RepoType, str], str] = {}
         self.blobs: dict[str, bytes] = {}
+        self.tells_commits = True  # ModelScope's listing of files leaves the commit out at times
         self.lock = threading.RLock()
 
     def create(self, name: str, repo_type: RepoType, private: bool) -> Repository | None:
