@@ -37,8 +37,15 @@ def new(kind: str | None, name: str | None, into: Path, author: str | None, as_j
     for file in files:
         click.echo(f"  {file}")
     if (folder / "pyproject.toml").exists():
-        click.echo(f"next: pip install -e {folder} && twinkle plugins test {name}")
+        click.echo(f"next: pip install -e {_place(folder)} && twinkle plugins test {name}")
 
 
 def _offered() -> str:
     return f"KIND is one of {', '.join(scaffolds())}"
+
+
+def _place(folder: Path) -> str:
+    """Return a folder as pip tells it from the name of a package."""
+    import shlex
+
+    return shlex.quote(str(folder) if folder.is_absolute() else f"./{folder}")

@@ -1,0 +1,236 @@
+"""Every scaffold bakes into a project without placeholders, that its own linter and manifest reader accept."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from twinkle.errors import ArgumentError, OutputError
+from twinkle.kinds import KINDS
+from twinkle_registry import read_manifest
+from twinkle_templates import baking
+from twinkle_templates.baking import SCAFFOLD, bake, scaffolds
+
+PACKAGES = [kind for kind in scaffolds() if kind != "hub-repo"]
+PLACEHOLDER = re.compile(r"\{%|%\}|\{#|\{\{ *[a-z_]|TODO|FIXME|Undefined")
+COMMON = {
+    ".github/workflows/test.yml", ".gitignore", "LICENSE", "README.md", "pyproject.toml",
+    "benchmarks/case.py", "benchmarks/speed.py", "tests/test_contract.py",
+}  # fmt: skip
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Return all files of a folder by name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in files}
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By kind the project of a plugin of that kind, named `acme-my-<kind>`."""
+    parent = tmp_path_factory.mktemp("baked")
+    names = {kind: f"acme-my-{kind.replace('_', '-')}" for kind in scaffolds()}
+    return {kind: bake(kind, name, parent, author='Ada "A" Lovelace') for kind, name in names.items()}
+
+
+def test_there_is_a_scaffold_for_every_kind_that_people_write() -> None:
+    assert set(PACKAGES) == {name for name, kind in KINDS.items() if kind.author}
+    assert {path.name for path in (SCAFFOLD / "kinds").iterdir()} == set(scaffolds())
+
+
+@pytest.mark.parametrize("kind", scaffolds())
+def test_nothing_of_the_scaffold_is_left(kind: str, baked: dict[str, Path]) -> None:
+    for name, text in texts(baked[kind]).items():
+        assert not name.endswith(".jinja")
+        left = PLACEHOLDER.search(text.replace("${{ matrix.python }}", ""))
+        assert left is None, f"{name} holds {left}"
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_a_project_has_what_all_have_and_its_component(kind: str, baked: dict[str, Path]) -> None:
+    package = f"acme_my_{kind}"
+    own = {"__init__.py", "py.typed", "twinkle-plugin.toml", f"{kind}.py"}
+    files = set(texts(baked[kind]))
+    assert files >= COMMON | {f"src/{package}/{name}" for name in own} | {f"tests/test_{kind}.py"}
+    assert all(text.endswith("\n") for name, text in texts(baked[kind]).items() if text and name != "LICENSE")
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_its_manifest_is_one_of_ours(kind: str, baked: dict[str, Path]) -> None:
+    package = f"acme_my_{kind}"
+    path = baked[kind] / "src" / package / "twinkle-plugin.toml"
+    (spec,) = read_manifest(path, dist="", version="").components
+    assert (spec.kind, spec.ref) == (kind, f"{package}.{kind}:{spec.name}")
+    assert spec.name.startswith("acme_my_" if kind == "recipe" else "AcmeMy")
+    module = (path.parent / f"{kind}.py").read_text("utf-8")
+    assert f"\nclass {spec.name}" in module or f"\ndef {spec.name}(" in module
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_its_project_is_installable(kind: str, baked: dict[str, Path]) -> None:
+    project = tomllib.loads((baked[kind] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["entry-points"]["twinkle"] == {"plugin": f"acme_my_{kind}"}
+    assert project["dependencies"][0] == "twinkle-core>=0.1,<1"
+    assert project["authors"] == [{"name": 'Ada "A" Lovelace'}]
+
+
+def test_the_ci_file_is_yaml_and_runs_all_checks(baked: dict[str, Path]) -> None:
+    flow: Any = yaml.safe_load((baked["loss"] / ".github/workflows/test.yml").read_text("utf-8"))
+    steps = [step.get("run", "") for step in flow["jobs"]["test"]["steps"]]
+    assert {"ruff check .", "ruff format --check .", "pytest", "twinkle plugins test ."} <= set(steps)
+    assert flow["jobs"]["test"]["steps"][1]["with"]["python-version"] == "${{ matrix.python }}"
+
+
+def test_all_of_them_pass_their_own_linter(baked: dict[str, Path], tmp_path: Path) -> None:
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    assert ruff, "ruff is among the tools of developers"
+    for command in (["check"], ["format", "--check"]):
+        argv = [ruff, *command, "--no-cache", *map(str, baked.values())]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_repository_for_a_hub_has_no_metadata_of_pip_and_relative_imports(baked: dict[str, Path]) -> None:
+    files = texts(baked["hub-repo"])
+    assert not {"pyproject.toml", "setup.py"} & set(files)
+    assert "from .patch import AcmeMyHubRepoPatch" in files["__init__.py"]
+    (spec,) = read_manifest(baked["hub-repo"] / "twinkle-plugin.toml", dist="", version="").components
+    assert spec.kind == "patch"
+    assert spec.ref.endswith("patch:AcmeMyHubRepoPatch")
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("acme-focal", "AcmeFocalLoss"),
+        ("focal", "FocalLoss"),
+        ("acme-focal-loss", "AcmeFocalLoss"),
+        ("x2-y", "X2YLoss"),
+    ],
+)
+def test_the_class_is_called_after_the_distribution(name: str, component: str, tmp_path: Path) -> None:
+    folder = bake("loss", name, tmp_path)
+    assert f"class {component}(Loss)" in (folder / "src" / name.replace("-", "_") / "loss.py").read_text("utf-8")
+
+
+@pytest.mark.parametrize("asked", ["tool-parser", "tool_parser"])
+def test_hyphens_and_underscores_of_a_kind_are_the_same(asked: str, tmp_path: Path) -> None:
+    assert (bake(asked, "acme-calls", tmp_path) / "src/acme_calls/tool_parser.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Acme-Focal", "try 'acme-focal'"),
+        ("acme_focal", "try 'acme-focal'"),
+        ("AcmeFocal", "try 'acme-focal'"),
+        ("9lives", "try 'lives'"),
+        ("../escape", "try 'escape'"),
+        ("acme-{{ kind }}", "try 'acme-kind'"),
+        ("", "such as 'acme-focal'"),
+        ("漢字", "such as 'acme-focal'"),
+        ("json", "Python's own; try 'acme-json'"),
+        ("class", "Python's own"),
+        ("twinkle", "taken"),
+        ("twinkle-losses", "taken; try 'acme-losses'"),
+        ("a" * 51, "at most 50"),
+    ],
+)
+def test_names_that_no_package_can_have_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=reason.replace("(", r"\(")):
+        bake("loss", name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("los", "nearest: 'loss'"),
+        ("optimizer", "no scaffold for kind 'optimizer'"),
+        ("spoon", "there are loss, reward"),
+    ],
+)
+def test_kinds_without_a_scaffold_are_refused(kind: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        bake(kind, "acme-focal", tmp_path)
+
+
+def test_what_stands_there_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "acme-focal").mkdir()
+    (tmp_path / "acme-focal" / "mine.txt").write_text("mine", "utf-8")
+    (tmp_path / "acme-file").write_text("mine", "utf-8")
+    (tmp_path / "acme-link").symlink_to("nowhere")
+    for name in ("acme-focal", "acme-file", "acme-link"):
+        with pytest.raises(OutputError, match="exists already"):
+            bake("loss", name, tmp_path)
+    assert texts(tmp_path) == {"acme-focal/mine.txt": "mine", "acme-file": "mine"}
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "acme-focal").mkdir()
+    assert (bake("loss", "acme-focal", tmp_path) / "pyproject.toml").is_file()
+
+
+def test_nothing_is_left_where_it_fails_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(target: Path, answers: dict[str, Any]) -> None:
+        target.mkdir()
+        (target / "half.txt").write_text("half", "utf-8")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(baking, "_run_copier", fail)
+    with pytest.raises(OutputError, match="No space left"):
+        bake("loss", "acme-focal", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_author_is_gits_and_else_a_plain_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baking, "git_author", lambda: "Grace Hopper")
+    assert "Grace Hopper" in (bake("loss", "acme-one", tmp_path) / "LICENSE").read_text("utf-8")
+    monkeypatch.setattr(baking, "git_author", lambda: "")
+    assert "The authors of acme-two" in (bake("loss", "acme-two", tmp_path) / "LICENSE").read_text("utf-8")
+
+
+def test_a_missing_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert baking.git_author() == ""
+
+
+def test_an_author_in_two_lines_is_one_line(tmp_path: Path) -> None:
+    text = (bake("loss", "acme-focal", tmp_path, author="Ada\nLovelace") / "pyproject.toml").read_text("utf-8")
+    assert tomllib.loads(text)["project"]["authors"] == [{"name": "Ada Lovelace"}]
+
+
+def test_an_edit_of_the_scaffold_works_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cached or copied at installation: a checkout's own files are baked."""
+    edited = tmp_path / "scaffold"
+    shutil.copytree(SCAFFOLD, edited)
+    with (edited / "kinds/loss/component.py.jinja").open("a", encoding="utf-8") as file:
+        file.write("\n# house rules for {{ component }}\n")
+    monkeypatch.setattr(baking, "SCAFFOLD", edited)
+    module = bake("loss", "acme-focal", tmp_path) / "src/acme_focal/loss.py"
+    assert module.read_text("utf-8").endswith("# house rules for AcmeFocalLoss\n")
+
+
+def test_answers_can_be_read_as_json(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from twinkle_templates.command import new
+
+    result = CliRunner().invoke(new, ["loss", "acme-focal", "--into", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["folder"] == str(tmp_path / "acme-focal")
+    assert "src/acme_focal/loss.py" in found["files"]
+
+
+def test_the_tests_of_a_repository_for_a_hub_pass(baked: dict[str, Path]) -> None:
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(argv, cwd=baked["hub-repo"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
