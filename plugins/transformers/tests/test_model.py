@@ -541,6 +541,15 @@ def test_the_summary_names_what_is_trained(model: TransformersModel) -> None:
     assert "float32, on cpu" in text
 
 
+def test_the_summary_of_a_warm_up_keeps_the_rate_that_was_given(folder: Path) -> None:
+    model = TransformersModel(model_id=str(folder), mixed_precision="no")
+    model.set_optimizer("AdamW", lr=0.01)
+    model.set_lr_scheduler("ConstantWarmupScheduler", num_warmup_steps=4)
+    text = model.get_train_configs()
+    assert "AdamW, lr 0.01\n" in text
+    assert "ConstantWarmupScheduler, lr 0 at the next step" in text
+
+
 @pytest.mark.parametrize(
     ("args", "options"), [(("./m",), {}), ((), {"model": "./m"}), ((), {"model_name_or_path": "./m"})]
 )

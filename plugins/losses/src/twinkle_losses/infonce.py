@@ -154,7 +154,10 @@ def _groups(labels: Any, rows: int, hard_negatives: int | None) -> _Groups:
     starts = _starts(labels, rows)
     for start, end in zip(starts, [*starts[1:], rows], strict=True):
         if end - start < 2:
-            raise DataError(f"InfonceLoss: the group at row {start} has no positive; it needs [anchor, positive, ...]")
+            raise DataError(
+                f"InfonceLoss: the group at row {start} has no positive; it needs "
+                "[anchor, positive, ...] in consecutive rows, which a shuffle of rows tears apart: shuffle whole groups"
+            )
         chosen = list(range(start + 2, end))
         if hard_negatives is not None:
             if hard_negatives and not chosen:

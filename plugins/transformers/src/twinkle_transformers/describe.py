@@ -1,5 +1,6 @@
 """A readable summary of what is trained and how."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ def describe(model: nn.Module, group: OptimizerGroup, *, precision: str, source:
         "trained": f"{trained:,} parameters ({100 * trained / total:.2f} %)",
         "loss": loss_name(group.loss_instance) if group.loss_instance is not None else "CrossEntropyLoss",
         "optimizer": _optimizer(group),
-        "scheduler": type(group.lr_scheduler).__name__ if group.lr_scheduler is not None else "none",
+        "scheduler": _scheduler(group),
         "accumulation": f"{group.gradient_accumulation_steps} backward calls a step",
     }
     return "\n".join(f"{name:<16} {text}" for name, text in lines.items())
@@ -38,5 +39,16 @@ def _adapter(group: OptimizerGroup) -> str:
 def _optimizer(group: OptimizerGroup) -> str:
     if group.optimizer is None:
         return "not set (AdamW at the first step)"
-    rates = sorted(set(group.learning_rates()))
-    return f"{type(group.optimizer).__name__}, lr {', '.join(f'{rate:g}' for rate in rates)}"
+    # A scheduler has set the rate of the next step already, which is 0 at the start of a warm-up.
+    rates = [part.get("initial_lr", part["lr"]) for part in group.optimizer.param_groups]
+    return f"{type(group.optimizer).__name__}, lr {_rates(rates)}"
+
+
+def _scheduler(group: OptimizerGroup) -> str:
+    if group.lr_scheduler is None:
+        return "none"
+    return f"{type(group.lr_scheduler).__name__}, lr {_rates(group.learning_rates())} at the next step"
+
+
+def _rates(rates: Iterable[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted(set(map(float, rates))))
