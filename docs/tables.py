@@ -16,7 +16,8 @@ from typing import Any
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
-               "twinkle-trackers", "twinkle-recipes")  # fmt: skip
+               "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
+               "twinkle-hub", "twinkle-templates")  # fmt: skip
 CORE_PAGES = {
     "reference data": ("dataset", "dataloader", "preprocessor", "filter", "template", "tool_parser", "processor",
                        "loss_scale", "data_format"),

@@ -12,7 +12,7 @@ from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.logging import get_logger
 from twinkle.torch.logits import LogitTransform, transform_of
-from twinkle_transformers.embedding import embed, pool
+from twinkle.torch.pooling import embed, pool
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import PackedBatch
 from twinkle_transformers.scores import IGNORE, has_targets, score_hidden, score_logits
