@@ -135,7 +135,7 @@ def test_a_module_of_no_locked_plugin_is_refused(acme: Path, site: Any, house: H
     site.write("namespace/part.py", "raise SystemExit('imported')")
     keeper(house()).renew()
     freeze()
-    for module in ("stranger", "namespace.part", "json", "nowhere"):
+    for module in ("stranger", "namespace.part", "json", "nowhere", "__main__"):
         with pytest.raises(NotTrusted, match=f"'{module.partition('.')[0]}' belongs to no plugin that"):
             house().resolve(f"{module}:X", "optimizer")
 

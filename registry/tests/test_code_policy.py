@@ -108,6 +108,17 @@ def test_nothing_outside_of_only_is_even_added(hub: Any, registry: Registry, add
         registry.resolve("hf://acme/focal", "loss")
 
 
+def test_only_may_name_one_commit_and_looks_at_where_a_redirect_leads(hub: Any, registry: Registry, add: Any) -> None:
+    commit = hub.push("acme/new", FILES)
+    hub.moved["acme/old"] = "acme/new"
+    trust(f'only = ["hf://acme/new@{commit}"]')
+    add(registry, "hf://acme/old")
+    assert registry.resolve("hf://acme/old", "loss").__name__ == "Focal"
+    hub.push("acme/new", {"__init__.py": FOCAL + "# new"})
+    with pytest.raises(NotTrusted, match=r"\[trust\] only has"):
+        add(registry, "hf://acme/old")
+
+
 def test_what_the_user_denies_no_project_allows(hub: Any, registry: Registry, tmp_path: Path) -> None:
     hub.push("acme/focal", FILES)
     trust('deny = ["hf://acme/*"]', str(tmp_path / "home/.config/twinkle/twinkle.toml"))

@@ -72,6 +72,12 @@ def test_a_long_diff_ends_and_says_so(tmp_path: Path) -> None:
     assert diff[-1].startswith("... and more than these")
 
 
+def test_a_long_line_hides_nothing_silently(tmp_path: Path) -> None:
+    old = tree(tmp_path / "old", {"a.py": ""})
+    new = tree(tmp_path / "new", {"a.py": "x = 1" + " " * 2000 + "; evil()\n"})
+    assert review(new, old).diff[-1].endswith("... and 1014 more characters")
+
+
 def test_files_that_would_take_difflib_hours_are_only_named(tmp_path: Path) -> None:
     old = tree(tmp_path / "old", {"z.py": "\n"})
     new = tree(tmp_path / "new", {"z.py": "\n" * 9000})

@@ -184,6 +184,9 @@ def fifo(target: Path) -> None:
         (put("a\\..\\b.py"), NotTrusted, "is refused"),
         (put("c:b.py"), NotTrusted, "is refused"),
         (put("trailing. /b.py"), NotTrusted, "is refused"),
+        (put("seven.py", b"# coding: utf-7\n# +AGk-mport os\n"), NotTrusted, r"'seven\.py' is written in 'utf-7'"),
+        (put("rot.py", b"# -*- coding: rot13 -*-\n"), NotTrusted, r"'rot\.py' (is written in|cannot be read as text)"),
+        (put("raw.py", b"x = '\xff\xfe'\n"), NotTrusted, r"'raw\.py' cannot be read as text"),
         (vanish, PluginBroken, "ConnectionResetError: the other end hung up"),
     ],
 )

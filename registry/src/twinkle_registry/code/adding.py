@@ -97,10 +97,10 @@ class Keeper:
 
     def _add_repository(self, reference: HubReference) -> Proposal | None:
         asked, policy = f"add {reference}", Policy.load()
-        _refuse_forbidden(policy, reference.place, "", asked)
+        _refuse(policy.denies(reference.place), reference.place, asked)
         hub = self._open_hub(reference.scheme)
         origin = resolve(hub, reference, asked=asked)
-        _refuse_forbidden(policy, origin.place, origin.commit, asked)
+        _refuse(policy.forbids(origin), origin.place, asked)
         _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
         with arrived(hub, origin, store, asked=asked) as tree:
@@ -182,8 +182,8 @@ def _is_meant(asked: str, key: str, lock: Lock) -> bool:
     return "://" not in key and canonical(key) == canonical(asked)
 
 
-def _refuse_forbidden(policy: Policy, place: str, commit: str, asked: str) -> None:
-    if reason := policy.forbids(place, commit):
+def _refuse(reason: str, place: str, asked: str) -> None:
+    if reason:
         raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask whoever keeps that file")
 
 
@@ -199,5 +199,5 @@ def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: st
 def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
     """Bring what the lock lists into the store once more; see `fetch` for what it checks."""
     asked = f"fetch {entry.reference}"
-    _refuse_forbidden(Policy.load(), entry.repository, entry.commit, asked)
+    _refuse(Policy.load().forbids(entry.origin), entry.repository, asked)
     return fetch(hub, entry.origin, Store(), asked=asked, expected=entry)

@@ -84,7 +84,10 @@ class Frozen:
         if f"{module}.".startswith(_CODE):
             return
         top = module.partition(".")[0]
-        spec = find_spec(top)
+        try:
+            spec = find_spec(top)
+        except (ImportError, ValueError, AttributeError):  # `__main__`, and finders of other people
+            spec = None
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         for record in records:
             own = installed_files([record]) if self.lock.of_distribution(record.dist) else {}

@@ -84,7 +84,10 @@ def scan(folder: Path, *, asked: str) -> dict[str, str]:
         check_path(relative, asked=asked)
         total += status.st_size
         _check_size(relative, status.st_size, len(files) + 1, total, asked)
-        files[relative] = sha256(path.read_bytes())
+        content = path.read_bytes()
+        if relative.endswith(".py"):
+            _check_encoding(relative, content, asked)
+        files[relative] = sha256(content)
     check_names(files, asked=asked)
     return files
 
@@ -141,6 +144,19 @@ def _check_size(path: str, size: int, count: int, total: int, asked: str) -> Non
             f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; a plugin is code, weights and data "
             "belong into a repository of their own"
         )
+
+
+def _check_encoding(path: str, content: bytes, asked: str) -> None:
+    """Refuse source that Python would read otherwise than a person does: in UTF-7 a comment may be code."""
+    import io
+    import tokenize
+
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    except SyntaxError as error:
+        raise NotTrusted(f"{asked}: {shown(path)} cannot be read as text: {error.msg}") from error
+    if encoding not in ("utf-8", "utf-8-sig"):
+        raise NotTrusted(f"{asked}: {shown(path)} is written in {shown(encoding)}; source is UTF-8, as it is shown")
 
 
 def _what(mode: int) -> str:

@@ -67,7 +67,7 @@ def trusted_tree(reference: HubReference, open_hub: OpenHub, *, asked: str) -> t
         origin = entry.origin
     else:
         refuse_unlocked(asked, lock)
-        if reason := policy.forbids(reference.place):
+        if reason := policy.denies(reference.place):
             raise NotTrusted(f"{asked}: code from {reference.place} is forbidden: {reason}")
         origin = resolve(open_hub(), reference, asked=asked)
         entry = lock.of_origin(origin)

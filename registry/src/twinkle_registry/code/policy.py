@@ -65,15 +65,19 @@ class Policy:
             trusts_all=trusts_all(),
         )
 
-    def forbids(self, place: str, commit: str = "") -> str:
-        """Return why code from `place` may not even be added, or an empty text; deny does not look at case."""
+    def denies(self, place: str, commit: str = "") -> str:
+        """Return why nothing from `place` may run, or an empty text; upper and lower case are the same here."""
         for pattern in self.deny:
             if matches(pattern.casefold(), place.casefold(), commit.casefold()):
                 return f"[trust] deny has {pattern!r}"
-        for patterns in self.only:
-            if not any(matches(pattern, place, commit) for pattern in patterns):
-                return f"[trust] only has {', '.join(map(repr, patterns)) or 'nothing'}"
         return ""
+
+    def forbids(self, origin: Origin) -> str:
+        """Return why code from there may not even be added, or an empty text."""
+        for patterns in self.only:
+            if not any(matches(pattern, origin.place, origin.commit) for pattern in patterns):
+                return f"[trust] only has {', '.join(map(repr, patterns)) or 'nothing'}"
+        return self.denies(origin.place, origin.commit)
 
     def allows(self, origin: Origin) -> bool:
         """Say whether code that is not locked may run."""
@@ -143,7 +147,7 @@ def _signed(where: str, table: Any) -> list[tuple[str, Signer]]:
 def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, locked: bool) -> str:
     """Return why this code may not run, with what would change it, or an empty text."""
     moved = f" ({reference.place} has moved there)" if reference.place != origin.place else ""
-    if reason := policy.forbids(reference.place) or policy.forbids(origin.place, origin.commit):
+    if reason := policy.denies(reference.place) or policy.forbids(origin):
         return f"code from {origin.place}{moved} is forbidden: {reason}; ask whoever keeps that file"
     if locked or policy.allows(origin):
         return ""

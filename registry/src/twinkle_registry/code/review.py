@@ -33,6 +33,7 @@ _REACHES = {
     "removes files": ("os.remove", "os.unlink", "os.rmdir", "shutil.rmtree"),
 }
 MAX_DIFF_LINES = 400
+MAX_LINE = 1_000
 MAX_DIFF_BYTES = 256 * 1024
 MAX_COMPARED_LINES = 5_000  # difflib takes hours over files that were made for it
 
@@ -139,13 +140,19 @@ def _diff(tree: Tree, before: Tree) -> Iterator[str]:
             yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large or no text"
             continue
         was, now = (printable_lines(content) for content in (old, new))
-        yield from difflib.unified_diff(was, now, f"trusted/{path}", f"new/{path}", lineterm="")
+        lines = difflib.unified_diff(was, now, f"trusted/{path}", f"new/{path}", lineterm="")
+        yield from (_shortened(line) for line in lines)
 
 
 def printable_lines(content: bytes) -> list[str]:
     """Return the lines of a file as they may be shown; only line feeds end one."""
     lines = content.decode("utf-8", "backslashreplace").split("\n")
     return [printable(line.removesuffix("\r")) for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def _shortened(line: str) -> str:
+    more = len(line) - MAX_LINE
+    return f"{line[:MAX_LINE]}... and {more} more characters" if more > 0 else line
 
 
 def _limited(lines: Iterable[str]) -> Iterator[str]:
