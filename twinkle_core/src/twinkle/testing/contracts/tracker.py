@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.testing.contracts.case import Case, NotApplicable, Violation, require
-from twinkle.testing.contracts.common import pickled
 from twinkle.testing.contracts.values import left_alone, same
 
 NUMBERS = {"loss": 2.5, "accuracy": 0.25, "learning_rate": 1e-4, "tokens": 12, "eval/loss": 2.25}
@@ -146,12 +145,11 @@ def metrics_left_alone(case: TrackerCase) -> None:
 
 
 def released(case: TrackerCase) -> None:
-    """At the end of a run it lets go of what it opened: it pickles, and the folder can be removed."""
+    """At the end of a run it lets go of every file that it opened."""
     import shutil
 
     run, tracker = case.run(), case.build()
     lifecycle(tracker, run, {1: NUMBERS})
-    pickled(tracker)
     open_files = _open_below(run.folder)
     if open_files:
         raise Violation(f"after the run's end it still has open: {', '.join(open_files)}")
