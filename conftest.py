@@ -12,3 +12,5 @@ def no_runtime_of_another_test() -> Iterator[None]:
     yield
     if current := sys.modules.get("twinkle.runtime.current"):
         vars(current)["_current"] = None
+    if failures := sys.modules.get("twinkle.notifier.failures"):
+        failures.watch([], None)

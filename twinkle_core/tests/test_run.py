@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from twinkle import Run
-from twinkle.errors import MeshError, OutputError
+from twinkle.errors import ArgumentError, MeshError, OutputError
 from twinkle.tracker import Tracker
 from twinkle_registry import hookimpl
 
@@ -201,3 +201,23 @@ def test_a_file_system_without_locks_is_said_and_hinders_nobody(
     with caplog.at_level("WARNING", "twinkle"), Run("trial", folder=tmp_path):
         pass
     assert "has no locks" in caplog.text
+
+
+def test_a_tracker_may_be_a_mapping_of_its_type_and_arguments(tmp_path: Path) -> None:
+    given = {"type": "JsonlTracker", "filename": "numbers.jsonl"}
+    with Run("trial", trackers=[given], root=tmp_path) as run:
+        run.log({"loss": 1.0}, step=1)
+    assert (run.folder / "numbers.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+    assert given["type"] == "JsonlTracker"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"filename": "a"}, r"needs the key 'type', such as 'JsonlTracker'; it has \['filename'\]"),
+        ({"type": "JsonlTracker", "filname": "a"}, "unknown argument 'filname', nearest: 'filename'"),
+    ],
+)
+def test_a_mapping_that_is_no_tracker_is_refused(given: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        Run("trial", trackers=[given], root=tmp_path)

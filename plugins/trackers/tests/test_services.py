@@ -8,11 +8,14 @@ import json
 import math
 import os
 import sqlite3
+import struct
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from receivers import serving
 
 from twinkle import Run
 
@@ -115,6 +118,76 @@ def test_mlflow_takes_numbers_that_are_not_finite(tmp_path: Path) -> None:
     assert found[2] == {"loss": 1.0}
 
 
+class Server(ThreadingHTTPServer):
+    """Takes what MLflow's client posts, and knows nothing."""
+
+    answers: ClassVar[dict[str, Any]] = {
+        "experiments/get-by-name": {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no"},
+        "experiments/create": {"experiment_id": "1"},
+        "runs/create": {"run": {"info": {"run_id": "abc", "experiment_id": "1", "status": "RUNNING"}, "data": {}}},
+        "runs/get": {"run": {"info": {"run_id": "abc", "experiment_id": "1", "status": "RUNNING"}, "data": {}}},
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        server: "Server"
+
+        def do_POST(self) -> None:
+            name = self.path.partition("?")[0].partition("mlflow/")[2]
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+            self.server.received.append((name, body))
+            answer = json.dumps(self.server.answers.get(name, {})).encode()
+            self.send_response(404 if b"error_code" in answer else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST
+
+        def log_message(self, *args: Any) -> None:
+            """Stay quiet."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), self.Handler)
+        self.received: list[tuple[str, Any]] = []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_sends_a_run_to_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow", reason=f"mlflow {ABSENT}")
+    from twinkle_trackers.mlflow import MLflowTracker
+
+    monkeypatch.setenv("no_proxy", "*")
+    server = Server()
+    with serving(server):
+        train(MLflowTracker(tracking_uri=f"http://127.0.0.1:{server.server_port}"), tmp_path, range(1, 3))
+    sent = [body["metrics"] for name, body in server.received if name == "runs/log-batch" and "metrics" in body]
+    assert [{metric["step"]: (metric["key"], metric["value"]) for metric in batch[:1]} for batch in sent] == [
+        {1: ("loss", 1.0)},
+        {2: ("loss", 0.5)},
+    ]
+    assert server.received[-1][0] == "runs/update"
+    assert server.received[-1][1]["status"] == "FINISHED"
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_mlflow_server_that_is_away_costs_one_log_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow", reason=f"mlflow {ABSENT}")
+    from twinkle_trackers.mlflow import MLflowTracker
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    train(MLflowTracker(tracking_uri="http://127.0.0.1:9"), tmp_path, range(1, 4))
+    told = [text for text in caplog.messages if text.startswith("MLflowTracker")]
+    assert len(told) == 1
+    assert told[0].startswith("MLflowTracker: nothing more of this run is recorded: MlflowException: ")
+
+
 # Trackio
 
 
@@ -146,16 +219,23 @@ def test_trackio_keeps_each_run_in_its_own_folder_and_goes_on_there(
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
+    """Yield the records in wandb's files: LevelDB's log format behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            yield record
+        data, place, parts = path.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            if (left := 32_768 - place % 32_768) < 7:
+                place += left
+                continue
+            _, length, part = struct.unpack_from("<IHB", data, place)
+            parts += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if part in (1, 4):  # a whole record, or the last part of one
+                record = wandb_internal_pb2.Record()
+                record.ParseFromString(parts)
+                yield record
+                parts = b""
 
 
 def wandb_steps(folder: Path) -> Steps:

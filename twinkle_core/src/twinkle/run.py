@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from twinkle.errors import ConfigError, OutputError
+from twinkle.errors import ArgumentError, ConfigError, OutputError
 
 
 class Run:
@@ -26,7 +26,8 @@ class Run:
     Args:
         name: what the run is called; letters, digits, `-`, `_` and `.`.
         config: the whole configuration, as plain values.
-        trackers: components of kind `tracker`, in any form of component argument.
+        trackers: components of kind `tracker`, in any form of component argument, or as a mapping: `type` names the
+            tracker, the other keys are its arguments.
         root: where run folders are made; by default `runs` in the current folder.
         folder: an existing run folder to continue in, instead of a fresh one.
 
@@ -49,7 +50,6 @@ class Run:
         root: str | Path = "runs",
         folder: str | Path | None = None,
     ) -> None:
-        from twinkle._registry import registry
         from twinkle.notifier.failures import run_listener
         from twinkle.platform import Platform
 
@@ -59,7 +59,7 @@ class Run:
         self._attached = contextlib.ExitStack()
         self._is_first = Platform.is_master()
         self._listener = run_listener()
-        self._trackers = [registry().build(tracker, "tracker") for tracker in trackers if self._is_first]
+        self._trackers = [build_tracker(tracker) for tracker in trackers if self._is_first]
         self._is_fresh = folder is None
         self.folder = _existing(Path(folder)) if folder is not None else _agreed(Path(root), name)
 
@@ -120,6 +120,21 @@ class Run:
         if error is not None and self._is_fresh and self._is_first:
             with contextlib.suppress(OSError):  # it is not empty
                 self.folder.rmdir()
+
+
+def build_tracker(given: Any) -> Any:
+    """Return the tracker that `given` means: any form of component argument, or a mapping with its `type`."""
+    from twinkle._registry import registry
+
+    if not isinstance(given, Mapping):
+        return registry().build(given, "tracker")
+    arguments = dict(given)
+    name = arguments.pop("type", None)
+    if not isinstance(name, str) or not name:
+        raise ArgumentError(
+            f"a tracker as a mapping needs the key 'type', such as 'JsonlTracker'; it has {sorted(map(str, given))}"
+        )
+    return registry().build(name, "tracker", **arguments)
 
 
 def _agreed(root: Path, name: str) -> Path:

@@ -175,8 +175,9 @@ class SFTConfig(Strict):
     mesh: MeshConfig = Field(default_factory=MeshConfig, description="How several processes share the model")
     processor: str = Field(default="InputProcessor", description="Component of kind `processor`")
     metrics: list[str] = Field(default=[], description="Components of kind `metric`, beside the model's own")
-    trackers: list[str] = Field(
-        default=["JsonlTracker", "TensorBoardTracker"], description="Components of kind `tracker`"
+    trackers: list[str | Arguments] = Field(
+        default=["JsonlTracker", "TensorBoardTracker"],
+        description="Components of kind `tracker`: names, or mappings with `type` and the tracker's arguments",
     )
     batch_size: Positive = Field(default=8, description="Rows of one forward and backward pass, over all processes")
     micro_batch_size: Positive | None = Field(
@@ -207,6 +208,14 @@ class SFTConfig(Strict):
         default=None,
         description="Run folder to go on in, from its last checkpoint; or a checkpoint to start afresh from",
     )
+
+    @field_validator("trackers")
+    @classmethod
+    def _trackers_with_a_name(cls, value: list[str | Arguments]) -> list[str | Arguments]:
+        for tracker in value:
+            if isinstance(tracker, dict) and not isinstance(tracker.get("type"), str):
+                raise ValueError(f"the tracker {tracker!r} has no `type`; write for example {{type: JsonlTracker}}")
+        return value
 
     @property
     def device_mesh(self) -> "DeviceMesh | None":

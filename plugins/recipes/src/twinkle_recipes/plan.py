@@ -53,7 +53,7 @@ def components(config: SFTConfig) -> Iterator[tuple[str, str]]:
     yield from (("metric", name) for name in config.metrics)
     if config.questions:
         yield "sampler", config.sampler.name
-    yield from (("tracker", name) for name in config.trackers)
+    yield from (("tracker", name) for name, _ in _trackers(config))
 
 
 def make_plan(config: SFTConfig) -> dict[str, Any]:
@@ -85,6 +85,13 @@ def _arguments(config: SFTConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "scheduler", config.scheduler.name, config.scheduler.args
     if config.data.preprocessor is not None:
         yield "preprocessor", config.data.preprocessor, config.data.preprocessor_args
+
+
+def _trackers(config: SFTConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the reference of each tracker with the arguments of its constructor."""
+    for tracker in config.trackers:
+        given = {"type": tracker} if isinstance(tracker, str) else tracker
+        yield given["type"], {name: value for name, value in given.items() if name != "type"}
 
 
 def _part(kind: str, asked: str) -> dict[str, str]:

@@ -49,10 +49,8 @@ class MLflowTracker(Tracker):
         check_text("MLflowTracker", "experiment", experiment)
         self.experiment, self.name, self.tracking_uri, self.tags = experiment, name, tracking_uri, dict(tags or {})
         self.health = Health()
-        self._client: Any = None
+        self._session: _Session | None = None
         self._calls: Background | None = None
-        self._id = ""
-        self._after = -1
         self._status = "FINISHED"
 
     @hookimpl
@@ -67,16 +65,12 @@ class MLflowTracker(Tracker):
         """Record the numbers of step `step`."""
         if self._calls is None:
             self._open(run)
-        if self._calls is None or step <= self._after:
+        session, calls, now, found = self._session, self._calls, int(time.time() * 1000), numbers(metrics)
+        if session is None or calls is None:
             return
-        if self._calls.error is not None:
-            raise self._calls.error
-        from mlflow.entities import Metric
-
-        now = int(time.time() * 1000)
-        batch = [Metric(name, float(value), now, step) for name, value in numbers(metrics).items()]
-        client, identity = self._client, self._id
-        self._calls.add(lambda: client.log_batch(identity, metrics=batch))
+        if calls.error is not None:
+            raise calls.error
+        calls.add(lambda: session.log(step, now, found))
 
     @hookimpl
     def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
@@ -86,39 +80,74 @@ class MLflowTracker(Tracker):
     @hookimpl
     def twinkle_run_end(self, run: "Run") -> None:
         """Send what is left, and the end: finished, failed or (stopped by somebody) killed."""
-        calls, client, self._calls, self._client = self._calls, self._client, None, None
-        if calls is not None:
-            self._finish(calls, client)
+        session, calls, self._session, self._calls = self._session, self._calls, None, None
+        if session is not None and calls is not None:
+            self._finish(session, calls)
 
     @careful
     def _open(self, run: "Run") -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
 
-        client = MlflowClient(
-            tracking_uri=self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _below(run.folder)
-        )
-        name = self.name or run.folder.name
-        identity, continued = kept_id(run, "mlflow", lambda: self._create(client, name))
-        if continued:
-            client.update_run(identity, status="RUNNING")
-            self._after = _last_step(client, identity)
-        else:
-            _log_parameters(client, identity, run.config)
-            self._after = -1
-        self._client, self._id, self._calls = client, identity, Background("twinkle-mlflow")
-
-    def _create(self, client: Any, name: str) -> str:
-        found = client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found is not None else client.create_experiment(self.experiment)
-        return str(client.create_run(experiment, run_name=name, tags=self.tags).info.run_id)
+        place = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or _below(run.folder)
+        session = _Session(MlflowClient(tracking_uri=place), run, self.name or run.folder.name)
+        calls = Background("twinkle-mlflow")
+        calls.add(lambda: session.begin(self.experiment, self.tags))
+        self._session, self._calls = session, calls
 
     @careful
-    def _finish(self, calls: Background, client: Any) -> None:
-        calls.add(lambda: client.set_terminated(self._id, self._status))
+    def _finish(self, session: "_Session", calls: Background) -> None:
+        status = self._status
+        calls.add(lambda: session.end(status))
         calls.close(_CLOSING_SECONDS)
         if calls.error is not None:
             raise calls.error
+
+
+class _Session:
+    """One run as MLflow knows it; every method waits for the answer."""
+
+    def __init__(self, client: Any, run: "Run", name: str) -> None:
+        self._client, self._run, self._name = client, run, name
+        self._id = ""
+        self._after = -1
+
+    def begin(self, experiment: str, tags: Mapping[str, str]) -> None:
+        self._id, continued = kept_id(self._run, "mlflow", lambda: self._create(experiment, tags))
+        if continued:
+            self._client.update_run(self._id, status="RUNNING")
+            self._after = self._last_step()
+        else:
+            self._log_configuration()
+
+    def log(self, step: int, milliseconds: int, found: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        if step > self._after:
+            batch = [Metric(name, float(value), milliseconds, step) for name, value in found.items()]
+            self._client.log_batch(self._id, metrics=batch)
+
+    def end(self, status: str) -> None:
+        self._client.set_terminated(self._id, status)
+
+    def _create(self, experiment: str, tags: Mapping[str, str]) -> str:
+        found = self._client.get_experiment_by_name(experiment)
+        identity = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        return str(self._client.create_run(identity, run_name=self._name, tags=dict(tags)).info.run_id)
+
+    def _log_configuration(self) -> None:
+        from mlflow.entities import Param
+
+        values = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(self._run.config)]
+        for start in range(0, len(values), _PARAMETERS_A_CALL):
+            self._client.log_batch(self._id, params=values[start : start + _PARAMETERS_A_CALL])
+
+    def _last_step(self) -> int:
+        """Return the last step of which a number is there; -1 where there is none."""
+        names = self._client.get_run(self._id).data.metrics
+        steps = [metric.step for name in names for metric in self._client.get_metric_history(self._id, name)]
+        return max(steps, default=-1)
 
 
 def _below(folder: Path) -> str:
@@ -126,21 +155,3 @@ def _below(folder: Path) -> str:
         return f"sqlite:///{folder.absolute() / 'mlflow.db'}"
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # all that mlflow-skinny can write by itself
     return (folder.absolute() / "mlruns").as_uri()
-
-
-def _log_parameters(client: Any, identity: str, config: Mapping[str, Any]) -> None:
-    from mlflow.entities import Param
-
-    parameters = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(config)]
-    for start in range(0, len(parameters), _PARAMETERS_A_CALL):
-        client.log_batch(identity, params=parameters[start : start + _PARAMETERS_A_CALL])
-
-
-def _last_step(client: Any, identity: str) -> int:
-    """Return the last step of which a number is there; -1 where there is none."""
-    steps = [
-        metric.step
-        for name in client.get_run(identity).data.metrics
-        for metric in client.get_metric_history(identity, name)
-    ]
-    return max(steps, default=-1)

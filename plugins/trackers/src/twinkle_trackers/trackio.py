@@ -86,6 +86,7 @@ class TrackioTracker(Tracker):
     def _finish(self, opened: Any) -> None:
         with _quiet():
             opened.finish()
+        _forget(opened)
 
 
 def _init(folder: Path, **arguments: Any) -> Any:
@@ -108,6 +109,15 @@ def _init(folder: Path, **arguments: Any) -> Any:
     import trackio
 
     return trackio.init(**arguments)
+
+
+def _forget(run: Any) -> None:
+    """Let trackio not end the run once more, and say so, at the end of the process."""
+    import trackio
+
+    variables = getattr(trackio, "context_vars", None)
+    if variables is not None and variables.current_run.get() is run:
+        variables.current_run.set(None)
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,44 @@
+"""The tests of the services' trackers, with each library fetched into an environment of its own."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# SwanLab and Trackio pin older versions of protobuf and pillow than those we test with.
+LIBRARIES = {"wandb": "wandb", "swanlab": "swanlab", "trackio": "trackio", "mlflow": "mlflow-skinny"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_tracker_works_with_the_library_as_it_is_published(library: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    python = tmp_path / "env" / "bin" / "python"
+    packages = next((tmp_path / "env" / "lib").glob("python*/site-packages"))
+    ours = sysconfig.get_path("purelib")
+    # Behind its own packages, so that its own versions go before ours.
+    (packages / "house.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    fetch = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", LIBRARIES[library]]
+    fetched = subprocess.run(fetch, capture_output=True, text=True, check=False)
+    if fetched.returncode:
+        pytest.skip(f"{library} cannot be installed: {fetched.stderr.strip().splitlines()[-1]}")
+    test = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        library,
+        "plugins/trackers/tests/test_services.py",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    done = subprocess.run(test, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
