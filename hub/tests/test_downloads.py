@@ -186,6 +186,27 @@ def test_a_malformed_reference_is_refused_before_anything_is_asked(client: Any, 
     assert asked() == []
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("download_model('')", "the model id is empty"),
+        ("download_model('hf://a/b', revision='../x')", "is not a branch, tag or commit"),
+        ("download_file('hf://a/b', repo_type='space')", "repo_type is 'space'; it is 'model' or 'dataset'"),
+        ("create_repo('ms://a/b@v1')", "a repository is made as a whole; leave '@v1' out"),
+    ],
+)
+def test_a_call_without_sense_is_refused_before_anything_is_asked(client: Any, asked, call: str, words: str) -> None:
+    with pytest.raises(client.told, match=words):
+        client(f"HubOperation.{call}")
+    assert asked() == []
+
+
+def test_an_empty_repository_is_told(hub: FakeHub, client: Any, scheme, name) -> None:
+    hub.add(name, {})
+    with pytest.raises(client.told, match=r"HubError: .* has this repository, and there is no file in it"):
+        client("local_model(id)", id=f"{scheme}://{name}")
+
+
 def test_an_unknown_option_is_refused(client: Any, scheme: str) -> None:
     with pytest.raises(client.told, match=r"ArgumentError: .*'revison', nearest: 'revision'"):
         client("local_model(id, revison='x')", id=f"{scheme}://a/b")

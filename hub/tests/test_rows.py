@@ -62,7 +62,7 @@ def test_parquet_and_configurations(hub: FakeHub, client: Any, scheme: str, name
 
 
 def test_a_data_set_that_is_not_there_and_one_that_is_broken(hub: FakeHub, client: Any, scheme: str, name: str) -> None:
-    with pytest.raises(client.told, match=r"HubError: .*has no such repository or revision, or it is private and no"):
+    with pytest.raises(client.told, match=r"HubError: .*has no such data set or revision, or it is private and no"):
         client("dataset(id)", id=f"{scheme}://{name}")
     hub.add(name + "-broken", {"train.jsonl": '{"a": '}, repo_type="dataset")
     with pytest.raises(client.told, match=r"DataError: data set "):

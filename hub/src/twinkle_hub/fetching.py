@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,12 +35,12 @@ def shown(what: str, *, new: bool) -> Iterator[None]:
     begun = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(quiet_modelscope())
-        if not has_bars():
-            stack.enter_context(_without_bars())
-            if new:
-                get_logger().info("fetching %s", what)
+        stack.enter_context(_plain_modelscope())
+        stack.enter_context(without_bars(*(["huggingface_hub.utils"] if "huggingface_hub" in sys.modules else [])))
+        if new and not has_bars():
+            get_logger().info("fetching %s", what)
         yield
-    if not has_bars() and (seconds := time.monotonic() - begun) > _SLOW:
+    if new and not has_bars() and (seconds := time.monotonic() - begun) > _SLOW:
         get_logger().info("fetched %s in %.0f s", what, seconds)
 
 
@@ -62,24 +63,19 @@ def quiet_modelscope() -> Iterator[None]:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hold back the bars of the clients that are loaded; each has a switch of its own, or none."""
+def without_bars(*modules: str) -> Iterator[None]:
+    """Hold back the bars of client libraries where none may be drawn.
+
+    Args:
+        *modules: where a library has the switches `disable_progress_bars` and `enable_progress_bars`.
+    """
     with ExitStack() as stack:
-        for module in ("huggingface_hub.utils", "datasets.utils"):
-            if module in sys.modules:
-                _switch_off(module, stack)
-        if "modelscope_hub" in sys.modules:
-            downloads = importlib.import_module("modelscope_hub._download")
-            if bar := getattr(downloads, "tqdm", None):
-                # It has no switch; `disable=None` is tqdm's own way to ask whether it writes to a terminal.
-                stack.callback(setattr, downloads, "tqdm", bar)
-                setattr(downloads, "tqdm", functools.partial(bar, disable=None))  # noqa: B010
+        for module in modules if not has_bars() else ():
+            _switch_off(module, stack)
         yield
 
 
 def _switch_off(module: str, stack: ExitStack) -> None:
-    import warnings
-
     client = importlib.import_module(module)
     if client.are_progress_bars_disabled():
         return
@@ -87,6 +83,21 @@ def _switch_off(module: str, stack: ExitStack) -> None:
         warnings.simplefilter("ignore")  # a variable of the user's decides for bars, and it says so
         client.disable_progress_bars()
     stack.callback(client.enable_progress_bars)
+
+
+@contextmanager
+def _plain_modelscope() -> Iterator[None]:
+    """Hold back ModelScope's bars where none may be drawn; it has no switch for those of downloads."""
+    if "modelscope_hub" not in sys.modules or has_bars():
+        yield
+        return
+    downloads = importlib.import_module("modelscope_hub._download")
+    bar = downloads.tqdm
+    downloads.__dict__["tqdm"] = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        downloads.__dict__["tqdm"] = bar
 
 
 class Unfinished:

@@ -9,8 +9,8 @@ from twinkle.errors import DataError, HubError
 from twinkle_hub import code, rows
 from twinkle_hub.fetching import is_offline, shown
 from twinkle_hub.problems import Talk, Unreachable, told
-from twinkle_hub.references import parsed
-from twinkle_hub.remote import Listing, RemoteHub, checked_type, is_set, patiently
+from twinkle_hub.references import parsed, without_revision
+from twinkle_hub.remote import KINDS, Listing, RemoteHub, checked_type, is_set, patiently
 from twinkle_registry.code.reference import HubReference
 
 _PIECE = 2**20
@@ -51,7 +51,8 @@ class HFHub(RemoteHub):
             self._listing(wanted, "dataset", token)
         except Unreachable as error:
             return self._rows_from_cache(wanted, error, subset_name, split, options)
-        with told(self._talk(wanted, token)), shown(str(wanted), new=False):
+        new = self._cached(wanted, "dataset") is None
+        with told(self._talk(wanted, token, "dataset")), shown(str(wanted), new=new):
             return rows.load(wanted.repo, str(wanted), subset_name, split, **options)
 
     def _rows_from_cache(
@@ -72,7 +73,7 @@ class HFHub(RemoteHub):
         self, reference: str, *, repo_type: Any = "model", private: bool = True, token: str | None = None
     ) -> str:
         """Make a repository unless there is one; see `Hub.create_repo`."""
-        wanted = parsed(reference)
+        wanted = without_revision(reference)
         self._check_writable(wanted, token)
         with told(self._talk(wanted, token)):
             made = self._api(token).create_repo(
@@ -131,7 +132,7 @@ class HFHub(RemoteHub):
     def commit_of(self, repo: str, revision: str | None = None, *, token: str | None = None) -> tuple[str, str]:
         """Return the repository's present name and the commit; see `Hub.commit_of`."""
         self._check_allowed()
-        listing = self._listing(HubReference("hf", repo, revision or ""), "model", token)
+        listing = self._listing(parsed(f"hf://{repo}", revision), "model", token)
         return listing.repo, listing.commit
 
     def download_code(self, repo: str, commit: str, target: Path, *, token: str | None = None) -> None:
@@ -140,7 +141,7 @@ class HFHub(RemoteHub):
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         self._check_allowed()
-        wanted = HubReference("hf", repo, commit)
+        wanted = parsed(f"hf://{repo}", commit)
         paths = code.checked(str(wanted), self._listing(wanted, "model", token).files)
         # Bytes as they are: what a server packs could unpack to any size.
         headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
@@ -177,9 +178,9 @@ class HFHub(RemoteHub):
 
         return bool(token or get_token())
 
-    def _talk(self, wanted: HubReference, token: str | None) -> Talk:
+    def _talk(self, wanted: HubReference, token: str | None, repo_type: str = "model") -> Talk:
         url = _endpoint() or "https://huggingface.co"
-        return Talk(self.title, str(wanted), url, self._has_token(token), self.token_ways)
+        return Talk(self.title, str(wanted), url, self._has_token(token), self.token_ways, KINDS[repo_type])
 
     def _listed(self, wanted: HubReference, repo_type: str, token: str | None) -> Listing:
         found = self._api(token).repo_info(

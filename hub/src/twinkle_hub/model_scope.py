@@ -13,8 +13,8 @@ from twinkle_hub import code, rows
 from twinkle_hub.fetching import has_bars, is_offline, quiet_modelscope, shown
 from twinkle_hub.hugging_face import warn_if_public
 from twinkle_hub.problems import Talk, Unreachable, told
-from twinkle_hub.references import parsed
-from twinkle_hub.remote import Listing, RemoteHub, checked_type, patiently
+from twinkle_hub.references import parsed, without_revision
+from twinkle_hub.remote import KINDS, Listing, RemoteHub, checked_type, patiently
 from twinkle_registry.code.reference import HubReference
 
 _FIRST_BRANCH = "master"
@@ -62,7 +62,7 @@ class MSHub(RemoteHub):
         self, reference: str, *, repo_type: Any = "model", private: bool = True, token: str | None = None
     ) -> str:
         """Make a repository unless there is one; see `Hub.create_repo`."""
-        wanted = parsed(reference)
+        wanted = without_revision(reference)
         api = self._writing(wanted, token)
         from modelscope_hub.errors import AlreadyExistsError
 
@@ -125,7 +125,7 @@ class MSHub(RemoteHub):
         The listing of the files names the commit in most answers; where it does not, the repository's git server is
         asked for the commit of the branch or tag.
         """
-        wanted = HubReference("ms", repo, revision or "")
+        wanted = parsed(f"ms://{repo}", revision)
         talk = self._talk(wanted, token)
         listing = self._listing(wanted, "model", token)
         if _COMMIT.fullmatch(wanted.revision):
@@ -139,7 +139,7 @@ class MSHub(RemoteHub):
 
     def download_code(self, repo: str, commit: str, target: Path, *, token: str | None = None) -> None:
         """Write all files of a commit into an empty folder; see `Hub.download_code`."""
-        wanted = HubReference("ms", repo, commit)
+        wanted = parsed(f"ms://{repo}", commit)
         paths = code.checked(str(wanted), self._listing(wanted, "model", token).files)
         client = self._api(token).legacy
 
@@ -171,8 +171,8 @@ class MSHub(RemoteHub):
     def _url(self) -> str:
         return str(self._api(None).legacy.endpoint)
 
-    def _talk(self, wanted: HubReference, token: str | None) -> Talk:
-        return Talk(self.title, str(wanted), self._url(), self._has_token(token), self.token_ways)
+    def _talk(self, wanted: HubReference, token: str | None, repo_type: str = "model") -> Talk:
+        return Talk(self.title, str(wanted), self._url(), self._has_token(token), self.token_ways, KINDS[repo_type])
 
     def _listed(self, wanted: HubReference, repo_type: str, token: str | None) -> Listing:
         client = self._api(token).legacy

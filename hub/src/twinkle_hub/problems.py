@@ -38,6 +38,7 @@ class Talk:
         url: where the hub answers.
         has_token: a token goes along.
         ways: how to give one.
+        what: what is asked for.
     """
 
     hub: str
@@ -45,6 +46,7 @@ class Talk:
     url: str
     has_token: bool
     ways: str
+    what: str = "repository"
 
     def require_token(self) -> None:
         """Raise unless a token goes along: nobody may write without one."""
@@ -78,7 +80,7 @@ def _explained(error: Exception, talk: Talk) -> HubError:
     if status == 403:
         return HubError(f"{place}: the token may not do this (403); {talk.ways}")
     if status in (401, 404) or name in ("RepositoryNotFoundError", "DatasetNotFoundError", "NotExistError"):
-        return HubError(f"{place}: {talk.hub} has no such repository or revision, {_or_private(talk)}")
+        return HubError(f"{place}: {talk.hub} has no such {talk.what} or revision, {_or_private(talk)}")
     if _is_of_this_machine(error):
         return HubError(f"{place} cannot be kept: {error}; make room, or move the cache (HF_HOME, MODELSCOPE_CACHE)")
     if _may_pass(error, status):

@@ -14,14 +14,28 @@ def parsed(reference: str, revision: str | None = None) -> HubReference:
         ArgumentError: it names a component, or another revision than `revision`.
     """
     scheme, _, rest = reference.partition("://")
-    found = HubReference.parse(f"{scheme.lower()}://{rest}", asked=f"{reference!r}")
+    found = HubReference.parse(f"{scheme.lower()}://{rest}", asked=repr(reference))
     if found.name:
         raise ArgumentError(f"{reference!r} names a component of a repository; leave '#{found.name}' out here")
-    if revision and found.revision and revision != found.revision:
+    if not revision or revision == found.revision:
+        return found
+    if found.revision:
         raise ArgumentError(
             f"{reference!r} names the revision {found.revision!r}, and revision= {revision!r}; give one"
         )
-    return HubReference(found.scheme, found.repo, revision or found.revision)
+    return HubReference.parse(f"{found.place}@{revision}", asked=f"{reference!r}, revision={revision!r}")
+
+
+def without_revision(reference: str) -> HubReference:
+    """Take a reference apart that names a whole repository.
+
+    Raises:
+        ArgumentError: it names a revision.
+    """
+    found = parsed(reference)
+    if found.revision:
+        raise ArgumentError(f"{reference!r}: a repository is made as a whole; leave '@{found.revision}' out")
+    return found
 
 
 def folder_of(reference: str) -> Path:

@@ -16,6 +16,9 @@ from twinkle_registry.code.reference import HubReference
 
 T = TypeVar("T")
 
+KINDS = {"model": "repository", "dataset": "data set"}
+"""What people call a repository of a type."""
+
 _ATTEMPTS, _WAIT = 3, 0.5  # seconds, doubled each time
 # Weights in formats that transformers does not read, and copies of what it reads.
 _OTHER_FORMATS = ("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data", "*.tflite", "onnx/*", "original/*")
@@ -102,6 +105,8 @@ class RemoteHub(Hub):
 
             get_logger().warning("%s; using the copy in the cache, %s", error.reason, folder)
             return folder
+        if not listing.files:
+            raise HubError(f"{wanted}: {self.title} has this repository, and there is no file in it")
         if listing.repo != wanted.repo:
             from twinkle.logging import get_logger
 
@@ -134,13 +139,13 @@ class RemoteHub(Hub):
         if is_offline():
             reason = f"{wanted}: HF_HUB_OFFLINE is set"
             raise Unreachable(f"{reason}, and only the hub can tell; unset it once", reason)
-        return patiently(lambda: self._listed(wanted, repo_type, token), self._talk(wanted, token))
+        return patiently(lambda: self._listed(wanted, repo_type, token), self._talk(wanted, token, repo_type))
 
     def _check_allowed(self) -> None:
         """Raise where the settings forbid this hub."""
 
     @abstractmethod
-    def _talk(self, wanted: HubReference, token: str | None) -> Talk:
+    def _talk(self, wanted: HubReference, token: str | None, repo_type: str = "model") -> Talk:
         """Return whom we speak to."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import DataError, HubError, RequirementMissing
+from twinkle_hub.fetching import without_bars
 
 
 def load(source: str | Path, place: str, subset_name: str, split: str, **options: Any) -> Any:
@@ -30,7 +31,8 @@ def load(source: str | Path, place: str, subset_name: str, split: str, **options
     name = None if subset_name == "default" else subset_name
     options = {key: value for key, value in options.items() if value is not None}
     try:
-        return datasets.load_dataset(str(source), name, split=split, **options)
+        with without_bars("datasets.utils"):
+            return datasets.load_dataset(str(source), name, split=split, **options)
     except (DatasetNotFoundError, HubError):
         raise
     except (

@@ -155,6 +155,8 @@ class HubOperation:
             ignore_patterns: files to leave out.
             token: for a private repository.
         """
+        if not str(model_id_or_path):
+            raise ArgumentError("the model id is empty; give a model folder, hf://owner/name or ms://owner/name")
         place = alias_of(str(model_id_or_path))
         if scheme_of(place) is None and Path(place).expanduser().exists():
             return str(Path(place).expanduser())
