@@ -72,6 +72,21 @@ def hook_specs() -> str:
     return "\n\n".join(["## Lifecycle hooks", *parts[True], "## Component hooks", *parts[False]])
 
 
+def contracts() -> str:
+    """Every check of the contract kit, and what an example of each kind may say."""
+    from twinkle.kinds import KINDS
+    from twinkle.testing.contracts.running import about, checks_for
+
+    common = "\n".join(f"- `{c.name}`: {c.statement}" for c in checks_for("loss")[:2])
+    parts = [f"### Of every kind\n\n{common}"]
+    for kind in KINDS:
+        keys = "\n".join(f"- `{key}`: {says}" for key, says in about(kind).items())
+        rows = [(f"`{c.name}`", c.statement) for c in checks_for(kind)[2:]]
+        example = f"An example may give:\n\n{keys}\n\n" if keys else ""
+        parts.append(f"### `{kind}`\n\n{example}{_table(('check', 'what it holds a component to'), rows)}")
+    return "\n\n".join(parts)
+
+
 def options() -> str:
     """Every option of the recipe sft."""
     from twinkle.cli.options import options_of
@@ -215,6 +230,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "kinds": kinds,
     "hooks": hooks,
     "hook specs": hook_specs,
+    "contracts": contracts,
     "options": options,
     "script arguments": script_arguments,
     "errors": errors,

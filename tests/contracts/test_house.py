@@ -1,6 +1,7 @@
 """Every component of our own plugins keeps the contract of its kind; what cannot be checked here says why."""
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import twinkle
 from twinkle.kinds import KINDS
 from twinkle.testing import checks_for
 from twinkle.testing.contracts import examine
+from twinkle.testing.contracts.case import example_keys
+from twinkle.testing.contracts.running import about
 from twinkle_registry import ComponentSpec, missing_requirements
 
 OURS = {member.name for member in MEMBERS}
@@ -42,6 +45,13 @@ def test_every_kind_has_checks_that_say_what_they_are(kind: str) -> None:
     for check in checks:
         assert check.statement.endswith("."), check.name
         assert len(check.statement) < 140, check.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_of_an_example_is_explained(kind: str) -> None:
+    case = import_module(f"twinkle.testing.contracts.{kind}").CASE
+    assert case.kind == kind
+    assert {*about(kind), "kwargs", "skip"} == set(example_keys(case))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}:{spec.name}")

@@ -79,9 +79,9 @@ def runs(case: RecipeCase) -> None:
         raise NotApplicable("its example gives no values= for a short run")
     config = case.filled()
     values = config.model_dump(mode="json")
-    with _inside(case.folder), contextlib.redirect_stdout(io.StringIO()):
-        with Run("contract", config=values, root=case.folder / "runs") as run:
-            summary = case.build()(config, run)
+    run = Run("contract", config=values, root=case.folder / "runs")
+    with _inside(case.folder), contextlib.redirect_stdout(io.StringIO()), run:
+        summary = case.build()(config, run)
     require(isinstance(summary, Mapping), f"it returned {shown(summary)}; return a mapping, such as the last metrics")
     as_json({name: str(value) if isinstance(value, Path) else value for name, value in summary.items()}, "its summary")
     require(run.step > 0, "it logged no step; call run.log(metrics, step)")

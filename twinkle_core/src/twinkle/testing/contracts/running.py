@@ -1,6 +1,7 @@
 """Holds a component to the contract of its kind: `check_component` raises, `examine` reports, `checks_for` lists."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import ArgumentError, ComponentTypeError, RequirementMissing, Unsupported
-from twinkle.testing.contracts.case import Case, NotApplicable, Violation, check_example
+from twinkle.testing.contracts.case import Case, NotApplicable, Violation, check_example, example_keys
 from twinkle.testing.contracts.report import CheckResult, ContractError, Report
 
 listeners: list[Callable[[Report], None]] = []
@@ -46,6 +47,25 @@ def checks_for(kind: str) -> tuple[Contract, ...]:
 
     checks = (*common.CHECKS, *_module(kind).CHECKS)
     return tuple(Contract(run.__name__, (inspect.getdoc(run) or "").partition("\n")[0], run) for run in checks)
+
+
+def about(kind: str) -> dict[str, str]:
+    """Return what an example of a kind may say beside `kwargs` and `skip`: each key with its meaning.
+
+    Args:
+        kind: one of `twinkle.kinds.KINDS`.
+    """
+    case: type[Case] = _module(kind).CASE
+    text = (inspect.getdoc(case) or "").partition("Attributes:\n")[2]
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, says = line.strip().partition(": ")
+        if line.startswith("    ") and not line.startswith("     ") and colon:
+            found[key] = says
+        elif found and line.strip():
+            last = next(reversed(found))
+            found[last] = f"{found[last]} {line.strip()}"
+    return {key: says for key, says in found.items() if key in example_keys(case)}
 
 
 def check_component(thing: Any, kind: str, **example: Any) -> Report:
@@ -156,15 +176,17 @@ def _generators_kept() -> Iterator[None]:
     import random
     import sys
 
-    state = random.getstate()
-    torch = sys.modules.get("torch")
-    before = torch.get_rng_state() if torch is not None else None
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    restore: list[Callable[[], Any]] = [functools.partial(random.setstate, random.getstate())]
+    if torch is not None:
+        restore.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))
+    if numpy is not None:
+        restore.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
     try:
         yield
     finally:
-        random.setstate(state)
-        if torch is not None and before is not None:
-            torch.set_rng_state(before)
+        for put_back in restore:
+            put_back()
 
 
 def _all_skipped(name: str, kind: str, checks: list[Contract], why: str) -> Report:
