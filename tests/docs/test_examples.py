@@ -11,9 +11,11 @@ import contextlib
 import doctest
 import io
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -105,6 +107,7 @@ def perform(block: Block, namespace: dict[str, Any]) -> None:
         path = Path(block.title)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block.body, "utf-8")
+        forget(path)
     elif block.language == "python":
         run_python(block, namespace)
     elif block.language in ("bash", "console"):
@@ -117,6 +120,13 @@ def perform(block: Block, namespace: dict[str, Any]) -> None:
 
 
 READERS = {"toml": tomllib.loads, "yaml": yaml.safe_load, "json": json.loads}
+
+
+def forget(path: Path) -> None:
+    """Let a file that a page writes anew be imported anew: a reader's commands are processes of their own."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == str(path.resolve()):
+            del sys.modules[name]
 
 
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
@@ -188,6 +198,11 @@ def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
         runpy.run_path(words[1], run_name="__main__")
     elif words[0] == "torchrun":
         run_on_ranks(words[1:])
+    elif words[:3] == ["python", "-m", "pytest"]:
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        done = subprocess.run([sys.executable, *words[1:]], env=variables, capture_output=True, text=True, check=False)
+        sys.stdout.write(done.stdout + done.stderr)
+        raise SystemExit(done.returncode)
     elif words[:3] == ["pip", "install", "-e"]:
         install(Path(words[3]))
     else:
