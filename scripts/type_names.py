@@ -17,7 +17,8 @@ MARK = "\n# Names of our own plugins, for editors and type checkers; scripts/typ
 
 def components() -> Iterator[tuple[str, str, str, str]]:
     """Yield kind, name, module and attribute of every component of the house."""
-    for manifest in sorted(ROOT.glob("**/src/*/twinkle-plugin.toml")):
+    below = (path for depth in ("*", "plugins/*") for path in ROOT.glob(f"{depth}/src/*/twinkle-plugin.toml"))
+    for manifest in sorted(below):
         for component in tomllib.loads(manifest.read_text("utf-8")).get("component", ()):
             module, _, attribute = component["ref"].partition(":")
             yield component["kind"], component["name"], module, attribute

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, distributions
@@ -68,11 +68,17 @@ def _shared() -> set[str]:
     return {entry for entry, names in owners.items() if len(names) > 1}
 
 
-def run(command: Sequence[str | Path], folder: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder`, away from the checkout, on one thread, with a home and caches of its own."""
+def run(
+    command: Sequence[str | Path], folder: Path, *, check: bool = True, more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder`, away from the checkout, on one thread, with a home and caches of its own.
+
+    `more` are further environment variables.
+    """
     ours = ("TWINKLE", "PYTHON", "VIRTUAL_ENV", "PYTEST")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     variables |= {"HOME": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    variables |= more or {}
     argv = [str(part) for part in command]
     done = subprocess.run(argv, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
     if check and done.returncode:
@@ -86,14 +92,20 @@ class Environment:
 
     folder: Path
 
-    def run(self, command: str, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: str, *arguments: str | Path, check: bool = True, more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a script of this environment, such as `python` or `twinkle`."""
-        return run([self.folder / "bin" / command, *arguments], self.folder, check=check)
+        return run([self.folder / "bin" / command, *arguments], self.folder, check=check, more=more)
 
-    def install(self, wheels: Path, *names: str) -> None:
-        """Install wheels out of a folder by pip, as a user would, looking nowhere else."""
+    def install(self, wheels: Path, *names: str, dependencies: bool = False) -> None:
+        """Install wheels out of a folder by pip, as a user would, looking nowhere else.
+
+        With `dependencies` pip must find in that folder, or installed already, all that they declare.
+        """
         pip = [sys.executable, "-m", "pip", "--python", self.folder / "bin" / "python", "--disable-pip-version-check"]
-        run([*pip, "install", "--quiet", "--no-deps", "--no-index", "--find-links", wheels, *names], self.folder)
+        alone = [] if dependencies else ["--no-deps"]
+        run([*pip, "install", "--quiet", *alone, "--no-index", "--find-links", wheels, *names], self.folder)
 
 
 View = Callable[[Iterable[str]], Path]

@@ -1,0 +1,1 @@
+"""A sampler and a hook of Acme."""

@@ -1,0 +1,1 @@
+"""Focal loss, as a repository of a Hub."""
