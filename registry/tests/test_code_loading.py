@@ -52,7 +52,7 @@ def test_code_is_refused_with_the_command_that_would_trust_this_very_commit(hub:
     commit = hub.push("acme/focal", BARE)
     with pytest.raises(NotTrusted) as error:
         registry.resolve("hf://acme/focal", "loss")
-    assert f"trust this commit of it with: twinkle plugins add hf://acme/focal@{commit}\n" in str(error.value)
+    assert str(error.value).endswith(f"trust this commit of it with: twinkle plugins add hf://acme/focal@{commit}")
     assert hub.asked == ["commit_of acme/focal"], "nothing is downloaded before the policy was asked"
 
 

@@ -1,6 +1,8 @@
 """Who may run code: `[trust]` of the project and of the user, the switch for the bold, redirects, signatures."""
 
 import base64
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,18 @@ def test_an_allowed_publisher_runs_what_the_branch_is_now(hub: Any, registry: Re
     hub.push("acme/focal", {"__init__.py": FOCAL + "# new"})
     second = registry.resolve("hf://acme/focal", "loss")
     assert first.__module__ != second.__module__
+
+
+def test_what_is_allowed_unpickles_elsewhere_under_the_same_policy_only(
+    hub: Any, registry: Registry, site: Any
+) -> None:
+    trust('allow = ["hf://acme/*"]')
+    hub.push("acme/word", {"__init__.py": "class Word:\n    text = 'allowed'\n"})
+    pickled = pickle.dumps(registry.resolve("hf://acme/word#Word", "optimizer"))
+    command = [sys.executable, "-c", "import pickle, sys; print(pickle.load(sys.stdin.buffer).text)"]
+    assert subprocess.run(command, input=pickled, capture_output=True, check=True).stdout == b"allowed\n"
+    trust('allow = ["hf://other/*"]')
+    assert b"nobody has allowed" in subprocess.run(command, input=pickled, capture_output=True).stderr
 
 
 def test_one_commit_may_be_allowed(hub: Any, registry: Registry) -> None:

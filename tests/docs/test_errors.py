@@ -1,5 +1,6 @@
 """Each row of the table in docs/errors.md is a mistake that is made here: the error and its message are compared."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from twinkle import DeviceMesh, errors, initialize, registry
+from twinkle.cli import main
 from twinkle.data_format import SamplingParams
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
@@ -94,6 +96,45 @@ def _() -> None:
 @mistake("a folder that is not there, uploaded")
 def _() -> None:
     model().upload_to_hub("checkpoint-1", "hf://org/name")
+
+
+def published() -> str:
+    folder = Path("acme-focal").absolute()
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from twinkle.loss import Loss\n\n\nclass Focal(Loss): ...\n", "utf-8")
+    return f"file://{folder}"
+
+
+@mistake("code from a Hub that nobody added")
+def _() -> None:
+    registry().resolve(published(), "loss")
+
+
+@mistake("code from a Hub of which one byte was changed")
+def _() -> None:
+    reference = published()
+    assert main(["plugins", "add", reference, "--yes"], standalone_mode=False) in (0, None)
+    (stored,) = Path(os.environ["TWINKLE_CACHE_DIR"]).glob("code/trees/*/files/__init__.py")
+    stored.write_bytes(stored.read_bytes()[:-1] + b" ")
+    registry().resolve(reference, "loss")
+
+
+@mistake("a plugin that is not locked, in a frozen run")
+def _() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWINKLE_FROZEN", "1")
+        registry.cache_clear()
+        try:
+            registry().resolve("CrossEntropyLoss", "loss")
+        finally:
+            registry.cache_clear()
+
+
+@mistake("a lock that is half there")
+def _() -> None:
+    Path("twinkle.lock").write_text("schema = 1\n[[hub]]\nreference = \"hf://acme/focal\n", "utf-8")
+    registry.cache_clear()
+    registry()
 
 
 @mistake("an unknown key in `twinkle.toml`")

@@ -86,6 +86,12 @@ def test_add_shows_what_there_is_asks_and_locks(repository: str, call: Call) -> 
     assert (Path(plain["file"]).name, plain["line"]) == ("focal.py", 5)
 
 
+def test_a_folder_may_be_named_by_its_path(repository: str, call: Call) -> None:
+    assert call("plugins", "add", "../hub/acme-focal", "--yes").exit_code == 0
+    assert call("plugins", "remove", repository).stdout == f"no longer trusted: {repository}\n"
+    assert "there is no folder" in call("plugins", "add", "../hub/acme-fokal", "--yes").stderr
+
+
 def test_nobody_who_answers_is_no_yes(repository: str, call: Call) -> None:
     result = call("plugins", "add", repository)
     assert result.exit_code == 2

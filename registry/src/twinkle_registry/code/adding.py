@@ -54,7 +54,7 @@ class Keeper:
         self._registry, self._open_hub, self._decide = registry, open_hub, decide
 
     def add(self, asked: str) -> Proposal | None:
-        """Trust what a text names: `scheme://repo@revision`, `./file.py` or an installed distribution.
+        """Trust what a text names: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
 
         Returns:
             What was accepted, or None if it was declined; then nothing has changed.
@@ -64,6 +64,8 @@ class Keeper:
         path = asked.rpartition(":")[0] if ".py:" in asked else asked
         if path.endswith(".py"):
             return self._add_file(path)
+        if asked.startswith((".", "/", "~")):
+            return self.add(_folder(asked))
         return self._add_distribution(asked)
 
     def renew(self) -> list[Proposal]:
@@ -167,6 +169,14 @@ def remove(asked: str) -> list[str]:
 
     change_lock(change)
     return removed
+
+
+def _folder(asked: str) -> str:
+    """Return the reference that means a local folder."""
+    folder = Path(asked).expanduser().resolve()
+    if not folder.is_dir():
+        raise ComponentNotFound(f"add {asked}: there is no folder {folder}; a Python file ends in .py")
+    return f"file://{folder.as_posix()}"
 
 
 def _keys(lock: Lock) -> list[str]:

@@ -152,6 +152,6 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
     if locked or policy.allows(origin):
         return ""
     return (
-        f"nobody has allowed code from {origin.place}{moved} to run here; look at it and trust this commit of it with: "
-        f"twinkle plugins add {origin}\n  (other ways: [trust] allow in twinkle.toml, or {TRUST_VARIABLE}=1 for all)"
+        f"nobody has allowed code from {origin.place}{moved} to run here, neither by [trust] allow in twinkle.toml nor "
+        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
     )

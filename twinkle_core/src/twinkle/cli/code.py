@@ -23,8 +23,9 @@ _yes = click.option("--yes", is_flag=True, help="Accept without being asked.")
 def add(ctx: click.Context, references: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Show what code is and does, ask, and write it to twinkle.lock.
 
-    REFERENCE is `hf://org/repo`, `hf://org/repo@revision`, `./file.py` or the name of an installed plugin. With --json
-    and without --yes nothing is asked and nothing changes; exit code 1 if something was not accepted.
+    REFERENCE is `hf://org/repo`, `hf://org/repo@revision`, `./folder` (the same as `file:///path/to/folder`),
+    `./file.py` or the name of an installed plugin. With --json and without --yes nothing is asked and nothing changes;
+    exit code 1 if something was not accepted.
     """
     shown: list[Proposal] = []
     keeper = _keeper(shown, yes=yes, as_json=as_json)
