@@ -15,7 +15,7 @@ BIG = b"0" * 12_000_000  # the client of Hugging Face writes pieces of 10 MB
 @pytest.fixture(autouse=True)
 def _faults_end(hub: FakeHub):
     yield
-    hub._faults.clear()
+    hub.mend()
 
 
 def test_a_model_comes_whole_and_is_not_fetched_twice(hub: FakeHub, client: Any, scheme, name, asked) -> None:
@@ -58,7 +58,11 @@ def test_weights_that_nothing_reads_are_left_out(hub: FakeHub, client: Any, sche
     assert client(names, id=id + "-old", options={}) == ["config.json", "pytorch_model.bin"]
     small = {"download_model": False, "ignore_patterns": "sub/*"}
     assert client(names, id=id, options=small) == ["config.json", "tokenizer.json"]
-    assert client(names, id=id, options={}) == ["config.json", "model.safetensors", "sub/notes.txt", "tokenizer.json"]
+    whole = ["config.json", "model.safetensors", "sub/notes.txt", "tokenizer.json"]
+    assert client(names, id=id, options={}) == whole
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert client(names, id=id, options={}, environment=offline) == whole
+    assert client(names, id=id + "-old", options={}, environment=offline) == ["config.json", "pytorch_model.bin"]
 
 
 def test_single_files_come_alone_and_a_pattern_without_a_match_names_the_nearest(hub, client, scheme, name) -> None:
@@ -68,6 +72,10 @@ def test_single_files_come_alone_and_a_pattern_without_a_match_names_the_nearest
     assert client(one, id=f"{scheme}://{name}", patterns=["config.json"])["config.json"] == "{}"
     with pytest.raises(client.told, match=r"HubError: .*no file matches 'confg.json'; it has config.json"):
         client(one, id=f"{scheme}://{name}", patterns="confg.json")
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert "config.json" in client(one, id=f"{scheme}://{name}", patterns="*.json", environment=offline)
+    with pytest.raises(client.told, match=r"HF_HUB_OFFLINE is set, and the cache holds nothing (of it|that matches 'model)"):
+        client(one, id=f"{scheme}://{name}", patterns="model.safetensors", environment=offline)
 
 
 def test_a_renamed_repository_is_followed(hub: FakeHub, client: Any, scheme, name, asked) -> None:
@@ -122,7 +130,7 @@ def test_a_repository_that_vanishes_is_told_and_the_next_call_goes_on(hub, clien
     offline = {"HF_HUB_OFFLINE": "1"}
     with pytest.raises(client.told, match=r"HF_HUB_OFFLINE is set, and the cache holds only a part of it"):
         client("HubOperation.download_model(id)", id=f"{scheme}://{name}", environment=offline)
-    hub._faults.clear()
+    hub.mend()
     folder = client("HubOperation.download_model(id)", id=f"{scheme}://{name}")
     assert client("size(path)", path=f"{folder}/model.safetensors") == len(BIG)
     assert len(asked("GET", "config.json")) == 1

@@ -189,13 +189,22 @@ class HFHub(RemoteHub):
         files = [(file.rfilename, file.size or 0) for file in found.siblings or ()]
         return Listing(found.id, found.sha, files)
 
-    def _cached(self, wanted: HubReference, repo_type: str) -> Path | None:
+    def _cached(
+        self, wanted: HubReference, repo_type: str, allow: list[str] | None = None, ignored: Sequence[str] = ()
+    ) -> Path | None:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         revision = wanted.revision or None
         try:
-            found = snapshot_download(wanted.repo, repo_type=repo_type, revision=revision, local_files_only=True)
+            found = snapshot_download(
+                wanted.repo,
+                repo_type=repo_type,
+                revision=revision,
+                allow_patterns=allow,
+                ignore_patterns=list(ignored) or None,
+                local_files_only=True,
+            )
         except LocalEntryNotFoundError:
             return None
         return Path(found)

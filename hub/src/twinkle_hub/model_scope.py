@@ -216,7 +216,9 @@ class MSHub(RemoteHub):
         answer.raise_for_status()
         return answer
 
-    def _cached(self, wanted: HubReference, repo_type: str) -> Path | None:
+    def _cached(
+        self, wanted: HubReference, repo_type: str, allow: list[str] | None = None, ignored: Sequence[str] = ()
+    ) -> Path | None:
         api = self._api(None)
         from modelscope_hub.errors import CacheNotFound
 

@@ -4,6 +4,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +33,16 @@ class Listing(NamedTuple):
     repo: str
     commit: str
     files: list[tuple[str, int]]
+
+
+class _Look(NamedTuple):
+    """What is looked for in a cache: a repository, which files of it, and the note of a download that was cut off."""
+
+    wanted: HubReference
+    repo_type: str
+    allow: list[str] | None
+    ignored: list[str]
+    unfinished: Unfinished
 
 
 class RemoteHub(Hub):
@@ -67,7 +78,7 @@ class RemoteHub(Hub):
         def ignored(listing: Listing | None) -> list[str]:
             if not weights:
                 return [*_WEIGHTS, *extra]
-            safe = listing is not None and any(path.endswith(".safetensors") for path, _ in listing.files)
+            safe = listing is None or any(path.endswith(".safetensors") for path, _ in listing.files)
             return [*_OTHER_FORMATS, *(_PICKLED if safe else ()), *extra]
 
         return self._fetched(wanted, "model", None, ignored, token)
@@ -95,12 +106,13 @@ class RemoteHub(Hub):
     ) -> Path:
         self._check_allowed()
         unfinished = Unfinished(str(wanted), repo_type, repr(allow))
+        look = _Look(wanted, repo_type, allow, ignored(None), unfinished)
         if is_offline():
-            return self._from_cache(wanted, repo_type, unfinished, f"{wanted}: HF_HUB_OFFLINE is set")
+            return self._from_cache(look, f"{wanted}: HF_HUB_OFFLINE is set")
         try:
             listing = self._listing(wanted, repo_type, token)
         except Unreachable as error:
-            folder = self._from_cache(wanted, repo_type, unfinished, error.reason)
+            folder = self._from_cache(look, error.reason)
             from twinkle.logging import get_logger
 
             get_logger().warning("%s; using the copy in the cache, %s", error.reason, folder)
@@ -113,25 +125,27 @@ class RemoteHub(Hub):
             get_logger().warning("%s has moved to %s://%s; write that", wanted, wanted.scheme, listing.repo)
         if allow:
             self._check_patterns(wanted, allow, listing)
-        new = bool(unfinished) or self._cached(wanted, repo_type) is None
+        leave = ignored(listing)
+        new = bool(unfinished) or self._cached(wanted, repo_type, allow, leave) is None
         with told(self._talk(wanted, token)), shown(str(wanted), new=new), unfinished.begun():
-            return self._snapshot(wanted, repo_type, allow, ignored(listing), token)
+            return self._snapshot(wanted, repo_type, allow, leave, token)
 
-    def _from_cache(self, wanted: HubReference, repo_type: str, unfinished: Unfinished, why: str) -> Path:
-        folder = None if unfinished else self._cached(wanted, repo_type)
+    def _from_cache(self, look: "_Look", why: str) -> Path:
+        folder = None if look.unfinished else self._cached(look.wanted, look.repo_type, look.allow, look.ignored)
         if folder is None:
-            state = "only a part of it" if unfinished else "nothing of it"
+            state = "only a part of it" if look.unfinished else "nothing of it, or not all"
             raise Unreachable(f"{why}, and the cache holds {state}; fetch it once with a network")
+        held = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        if absent := [pattern for pattern in look.allow or () if not _matches(pattern, held)]:
+            raise Unreachable(f"{why}, and the cache holds nothing that matches {absent[0]!r}; fetch it with a network")
         return folder
 
     def _check_patterns(self, wanted: HubReference, allow: list[str], listing: Listing) -> None:
-        from fnmatch import fnmatch
-
         from twinkle_registry import nearest
 
         paths = [path for path, _ in listing.files]
         for pattern in allow:
-            if not any(fnmatch(path, pattern) or path.startswith(pattern.rstrip("/") + "/") for path in paths):
+            if not _matches(pattern, paths):
                 near = nearest(pattern, paths) or paths[:8]
                 raise HubError(f"{wanted}: no file matches {pattern!r}; it has {', '.join(near) or 'no file'}")
 
@@ -153,14 +167,20 @@ class RemoteHub(Hub):
         """Ask the hub, once."""
 
     @abstractmethod
-    def _cached(self, wanted: HubReference, repo_type: str) -> Path | None:
-        """Return the folder in the client's cache, without the network."""
+    def _cached(
+        self, wanted: HubReference, repo_type: str, allow: list[str] | None = None, ignored: Sequence[str] = ()
+    ) -> Path | None:
+        """Return the folder in the client's cache, without the network, as far as the client can tell whole."""
 
     @abstractmethod
     def _snapshot(
         self, wanted: HubReference, repo_type: str, allow: list[str] | None, ignored: list[str], token: str | None
     ) -> Path:
         """Download."""
+
+
+def _matches(pattern: str, paths: list[str]) -> bool:
+    return any(fnmatch(path, pattern) or path.startswith(pattern.rstrip("/") + "/") for path in paths)
 
 
 def patiently(ask: Callable[[], T], talk: Talk) -> T:

@@ -48,7 +48,6 @@ class FakeHub:
 
     Attributes:
         requests: `METHOD path status` of every request so far.
-        host: the name under which clients reach it.
     """
 
     def __init__(self, tokens: Mapping[str, str] | None = None) -> None:
@@ -144,6 +143,10 @@ class FakeHub:
     def fail(self, pattern: str, status: int = 503, times: int = 1) -> None:
         """Answer with an error, at the next `times` matching requests."""
         self._faults.append(Fault("status", pattern, status, times))
+
+    def mend(self) -> None:
+        """Behave from now on, whatever was asked for before."""
+        self._faults.clear()
 
     def fault(self, request: str) -> Fault | None:
         """Return the misbehaviour that is due at this request, and count it."""
