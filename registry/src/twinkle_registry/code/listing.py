@@ -19,8 +19,10 @@ MAX_FILES = 2_000
 MAX_BYTES = 64 * 2**20
 MAX_SOURCE_BYTES = 2**20  # for one Python file; its syntax tree takes a hundred times as much memory
 MAX_PATH = 400
-# What version control and downloaders leave behind, and compiled code, which is never run.
-LEFT_OUT_FOLDERS = frozenset({".git", ".hg", ".svn", ".cache", "__pycache__"})
+# What version control, downloaders and tools leave behind, and compiled code, which is never run.
+LEFT_OUT_FOLDERS = frozenset(
+    {".git", ".hg", ".svn", ".cache", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+)
 LEFT_OUT_ENDINGS = (".pyc", ".pyo")
 DIGEST_IN_NAMES = 32
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<path>.+)")

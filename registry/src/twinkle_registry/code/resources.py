@@ -59,9 +59,9 @@ class CheckedPath:
         """Return the bytes, checked."""
         return self._tree.read(self._path)
 
-    def read_text(self, encoding: str | None = None) -> str:
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
         """Return the text, UTF-8 unless another encoding is named."""
-        return self.read_bytes().decode(encoding or "utf-8")
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
         """Open for reading, in text (`r`) or binary (`rb`) mode."""
