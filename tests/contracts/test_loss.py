@@ -139,6 +139,20 @@ class SilentWithout(Good):
         return super().__call__(inputs, outputs, advantages=kwargs.get("advantages", torch.ones(())))
 
 
+class Casting(Plain):
+    """Computes in float32, as losses of many code bases do."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return (terms.float() ** 2).sum()
+
+
+class CastingHeldConstant(Plain):
+    """The same with another gradient."""
+
+    def total(self, terms: Any, mask: Any) -> Any:
+        return (terms.detach().float() * terms.float()).sum()
+
+
 ADVANTAGES = {"row_inputs": {"advantages": torch.linspace(-1, 1, 24).reshape(4, 6)}}
 BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
     "shape": (Vector, {}),
@@ -161,6 +175,11 @@ BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
 def test_a_good_loss_passes(passes: Any) -> None:
     passes("loss", Good, **ADVANTAGES)
     passes("loss", Plain, {"declared_inputs"})
+
+
+def test_a_loss_that_casts_to_float32_is_held_to_what_float32_can(passes: Any, catches: Any) -> None:
+    passes("loss", Casting, {"declared_inputs"})
+    catches("loss", "gradient", CastingHeldConstant)
 
 
 def test_a_function_and_an_instance_are_held_to_the_same(passes: Any) -> None:

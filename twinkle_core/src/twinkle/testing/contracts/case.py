@@ -79,7 +79,7 @@ _OWN = ("component", "declared", "folder")
 
 def example_keys(case: type[Case]) -> list[str]:
     """Return the keys that an example of this kind may have."""
-    return [f.name for f in fields(case) if f.name not in _OWN]
+    return [f.name for f in fields(case) if f.init and f.name not in _OWN]
 
 
 def check_example(case: type[Case], example: Mapping[str, Any], what: str) -> None:

@@ -95,14 +95,16 @@ class Report:
     def text(self, *, everything: bool = False) -> str:
         """Return the summary with every failure and every skip below it, and with `everything` what passed too."""
         lines = [self.summary]
-        reasons: dict[str, list[str]] = {}
-        for result in self.results:
-            if result.outcome == "skipped":
-                reasons.setdefault(result.why, []).append(result.name)
-            elif result.outcome == "failed" or everything:
-                lines += [f"  {result.outcome:7}  {result.name}: {result.statement}", *_indented(result.why)]
-        for why, names in reasons.items():
-            lines += [f"  skipped  {', '.join(names)}", *_indented(why)]
+        if everything:
+            lines += [f"  passed   {result.name}: {result.statement}" for result in self.passed]
+        for of in (self.failed, self.skipped):
+            by_reason: dict[str, list[CheckResult]] = {}
+            for result in of:
+                by_reason.setdefault(result.why, []).append(result)
+            for why, results in by_reason.items():
+                first, names = results[0], ", ".join(result.name for result in results)
+                alone = len(results) == 1 and first.outcome == "failed"
+                lines += [f"  {first.outcome:7}  {names}{': ' + first.statement if alone else ''}", *_indented(why)]
         return "\n".join(lines)
 
     def as_plain(self) -> dict[str, Any]:

@@ -143,9 +143,9 @@ def _cannot_be_built(case: Case) -> tuple[str, CheckResult | None]:
         case.build()
     except (Unsupported, RequirementMissing) as error:
         return str(error), None
-    except Exception as error:  # a constructor raises what it likes
+    except (Exception, SystemExit) as error:  # a constructor raises what it likes
         why = f"{type(error).__name__}: {error}"
-        arguments = case.kwargs or getattr(case, "make", None)
+        arguments = case.kwargs or getattr(case, "make", None) or isinstance(error, ComponentTypeError)
         hint = "" if arguments else "; if it needs arguments, give them as kwargs= of its example"
         failed = CheckResult("build", "It can be built from its example.", "failed", why + hint, error=error)
         return "it could not be built", failed
@@ -165,7 +165,7 @@ def _result(case: Case, check: Contract) -> CheckResult:
         return ended("skipped", str(reason))
     except Violation as violation:
         return ended("failed", str(violation), violation)
-    except Exception as error:  # whatever the component raises
+    except (Exception, SystemExit) as error:  # whatever the component raises
         return ended("failed", f"it raised {type(error).__name__}: {error}", error)
     return ended("passed")
 

@@ -144,21 +144,30 @@ def _make_importable(package: Path) -> None:
 
 
 def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
-    from twinkle._registry import registry
     from twinkle.kinds import KINDS
 
     if kind:
         return [(text, kind)]
     place, _, name = text.rpartition(":")
     from twinkle_registry.files import import_file
+    from twinkle_registry.importing import attribute
 
-    found = getattr(import_file(place, asked=repr(text)), name, None)
-    contracts = {k: registry().contract(k) for k, about in KINDS.items() if about.contract}
+    module = import_file(place, asked=repr(text))
+    found = attribute(module, name, asked=repr(text), absent=ComponentNotFound, shown=place)
+    contracts = {of: _imported(about.contract) for of, about in KINDS.items() if about.contract}
     bases = getattr(found, "__mro__", type(found).__mro__)
     fitting = [of for base in bases for of, contract in contracts.items() if base is contract]
     if not fitting:
         raise ArgumentError(f"{text} does not say by a base class what it is; give its kind: --kind loss")
     return [(text, fitting[0])]
+
+
+def _imported(contract: str) -> Any:
+    """Return a contract that is imported already, as that of a class is; else None."""
+    import sys
+
+    module, _, name = contract.partition(":")
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
 def _spec(thing: Any, kind: str) -> ComponentSpec | None:
