@@ -325,7 +325,7 @@ def test_a_run_that_is_refused_on_ranks_leaves_no_folder(house: House) -> None:
     assert "Error [rank 1]: loss 'CrossEntropyLos'" in house.output
     assert list((house.folder / "runs").iterdir()) == []
     assert house.begin("wrong", "--mesh.dp", "3", ranks=2) == [2, 2]
-    assert "2 processes run" in house.output
+    assert "torchrun has started 2 processes" in house.output
 
 
 def test_torchrun_itself_starts_the_ranks(house: House) -> None:

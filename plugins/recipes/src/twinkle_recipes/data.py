@@ -53,8 +53,8 @@ def loaders(config: SFTConfig) -> tuple[Any, Any]:
     if data.separate_eval:
         name, split = data.eval_id or data.id, data.eval_split or data.split
         held_out = _loader(_dataset(data, name, split, None), config, name, None, shuffle=False)
-    rows: Wanted = parse_slice(data.slice) if is_stream(data) else _selected_rows(data)
-    if data.eval_fraction and not data.separate_eval and not isinstance(rows, slice):
+    rows: list[int] | slice = parse_slice(data.slice) if is_stream(data) else _selected_rows(data)
+    if data.eval_fraction and not data.separate_eval and isinstance(rows, list):
         chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed))
         own = sorted(chosen)
         held_out = _loader(_dataset(data, data.id, data.split, own), config, data.id, own, shuffle=False)

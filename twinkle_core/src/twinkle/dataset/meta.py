@@ -39,10 +39,11 @@ class DatasetMeta:
 
     def __post_init__(self) -> None:
         """Keep the indices of an iterator, which could be read only once; refuse what names no data set."""
-        if not isinstance(self.dataset_id, str | PathLike):
-            found = type(self.dataset_id).__name__
+        given: object = self.dataset_id
+        if not isinstance(given, str | PathLike):
             raise ArgumentError(
-                f"dataset_id is a {found}, not a text; rows in memory go into data: DatasetMeta(data=rows)"
+                f"dataset_id is a {type(given).__name__}, not a text; rows in memory go into data: "
+                "DatasetMeta(data=rows)"
             )
         self.data_slice = _kept(self.data_slice)
 
