@@ -44,6 +44,16 @@ def kinds() -> str:
     return _table(("kind", "contract", "what it does"), rows)
 
 
+def scaffolds() -> str:
+    """What each scaffold of `twinkle plugins new` holds."""
+    from twinkle_templates import baking
+
+    facts = {name: baking.SCAFFOLD / "kinds" / name / "facts.yml" for name in baking.scaffolds()}
+    summary = re.compile(r"^summary: (.*)$", re.MULTILINE)
+    rows = [(f"`{name}`", summary.findall(path.read_text("utf-8"))[0]) for name, path in facts.items()]
+    return _table(("kind", "its component"), rows)
+
+
 def hooks() -> str:
     """Every lifecycle hook, with its arguments."""
     from twinkle import hookspecs
@@ -228,6 +238,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "kinds": kinds,
+    "scaffolds": scaffolds,
     "hooks": hooks,
     "hook specs": hook_specs,
     "contracts": contracts,
