@@ -230,7 +230,7 @@ def test_a_run_may_start_afresh_from_a_checkpoint(values: dict[str, Any]) -> Non
 
 
 def test_resuming_from_nothing_says_what_to_give(values: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint with optimizer state"):
+    with pytest.raises(CheckpointError, match="there is no such folder"):
         train(values, resume_from=str(tmp_path / "absent"))
 
 
