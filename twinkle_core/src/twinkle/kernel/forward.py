@@ -1,0 +1,50 @@
+"""What stands in a layer as its `forward` while a kernel has its place."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class KernelForward:
+    """The forward of one layer, computed by a kernel; survives deep copies and pickling together with its layer.
+
+    A kernel that is a `torch.nn.Module` class gets as `self` an object of that class that shares the layer's
+    attributes: parameters, buffers and submodules are the layer's own, whatever has been put in their place since.
+
+    Args:
+        layer: whose forward it is.
+        kernel: a module class, or a function that takes the layer and the arguments of its forward.
+    """
+
+    def __init__(self, layer: Any, kernel: Any) -> None:
+        self.layer, self.kernel = layer, kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the layer's own forward computes."""
+        kernel = self.kernel
+        if not is_layer_class(kernel):
+            return kernel(self.layer, *args, **kwargs)
+        twin = object.__new__(kernel)
+        object.__setattr__(twin, "__dict__", self.layer.__dict__)
+        return kernel.forward(twin, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the layer's own forward, which callers look at."""
+        own: Callable[..., Any] = type(self.layer).forward
+        return inspect.signature(own.__get__(self.layer))
+
+    def __repr__(self) -> str:
+        return f"<forward of {type(self.layer).__name__} by {kernel_name(self.kernel)}>"
+
+
+def is_layer_class(kernel: Any) -> bool:
+    """Say whether a kernel is a class of layers, whose `forward` is what counts."""
+    from torch import nn
+
+    return isinstance(kernel, type) and issubclass(kernel, nn.Module)
+
+
+def kernel_name(kernel: Any) -> str:
+    """Return how messages name a kernel."""
+    return str(getattr(kernel, "__qualname__", type(kernel).__qualname__))

@@ -1,0 +1,270 @@
+"""Puts kernels in place of layers and functions, and back."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from twinkle.errors import ArgumentError, PatchError
+from twinkle.kernel.forward import KernelForward, kernel_name
+from twinkle.kernel.mapping import Key, check_mapping, kernel_for, key_name, warn_left_alone
+from twinkle.patch import record
+from twinkle.patch.base import Patch
+from twinkle.platform import Platform
+
+
+class Replacement(NamedTuple):
+    """One thing to replace: the `forward` of a layer, or what a dotted path names."""
+
+    owner: Any
+    name: str
+    kernel: Any
+
+
+class Kernels(Patch):
+    """What `kernelize` does, as a patch, so that the record of patches has it.
+
+    Args:
+        mapping: what was asked for, by this and earlier calls.
+        plan: what that comes to.
+    """
+
+    changes = ("the forward of layers, and functions of libraries",)
+
+    def __init__(self, mapping: Mapping[Key, Any], plan: list[Replacement]) -> None:
+        self.mapping, self.plan = mapping, plan
+
+    def __call__(self, module: Any) -> Any:
+        """Apply the plan that was made for `module`, and return it."""
+        for owner, name, kernel in self.plan:
+            _check_free(owner, name, kernel)
+            self.replace(owner, name, kernel, create=True)
+        return module
+
+
+def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
+    """Put kernels in place of layers of a model and of functions of libraries.
+
+    Layers keep their class, parameters and names: only their `forward` is another, on the instance. Calling it again
+    adds to what is there, as `dict.update` does. Where anything fails, all is as before.
+
+    Args:
+        model: a `torch.nn.Module`, or a model or sampler of ours around one.
+        mapping: from a layer's class (layers of exactly that class) or a dotted path (what an importable module or
+            class has under that name, for the whole process) to a kernel: a class, a callable, `hub(...)`, the name
+            of a `kernel` component in any form, or a dict of those by device (`cpu`, `cuda`, `npu`, `mps`, `xpu`,
+            `default`). None takes `builtin_mapping(model)`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ArgumentError: the mapping is malformed, or a path names nothing.
+        Unsupported: a kernel does not run on the device of its layer.
+        PatchError: a patch, or another kernelized model, has the layer or function.
+        RequirementMissing: a package that a kernel needs is not installed.
+        NotTrusted: it is code from a Hub that nobody allowed.
+    """
+    if mapping is None:
+        from twinkle.kernel.builtin import builtin_mapping
+
+        mapping = builtin_mapping(model)
+    wanted, target = check_mapping(mapping), torch_module(model)
+    before = _inside(target)
+    merged = {key: value for a in before for key, value in a.patch.mapping.items()} | wanted
+    patch = Kernels(merged, list(_plan(merged, target, _device_of_all(model))))
+    _warn_nothing(wanted, target)
+    for application in reversed(before):
+        _undo(model, application)
+    try:
+        _apply(model, target, patch)
+    except BaseException:
+        for application in before:
+            _apply(model, application.target(), application.patch)
+        raise
+    return model
+
+
+def unkernelize(model: Any) -> Any:
+    """Put back what `kernelize` replaced in a model or in parts of it; everything is again what it was.
+
+    A deep or unpickled copy of a kernelized model is restored too. Without kernels nothing happens.
+
+    Args:
+        model: what `kernelize` was given, or what wraps it now.
+
+    Returns:
+        `model`.
+
+    Raises:
+        PatchError: somebody has set a replaced forward or function since: that value stays, the rest is restored. Or
+            the model is a part of one that was kernelized as a whole.
+    """
+    target = torch_module(model)
+    for application in reversed(_inside(target)):
+        _undo(model, application)
+    for layer in target.modules():
+        if isinstance(layer.__dict__.get("forward"), KernelForward):
+            if record.is_recorded(layer, "forward"):
+                raise PatchError(
+                    f"unkernelize: this {type(target).__name__} is a part of a model that was kernelized; give that"
+                )
+            del layer.__dict__["forward"]  # of a copy
+    return model
+
+
+def torch_module(model: Any) -> Any:
+    """Return the `torch.nn.Module` that is meant: the object itself, or what it has as `model`.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    from torch import nn
+
+    for found in (model, getattr(model, "model", None)):
+        if isinstance(found, nn.Module):
+            return found
+    raise ArgumentError(f"kernelize: {type(model).__name__} is no torch.nn.Module and has none as its .model")
+
+
+def layer_class(layer: Any) -> type:
+    """Return the class of a layer as its author wrote it: FSDP2 puts a subclass of its own in place of it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    cls = type(layer)
+    return cls.__mro__[2] if cls.__mro__[1] is FSDPModule else cls
+
+
+def device_of(module: Any) -> str:
+    """Return the type of the device of a module's first parameter or buffer, "" where it has none in any memory."""
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return "" if first is None or first.device.type == "meta" else str(first.device.type)
+
+
+def _plan(mapping: Mapping[Key, Any], target: Any, device: str | None) -> Iterator[Replacement]:
+    """Yield every replacement; each value is loaded once for each device."""
+    chosen: dict[tuple[Key, str], Any] = {}
+
+    def choose(key: Key, here: str, **options: bool) -> Any:
+        if (key, here) not in chosen:
+            chosen[key, here] = kernel_for(key, mapping[key], here, **options)
+            if chosen[key, here] is None:
+                warn_left_alone(key, mapping[key], here)
+        return chosen[key, here]
+
+    for layer in target.modules():
+        if (cls := layer_class(layer)) in mapping:
+            kernel = choose(cls, device or device_of(layer) or device_of(target) or Platform.device_prefix())
+            if kernel is not None:
+                yield Replacement(layer, "forward", KernelForward(layer, kernel))
+    for path in (key for key in mapping if isinstance(key, str)):
+        owner, name = _owner_of(path)
+        here = device or device_of(target) or Platform.device_prefix()
+        kernel = choose(path, here, replaces_class=isinstance(getattr(owner, name), type))
+        if kernel is not None:
+            yield Replacement(owner, name, kernel)
+
+
+def _owner_of(path: str) -> tuple[Any, str]:
+    """Return the module or class that has the last name of a dotted path, and that name."""
+    import inspect
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from twinkle_registry.naming import nearest_or_all
+
+    parts = path.split(".")
+    count = 0
+    try:
+        while count < len(parts) - 1 and find_spec(".".join(parts[: count + 1])) is not None:
+            count += 1
+    except ModuleNotFoundError:  # the last one found is a module and no package
+        pass
+    if not count:
+        raise ArgumentError(f"kernelize: {path!r}: there is no module {parts[0]!r} to import")
+    owner: Any = import_module(".".join(parts[:count]))
+    for index, part in enumerate(parts[count:], count):
+        if not hasattr(owner, part):
+            known = [name for name in dir(owner) if not name.startswith("__")]
+            raise ArgumentError(
+                f"kernelize: {path!r}: {'.'.join(parts[:index])} has no {part!r}; {nearest_or_all(part, known)}"
+            )
+        if index < len(parts) - 1:
+            owner = getattr(owner, part)
+    raw = inspect.getattr_static(owner, parts[-1])
+    if isinstance(raw, staticmethod | classmethod | property):
+        raise ArgumentError(f"kernelize: {path!r} is a {type(raw).__name__}, which cannot be replaced")
+    return owner, parts[-1]
+
+
+def _check_free(owner: Any, name: str, kernel: Any) -> None:
+    """Refuse to go over what somebody else has put there."""
+    if isinstance(kernel, KernelForward):
+        there = owner.__dict__.get(name)
+        if isinstance(there, KernelForward):
+            recorded = record.is_recorded(owner, name)
+            way = "unkernelize that first" if recorded else "call unkernelize on this copy first"
+            what = "of another kernelized model" if recorded else "a copy from a kernelized model"
+            raise PatchError(f"kernelize: this {type(owner).__name__} is {what} ({there!r}); {way}")
+        if there is not None and not record.is_recorded(owner, name):
+            raise PatchError(
+                f"kernelize: this {type(owner).__name__} has a forward of its own, {there!r}, which a kernel would "
+                "bypass; take it off first, and put it on again afterwards"
+            )
+    elif any(_has(a, owner, name) for a in _all()) and getattr(owner, name) is not kernel:
+        raise PatchError(
+            f"kernelize: another model has put {kernel_name(getattr(owner, name))} in place of {name} of "
+            f"{getattr(owner, '__name__', owner)}, which is one for the whole process; unkernelize that model first"
+        )
+
+
+def _all() -> list[record.Application]:
+    return [a for a in record.applications() if isinstance(a.patch, Kernels)]
+
+
+def _has(application: record.Application, owner: Any, name: str) -> bool:
+    return any(change.owner() is owner and change.name == name for change in application.changes)
+
+
+def _inside(target: Any) -> list[record.Application]:
+    """Return what was kernelized before: this module, and those that it wraps."""
+    parts = {id(module) for module in target.modules()}
+    return [a for a in _all() if id(a.target()) in parts]
+
+
+def _apply(model: Any, target: Any, patch: Kernels) -> None:
+    """Apply the patch by a model's own method where it has one: it may have to look at itself anew."""
+    from twinkle.patch import apply_patch
+
+    if torch_module(model) is target and model is not target and hasattr(model, "apply_patch"):
+        model.apply_patch(patch)
+    else:
+        apply_patch(target, patch)
+
+
+def _undo(model: Any, application: record.Application) -> None:
+    target = application.target()
+    whole = torch_module(model)
+    inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    if model is not whole and hasattr(model, "undo_patch") and target in (whole, inner):
+        model.undo_patch(application.patch)
+    else:
+        record.undo(application.patch, target)
+
+
+def _device_of_all(model: Any) -> str | None:
+    """Return the device that a model of ours computes on, where its parameters may not be yet."""
+    from torch import nn
+
+    device = None if isinstance(model, nn.Module) else getattr(model, "device", None)
+    return None if device is None else str(getattr(device, "type", device)).partition(":")[0]
+
+
+def _warn_nothing(wanted: Mapping[Key, Any], target: Any) -> None:
+    """Say so where no layer of the model is of a class that was asked for."""
+    from twinkle.logging import get_logger
+
+    asked = [key for key in wanted if not isinstance(key, str)]
+    there = {layer_class(module) for module in target.modules()}
+    if asked and not there.intersection(asked):
+        names, found = ", ".join(map(key_name, asked[:8])), ", ".join(sorted(cls.__name__ for cls in there)[:20])
+        get_logger().warning("kernelize: %s has no layer of class %s; it has %s", type(target).__name__, names, found)
