@@ -107,5 +107,5 @@ def test_a_run_that_does_not_say_how_it_began_cannot_go_on(run: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_found_first(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint with optimizer state"):
+    with pytest.raises(CheckpointError, match="there is no such folder"):
         whole_run(changed(tmp_path / "absent"))
