@@ -360,6 +360,16 @@ def test_a_slow_notifier_holds_nothing_up(tmp_path: Path) -> None:
     assert len(slow.heard) == 1
 
 
+def test_whoever_stops_a_script_is_not_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    twinkle.initialize(notifier=kept)
+    seen: list[Any] = []
+    monkeypatch.setattr(failures._watch, "_before", lambda kind, *_: seen.append(kind))
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    wait()
+    assert (kept.heard, seen) == ([], [KeyboardInterrupt])
+
+
 def test_a_forked_child_leaves_the_telling_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     twinkle.initialize(notifier=kept)
@@ -409,12 +419,6 @@ def test_a_script_that_fails_outside_of_a_run_is_told_before_it_ends(receiver: W
     (text,) = told(receiver)
     assert text.startswith("Twinkle: nightly failed\nValueError: no data\nscript ")
     assert "T0PSECRET" not in text + done.stdout + done.stderr
-
-
-def test_a_script_that_is_stopped_is_not_told(receiver: Web, tmp_path: Path) -> None:
-    code = "import twinkle\ntwinkle.initialize()\nraise KeyboardInterrupt\n"
-    assert "KeyboardInterrupt" in run(tmp_path, code, **environment(receiver)).stderr
-    assert told(receiver) == []
 
 
 def test_a_run_without_initialize_is_told_through_the_environment(receiver: Web, tmp_path: Path) -> None:
