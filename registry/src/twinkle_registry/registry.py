@@ -139,7 +139,8 @@ class Registry:
         notices = explain.vain_settings(self._settings, self.records, by_kind)
         for name, specs in self._commands_by_name().items():
             if len(specs) > 1:
-                ways = quoted(f"{spec.dist}/{name}" for spec in specs)
+                group, _, last = name.rpartition(" ")  # `plugins acme/new`, as it is typed
+                ways = quoted(f"{group} {spec.dist}/{last}".strip() for spec in specs)
                 notices.append(f"command {name!r} is offered by several plugins; they are called {ways}")
         return notices
 
