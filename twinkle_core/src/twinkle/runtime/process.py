@@ -1,6 +1,7 @@
 """The local runtime: everything lives in this process, alone or as one rank of several under torchrun."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 TIMEOUT = "TWINKLE_DIST_TIMEOUT_SECONDS"
+_LAST_TENSORS = 0.1
+"""Seconds that threads of gloo have at the end of the process; they need microseconds where a core is free."""
 
 
 class LocalRuntime(Runtime):
@@ -98,12 +101,15 @@ class LocalRuntime(Runtime):
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """Leave the process group at the end of the process: gloo aborts one that ends with its threads running.
+        """Leave the process group at the end of the process: gloo aborts one that ends with its threads at work.
 
         After an error it is left as it is, since leaving waits for whatever is under way, and the others wait for us.
         """
         if not has_failed():
             self.shutdown()
+            # Models keep groups alive, and a thread of theirs may still be about to let go of the last message's
+            # tensors. It needs the interpreter for that, and ends the process by SIGABRT if that is gone.
+            time.sleep(_LAST_TENSORS)
 
 
 def _backend(platform: type[Platform]) -> str:
