@@ -44,7 +44,7 @@ def sequential() -> dict[str, Any]:
     from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
     def make(optimizer: Any) -> Any:
-        parts = [ConstantLR(optimizer, factor=factor, total_iters=9) for factor in (0.1, 0.5)]
+        parts: list[Any] = [ConstantLR(optimizer, factor=factor, total_iters=9) for factor in (0.1, 0.5)]
         return SequentialLR(optimizer, parts, milestones=[3])
 
     return {"make": make}
