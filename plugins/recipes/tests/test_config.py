@@ -107,3 +107,15 @@ def test_the_mesh_is_that_of_the_configuration() -> None:
     mesh = SFTConfig.model_validate({"mesh": {"dp": 2, "fsdp": 3}}).device_mesh
     assert mesh is not None
     assert (mesh.get_dim_size("dp"), mesh.get_dim_size("fsdp"), mesh.world_size) == (2, 3, 6)
+
+
+def test_a_tracker_may_be_a_mapping_that_names_its_type() -> None:
+    from twinkle_recipes.plan import components
+
+    given = ["JsonlTracker", {"type": "TensorBoardTracker", "flush_seconds": 0}]
+    config = SFTConfig.model_validate({"trackers": given})
+    assert config.model_dump(mode="json")["trackers"] == given
+    names = [name for kind, name in components(config) if kind == "tracker"]
+    assert names == ["JsonlTracker", "TensorBoardTracker"]
+    with pytest.raises(ValueError, match="has no `type`"):
+        SFTConfig.model_validate({"trackers": [{"flush_seconds": 0}]})
