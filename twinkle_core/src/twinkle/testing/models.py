@@ -92,10 +92,13 @@ def tiny_model(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from twinkle.hub.quiet import quiet_transformers
+
     target = Path(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(architecture, **overrides), dtype=torch.float32)
-    model.save_pretrained(target)
+    with quiet_transformers():
+        model.save_pretrained(target)
     tiny_tokenizer(chat_template).save_pretrained(target)
     return target
