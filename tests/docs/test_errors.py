@@ -132,7 +132,7 @@ def _() -> None:
 
 @mistake("a lock that is half there")
 def _() -> None:
-    Path("twinkle.lock").write_text("schema = 1\n[[hub]]\nreference = \"hf://acme/focal\n", "utf-8")
+    Path("twinkle.lock").write_text('schema = 1\n[[hub]]\nreference = "hf://acme/focal\n', "utf-8")
     registry.cache_clear()
     registry()
 
