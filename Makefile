@@ -39,6 +39,7 @@ lint: install  ## Check format, style, types and the floors of the house
 
 format: install  ## Format the code, mend what ruff can mend, renew generated blocks
 	$(BIN)/python scripts/type_names.py
+	$(BIN)/python scripts/own_index.py
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 

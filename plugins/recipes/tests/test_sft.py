@@ -171,6 +171,8 @@ def test_the_plan_names_the_plugin_behind_every_part(values: dict[str, Any]) -> 
     assert parts["loss"]["asked"] == "./losses.py:Eventful"
     assert parts["loss"]["plugin"] == ""
     assert {"python", "torch", "transformers", "peft"} <= set(plan["packages"])
+    metrics = [part["asked"] for part in plan["parts"] if part["kind"] == "metric"]
+    assert metrics == ["LossMetric", "Accuracy", "TrainMetric"]
 
 
 def test_best_and_last_name_whole_checkpoints(values: dict[str, Any]) -> None:

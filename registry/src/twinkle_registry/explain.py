@@ -54,8 +54,9 @@ def not_found(
     records = [record for record in records if not dist or _is(record, dist)] if dist else list(records)
     unusable = [record for record in records if record.status != "ok"]
     for record in unusable:
-        if _offers(record, name, kind) or (dist and record.manifest is None):
-            return _unusable(record, f"{kind} {asked!r}")
+        offers = _offers(record, name, kind, by_kind)
+        if offers or dist:
+            return _unusable(record, f"{kind} {asked!r}", offers=offers)
     if dist and not records:
         plugins = {spec.dist for specs in by_kind.values() for found in specs.values() for spec in found}
         return ComponentNotFound(
@@ -103,16 +104,15 @@ def _is(record: PluginRecord, dist: str) -> bool:
     return canonical(dist) in (canonical(record.name), canonical(record.dist))
 
 
-def _offers(record: PluginRecord, name: str, kind: str) -> bool:
+def _offers(record: PluginRecord, name: str, kind: str, kinds: Iterable[str]) -> bool:
+    """Say whether a plugin would offer the name; one that it has under a kind that is none was meant to be of this."""
     return record.manifest is not None and any(
-        spec.name == name and spec.kind == kind for spec in record.manifest.components
+        spec.name == name and (spec.kind == kind or spec.kind not in kinds) for spec in record.manifest.components
     )
 
 
-def _unusable(record: PluginRecord, asked: str) -> TwinkleError:
-    text = f"{asked}: plugin {record.name} offers it but is {record.status}: {record.reason}"
-    if record.manifest is None:
-        text = f"{asked}: plugin {record.name} is {record.status}: {record.reason}"
+def _unusable(record: PluginRecord, asked: str, *, offers: bool) -> TwinkleError:
+    text = f"{asked}: plugin {record.name} {'offers it but ' if offers else ''}is {record.status}: {record.reason}"
     errors = {"broken": PluginBroken, "incompatible": PluginIncompatible}
     refused = isinstance(record.cause, NotTrusted)
     error: TwinkleError = NotTrusted(text) if refused else errors.get(record.status, ComponentNotFound)(text)

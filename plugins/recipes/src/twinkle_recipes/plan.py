@@ -10,6 +10,7 @@ from typing import Any
 from twinkle._registry import registry
 from twinkle.dataset import DatasetMeta
 from twinkle.hub import local_model
+from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
 from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.streams import check_stream
@@ -57,7 +58,7 @@ def components(config: SFTConfig) -> Iterator[tuple[str, str]]:
 
 
 def make_plan(config: SFTConfig) -> dict[str, Any]:
-    """Resolve every name and return the plan; nothing is built.
+    """Resolve every name and return the plan; nothing is built. Parts that nobody names come last.
 
     Returns:
         `parts`: kind, what was asked, plugin, its version and the place of the code, for each component;
@@ -71,7 +72,8 @@ def make_plan(config: SFTConfig) -> dict[str, Any]:
         found = registry().resolve(asked, kind)
         if isinstance(found, type):
             check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
-    return {"parts": [_part(kind, asked) for kind, asked in components(config)], "packages": _versions()}
+    named = [*components(config), *_unnamed(config)]
+    return {"parts": [_part(kind, asked) for kind, asked in dict.fromkeys(named)], "packages": _versions()}
 
 
 def write_plan(plan: dict[str, Any], folder: Path) -> None:
@@ -92,6 +94,17 @@ def _trackers(config: SFTConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     for tracker in config.trackers:
         given = {"type": tracker} if isinstance(tracker, str) else tracker
         yield given["type"], {name: value for name, value in given.items() if name != "type"}
+
+
+def _unnamed(config: SFTConfig) -> Iterator[tuple[str, str]]:
+    """Yield what takes part though nobody names it: the model's own metrics, and hubs."""
+    model = registry().resolve(config.model.type, "model")
+    yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
+    for place in (alias_of(config.model.id), config.data.id, config.data.eval_id or config.data.id):
+        is_path = scheme_of(place) is None and Path(place).expanduser().exists()
+        scheme = None if is_path else scheme_of(reference_of(place) or "")
+        if scheme is not None:
+            yield "hub", scheme
 
 
 def _part(kind: str, asked: str) -> dict[str, str]:

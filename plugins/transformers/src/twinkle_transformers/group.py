@@ -12,7 +12,8 @@ from twinkle import registry
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import TrainingStateError
 
-_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
+DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
+"""What is measured unless somebody changes it."""
 
 
 @dataclass
@@ -176,7 +177,7 @@ def new_group(name: str, mesh: Any = None, ranks: Any = None) -> OptimizerGroup:
     """
     group = OptimizerGroup(name, processor=registry().build("InputProcessor", "processor"))
     for status in (group.train_status, group.eval_status):
-        status.metrics = [build_metric(metric, mesh, ranks) for metric in _METRICS]
+        status.metrics = [build_metric(metric, mesh, ranks) for metric in DEFAULT_METRICS]
     return group
 
 

@@ -80,8 +80,11 @@ def _missing(registry: Registry) -> Iterator[Problem]:
     """Yield what components require and is not there; what an extra brings is missing for those who want it only."""
     dists = {record.name: record.dist for record in registry.records}
     lacking: dict[tuple[str, MissingRequirement], list[str]] = {}
+    known: dict[tuple[str, ...], list[MissingRequirement]] = {}  # most components of a plugin need the same
     for spec in _specs(registry):
-        for missing in missing_requirements(spec):
+        if spec.requires not in known:
+            known[spec.requires] = missing_requirements(spec)
+        for missing in known[spec.requires]:
             lacking.setdefault((spec.dist, missing), []).append(spec.name)
     for (plugin, missing), names in lacking.items():
         extra = _with_extra(missing.requirement, (dists[plugin], "twinkle-core"))

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from twinkle.data_format import InputFeature, ModelOutput, Trajectory
 
@@ -21,7 +21,12 @@ class TwinkleModel(ABC):
     `zero_grad` and `lr_step` act at backward k, 2k, 3k, ... and return at once in between; `flush=True` makes them act
     on an unfinished tail. Gradients are divided once, at the step, by the denominators that the losses returned over
     all ranks, micro-batches and accumulation steps, whether or not they are clipped.
+
+    Attributes:
+        default_metrics: components of kind `metric` that every adapter has from the start.
     """
+
+    default_metrics: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(self, *, inputs: Inputs, **kwargs: Any) -> ModelOutput:

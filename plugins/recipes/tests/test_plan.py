@@ -1,0 +1,33 @@
+"""The plan of a run: also what takes part though nobody names it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.plan import make_plan
+
+
+def parts(kind: str, model: str = "builtin://smollm2-135m-instruct", **data: str) -> list[tuple[str, str]]:
+    """Return what the plan says of one kind: what was asked, and the plugin."""
+    config = SFTConfig.model_validate({"model": {"id": model}, "data": data})
+    return [(part["asked"], part["plugin"]) for part in make_plan(config)["parts"] if part["kind"] == kind]
+
+
+def test_the_models_own_metrics_are_parts_of_a_run() -> None:
+    assert parts("metric") == [(name, "twinkle-metrics") for name in ("LossMetric", "Accuracy", "TrainMetric")]
+
+
+def test_each_hub_that_is_asked_is_a_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TWINKLE_MODEL_ID_ALIASES", raising=False)
+    (tmp_path / "here").mkdir()
+    shipped, ours = ("builtin", "twinkle-data"), "twinkle-hub"
+    assert parts("hub") == [shipped]
+    assert parts("hub", "here", id="here") == []
+    assert parts("hub", id="hf://acme/rows", eval_id="ms://acme/rows") == [shipped, ("hf", ours), ("ms", ours)]
+    monkeypatch.setenv("TWINKLE_DEFAULT_HUB", "hf")
+    assert parts("hub", "acme/model", id="here") == [("hf", ours)]
+    monkeypatch.setenv("TWINKLE_MODEL_ID_ALIASES", json.dumps({"acme/model": "here"}))
+    assert parts("hub", "acme/model", id="here") == []

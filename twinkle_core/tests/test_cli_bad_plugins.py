@@ -1,0 +1,109 @@
+"""What people get wrong in a plugin: each is told wherever it is looked for, and costs nobody else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from twinkle._registry import registry
+from twinkle.cli import main
+from twinkle.errors import ComponentConflict, PluginBroken, PluginIncompatible, TwinkleError
+
+Make = Callable[..., Path]
+LOSS = '\n[[component]]\nkind = "loss"\nname = "AcmeLoss"\nref = "{package}.parts:AcmeLoss"\n'
+WHOLE = "from twinkle.loss import Loss\n\n\nclass AcmeLoss(Loss):\n    def __call__(self, inputs, outputs): ...\n"
+
+
+@pytest.fixture(autouse=True)
+def neighbour(make_plugin: Make) -> None:
+    """A whole plugin, which must work in any case."""
+    make_plugin("acme_neighbour", LOSS.replace('"AcmeLoss"', '"NeighbourLoss"'), parts=WHOLE)
+
+
+def told(*args: str) -> str:
+    return CliRunner().invoke(main, ["plugins", *args]).output
+
+
+def used(error: type[TwinkleError]) -> str:
+    with pytest.raises(error) as raised:
+        registry().resolve("AcmeLoss", "loss")
+    assert registry().resolve("NeighbourLoss", "loss").__name__ == "AcmeLoss"
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "text"),
+    [
+        ("ref = ", "reff = ", 8, "component[0] 'AcmeLoss'.reff: unknown key, nearest: 'ref'"),
+        ('kind = "loss"', "kind = 3", 6, "component[0] 'AcmeLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
+        ('kind = "loss"', 'kind = "lsos"', 6, "component 'AcmeLoss' is of the unknown kind 'lsos', nearest: 'loss'"),
+        ("schema = 1", 'schema = "1"', 1, "schema: expected the number 1, found '1' (str)"),
+        ('ref = "acme_bad.parts:AcmeLoss"', 'ref = "bad plugin"', 8, "component[0] 'AcmeLoss'.ref: expected"),
+    ],
+)
+def test_a_wrong_manifest(old: str, new: str, line: int, text: str, make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
+    manifest = folder / "twinkle-plugin.toml"
+    manifest.write_text(manifest.read_text().replace(old, new))
+    registry.cache_clear()
+    (row,) = [row for row in json.loads(told("list", "--json")) if row["dist"] == "acme_bad"]
+    assert (row["status"], text in row["reason"]) == ("broken", True)
+    doctor = told("doctor")
+    assert f"line {line}: {text}" in doctor
+    assert f"edit {manifest}:" in doctor
+    with pytest.raises(TwinkleError, match=r"acme_bad") as raised:
+        registry().resolve("acme_bad/AcmeLoss", "loss")
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("core", "update"),
+    [(">=9", "'twinkle-core>=9'"), ("<0.1", "'twinkle-core<0.1'"), (">=0.1,<0.1.0", "'twinkle-core>=0.1,<0.1.0'")],
+)
+def test_a_plugin_for_a_newer_or_an_older_core(core: str, update: str, make_plugin: Make) -> None:
+    make_plugin("acme_bad", LOSS, core=core, parts=WHOLE)
+    way = f"needs twinkle-core {core}, installed is 0.1.0; run: pip install -U 'acme_bad' or pip install {update}"
+    assert way in told("list")
+    assert f"incompatible plugin: acme_bad: plugin acme_bad 1.0 {way}" in told("doctor")
+    assert way in used(PluginIncompatible)
+
+
+def test_two_providers_of_a_name(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plugin("acme_bad", LOSS, parts=WHOLE)
+    make_plugin("acme_worse", LOSS, parts=WHOLE)
+    text = (
+        "loss 'AcmeLoss' is offered by acme_bad and acme_worse; write 'acme_bad/AcmeLoss', "
+        'or set [plugins] prefer = { "loss:AcmeLoss" = "acme_bad" } in twinkle.toml, '
+        "or disable one: TWINKLE_PLUGINS_DISABLE=acme_worse"
+    )
+    assert f"duplicate provider: {text}" in told("doctor")
+    assert used(ComponentConflict) == text
+    assert registry().resolve("acme_bad/AcmeLoss", "loss").__module__ == "acme_bad.parts"
+    for name, value in (("PREFER", "loss:AcmeLoss=acme_worse"), ("DISABLE", "acme_bad")):
+        monkeypatch.setenv(f"TWINKLE_PLUGINS_{name}", value)
+        registry.cache_clear()
+        assert registry().resolve("AcmeLoss", "loss").__module__ == "acme_worse.parts"
+        monkeypatch.delenv(f"TWINKLE_PLUGINS_{name}")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (None, "there is no module 'acme_bad.parts', though its manifest says 'acme_bad.parts:AcmeLoss'"),
+        ("class AcmeLos: ...", "acme_bad.parts has no 'AcmeLoss'; nearest: 'AcmeLos'"),
+        ("raise ValueError('no licence key')", "importing acme_bad.parts failed: ValueError: no licence key"),
+        ("raise SystemExit(3)", "importing acme_bad.parts failed: SystemExit: 3"),
+        ("def f(:", "importing acme_bad.parts failed: SyntaxError: "),
+        ("import acme_telescope.lens", "it needs the module 'acme_telescope', which is not installed"),
+        ("from .lens import x", "it needs the module 'acme_bad.lens', which is not part of it"),
+    ],
+)
+def test_a_ref_that_cannot_be_imported(source: str | None, text: str, make_plugin: Make) -> None:
+    make_plugin("acme_bad", LOSS, **({} if source is None else {"parts": source}))
+    assert text in used(PluginBroken)
+    assert text in told("info", "AcmeLoss")
+    assert {row["status"] for row in json.loads(told("list", "--json")) if row["dist"] == "acme_bad"} == {"ok"}
+    promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest says ref = 'acme_bad.parts:AcmeLoss'"
+    assert (promised in told("doctor")) == (source is None)
