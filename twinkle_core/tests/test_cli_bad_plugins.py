@@ -107,3 +107,17 @@ def test_a_ref_that_cannot_be_imported(source: str | None, text: str, make_plugi
     assert {row["status"] for row in json.loads(told("list", "--json")) if row["dist"] == "acme_bad"} == {"ok"}
     promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest says ref = 'acme_bad.parts:AcmeLoss'"
     assert (promised in told("doctor")) == (source is None)
+
+
+def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plugin: Make) -> None:
+    needs = [["numpy", "acme-telescope>=3"], ["acme.telescope>=3", "other; python_version < '3'"], ["click[x]>=1"]]
+    parts = [LOSS.replace('"AcmeLoss"', f'"Loss{i}"') + f"requires = {json.dumps(needs[i])}\n" for i in range(3)]
+    make_plugin("acme_bad", "".join(parts), parts=WHOLE)
+    (row,) = [row for row in json.loads(told("list", "--json")) if row["name"] == "acme_bad"]
+    assert (row["status"], row["lacks"]) == ("ok", ["acme-telescope>=3", "acme.telescope>=3"])
+    lines = told("list").splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("acme_bad "))
+    assert lines[place + 1].startswith(
+        "  a part of it needs acme-telescope>=3, acme.telescope>=3, which is not here; see"
+    )
+    assert "lacks" in told("info", "acme_bad")

@@ -79,6 +79,7 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
         ("plugin", f"{record.name} {record.version}"),
         ("status", record.status),
         ("reason", record.reason),
+        ("lacks", ", ".join(plain["lacks"])),
         ("package", record.package),
         ("manifest", record.location),
         ("core", plain["core"]),

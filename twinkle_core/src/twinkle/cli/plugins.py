@@ -36,6 +36,10 @@ def list_plugins(as_json: bool) -> None:
         click.echo(line)
         if plain is not None and plain["reason"]:
             click.echo(f"  {' '.join(plain['reason'].split())}")
+        if plain is not None and plain["lacks"]:
+            click.echo(
+                f"  a part of it needs {', '.join(plain['lacks'])}, which is not here; see: twinkle plugins doctor"
+            )
 
 
 @plugins.command(short_help="Explain a plugin or a component.")
@@ -92,7 +96,12 @@ for command in (*COMMANDS, search, test):
 
 
 def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
-    """Return what `plugins list --json` says of one plugin; `kinds` maps a kind to the names offered."""
+    """Return what `plugins list --json` says of one plugin; `kinds` maps a kind to the names offered.
+
+    `lacks` are requirements of its components that are not installed.
+    """
+    from twinkle.cli.lacking import lacking
+
     kinds: dict[str, list[str]] = {}
     for spec in record.manifest.components if record.manifest else ():
         kinds.setdefault(spec.kind, []).append(spec.name)
@@ -101,6 +110,7 @@ def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
         "version": record.version,
         "status": record.status,
         "reason": record.reason,
+        "lacks": lacking(record),
         "dist": record.dist,
         "package": record.package,
         "location": record.location,
