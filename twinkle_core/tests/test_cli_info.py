@@ -96,6 +96,16 @@ def test_what_a_component_takes_and_what_it_means(make_plugin: Make) -> None:
         assert capability in text
 
 
+def test_a_long_signature_is_whole_and_wrapped(make_plugin: Make) -> None:
+    takes = ", ".join(f"argument_{number}: float = {number}.5" for number in range(9))
+    make_plugin("acme_long", COMPONENT, focal=f"class FocalLoss:\n    def __init__(self, {takes}, *, last): ...\n")
+    assert info("FocalLoss")["signature"] == f"FocalLoss({takes}, *, last)"
+    lines = shown("info", "FocalLoss").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("signature"))
+    assert max(len(line) for line in lines[first : first + 3]) <= 112
+    assert takes in " ".join(" ".join(lines[first : first + 4]).split())
+
+
 def test_the_options_model_is_listed_field_by_field(make_plugin: Make) -> None:
     folder = make_plugin("acme_options", COMPONENT, focal=FOCAL, focal_config=CONFIG)
     assert info("FocalLoss")["options"] == [

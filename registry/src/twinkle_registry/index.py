@@ -86,9 +86,9 @@ def index_entries() -> tuple[IndexEntry, ...]:
 
 
 def index_folder() -> Path:
-    """Return the folder of the index: beside this module in a wheel, `registry/index` in a checkout."""
+    """Return the folder of the index: `published` beside this module in a wheel, `registry/index` in a checkout."""
     here = Path(__file__).resolve()
-    shipped = here.parent / "index"
+    shipped = here.parent / "published"
     return shipped if shipped.is_dir() else here.parents[2] / "index"
 
 

@@ -1,9 +1,10 @@
 """What `twinkle plugins info` says of one plugin or component."""
 
+import textwrap
 from typing import Any
 
 from twinkle._registry import registry
-from twinkle.cli.signature import options_of_config, parameter_text, parameters_of, signature_text
+from twinkle.cli.signature import options_of_config, parameter_text, parameters_of
 from twinkle.cli.source import locate
 from twinkle.cli.text import pairs
 from twinkle.errors import ComponentNotFound
@@ -95,10 +96,10 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
 def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     location = locate(spec)
     missing = {m.requirement: str(m) for m in missing_requirements(spec)}
-    parameters, trouble = parameters_of(spec)
+    parameters, told = parameters_of(spec)
+    signature, trouble = ("", told) if parameters is None else (told, "")
     options, trouble_with_options = options_of_config(spec)
     record = next(r for r in registry().records if r.name == spec.dist)
-    signature = "" if parameters is None else signature_text(spec.name, parameters)
     plain = {
         "name": spec.name,
         "kind": spec.kind,
@@ -128,7 +129,7 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         ("summary", spec.summary),
         ("ref", spec.ref),
         ("file", f"{location[0]}:{location[1]}" if location else ""),
-        ("signature", signature if len(signature) <= _WIDTH else ""),
+        ("signature", textwrap.fill(signature, _WIDTH, subsequent_indent="  ", break_long_words=False)),
         ("takes", trouble if parameters is None else _listed(parameters) or "no arguments"),
         ("inputs", "\n".join(f"{name}: {dtype}" for name, dtype in spec.inputs.items())),
         ("config", spec.config),

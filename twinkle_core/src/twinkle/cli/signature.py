@@ -12,11 +12,12 @@ _ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)(?: \([^)]*\))?: *(?P<text>.*)")
 
 
 def parameters_of(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str]:
-    """Return the parameters of a component, which is imported for it, or None and the reason why they are not known.
+    """Return the parameters of a component, which is imported for it, and its signature on one line.
 
     Returns:
-        Of each parameter `name` (with its stars), `type`, `default` (source text, None without one), `required` and
-        `meaning` (from the `Args:` of the docstring).
+        None and the reason, where they cannot be known. Else, of each parameter `name` (with its stars), `type`,
+        `default` (source text, None without one), `required` and `meaning` (from the `Args:` of the docstring); and
+        `FocalLoss(gamma: float = 2.0)`.
     """
     try:
         found = registry().load(spec)
@@ -24,12 +25,12 @@ def parameters_of(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str
     except (TwinkleError, TypeError, ValueError) as error:
         return None, f"not known: {error}"
     meanings = _meanings(found)
-    return [_parameter(p, meanings) for p in signature.parameters.values()], ""
-
-
-def signature_text(name: str, parameters: list[dict[str, Any]]) -> str:
-    """Return `FocalLoss(gamma: float = 2.0)`."""
-    return f"{name}({', '.join(map(parameter_text, parameters))})"
+    parameters = [_parameter(p, meanings) for p in signature.parameters.values()]
+    texts = [parameter_text(parameter) for parameter in parameters]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    return parameters, f"{spec.name}({', '.join(texts)})"
 
 
 def parameter_text(parameter: dict[str, Any]) -> str:
