@@ -13,7 +13,7 @@ from twinkle.model import TwinkleModel
 from twinkle_registry import nearest
 from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.group import OptimizerGroup, build_for_ranks, build_metric, new_group
+from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup, build_for_ranks, build_metric, new_group
 from twinkle_transformers.loss_scaler import LossScaler
 from twinkle_transformers.optimizers import build_optimizer, build_scheduler, exchanged
 from twinkle_transformers.options import PRECISION, check_adapter
@@ -25,6 +25,7 @@ from twinkle_transformers.stepping import set_accumulation
 class Components(TwinkleModel):
     """Everything that is set before (or between) steps; each method is for one adapter, by default the active one."""
 
+    default_metrics = DEFAULT_METRICS
     model: Any
     model_path: Path
     device_mesh: Any

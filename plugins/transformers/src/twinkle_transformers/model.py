@@ -18,7 +18,7 @@ from twinkle_transformers import adapters, loop, saving
 from twinkle_transformers.backbone import IGNORE, check_batch
 from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
-from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup, Pass, Status
+from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.options import (
     PRECISION,
@@ -82,8 +82,6 @@ class TransformersModel(Components):
         ModelLoadError: the folder is missing, incomplete or corrupt.
         Unsupported: the mesh divides the model by other dimensions than dp and fsdp.
     """
-
-    default_metrics = DEFAULT_METRICS
 
     def __init__(
         self,
