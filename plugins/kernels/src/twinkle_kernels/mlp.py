@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _SILU = ("SiLU", "SiLUActivation")
@@ -48,6 +49,7 @@ class _Gated(torch.autograd.Function):
         return _act(gate, is_silu).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         by_gate, by_up = None, None

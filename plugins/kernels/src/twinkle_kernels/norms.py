@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RMSNormKernel(nn.Module):
@@ -53,6 +54,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed.mul_(weight) if normed.dtype == weight.dtype else weight * normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normed, grad, by_weight = x.float() * scale, None, None
@@ -73,6 +75,7 @@ class _ShiftedRMSNorm(torch.autograd.Function):
         return (x.float() * scale).mul_(weight.float() + 1).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normed, top = x.float() * scale, grads[0].float()
@@ -91,5 +94,5 @@ def _scale(x: Tensor, epsilon: float) -> Tensor:
 
 def _by_input(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient by the input; overwrites `grad`, a fresh tensor."""
-    along = torch.linalg.vecdot(grad, normed).div_(normed.shape[-1]).unsqueeze(-1)
+    along = (grad * normed).mean(-1, keepdim=True)
     return grad.addcmul_(normed, along, value=-1).mul_(scale)

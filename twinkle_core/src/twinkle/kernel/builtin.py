@@ -7,7 +7,7 @@ from typing import Any
 _PLAIN = {
     "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "granite": "Granite", "llama": "Llama",
     "ministral": "Ministral", "mistral": "Mistral", "olmoe": "Olmoe", "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "seed_oss": "SeedOss", "smollm3": "SmolLM3",
+    "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3",
 }  # fmt: skip
 """Families whose norm is `weight * normed`, by the name of their module and the prefix of their classes."""
 

@@ -89,11 +89,11 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
     from twinkle_registry.code.reference import Origin
 
     policy, asked = Policy.load(), f"kernel repository {repo!r}"
-    if reason := policy.forbids(f"hf://{repo}"):
+    if reason := policy.denies(f"hf://{repo}"):
         raise NotTrusted(f"{asked}: code from hf://{repo} is forbidden: {reason}; ask whoever keeps that file")
     place, commit = _whereabouts(repo, revision, api)
     origin = Origin.checked("hf", place, commit, asked=asked)
-    if reason := policy.forbids(origin.place, commit):
+    if reason := policy.denies(f"hf://{repo}", commit) or policy.forbids(origin):
         raise NotTrusted(f"{asked}: code from {origin} is forbidden: {reason}; ask whoever keeps that file")
     if not policy.allows(origin):
         raise NotTrusted(

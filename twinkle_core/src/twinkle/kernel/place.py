@@ -76,7 +76,8 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
     for application in reversed(before):
         _undo(model, application)
     try:
-        _apply(model, target, patch)
+        if patch.plan:
+            _apply(model, target, patch)
     except BaseException:
         for application in before:
             _apply(model, application.target(), application.patch)
