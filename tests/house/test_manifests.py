@@ -3,14 +3,13 @@
 import ast
 import tomllib
 from dataclasses import replace
-from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from sys import stdlib_module_names
 
 import pytest
 from environments import closure, import_all, link
-from house import MEMBERS, Member, imported
+from house import MEMBERS, Member, imported, providers_of_packages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -69,7 +68,6 @@ def plain_of(name: str) -> list[str]:
     return list(member.project["dependencies"])
 
 
-ABSENT = {"mlflow": ["mlflow-skinny"]}  # what is not installed here, with who provides it
 AT_WILL = {"local": {"torch"}}  # several processes need torch, one does not
 OWN = [spec for spec in SPECS if spec.ref.partition(".")[0] in {member.source.name for member in MEMBERS}]
 
@@ -89,7 +87,7 @@ def test_what_its_module_imports_later_is_required_too(spec: ComponentSpec) -> N
     tree = ast.parse(Path(str(module.origin)).read_text("utf-8"))
     theirs = {name for _, name in imported(tree)} - {*stdlib_module_names} - {member.source.name for member in MEMBERS}
     names = {canonicalize_name(Requirement(text).name) for text in declared(spec)} | AT_WILL.get(spec.name, set())
-    providers = ABSENT | dict(packages_distributions())
+    providers = providers_of_packages()
     assert {top for top in theirs if not names & {*map(canonicalize_name, providers.get(top, [top]))}} == set()
 
 

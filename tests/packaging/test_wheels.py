@@ -4,13 +4,12 @@ import ast
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from environments import View, closure, import_all
 from hatchling.builders.sdist import SdistBuilder
-from house import MEMBERS, ROOT, Member, imported, modules_below
+from house import MEMBERS, ROOT, Member, imported, modules_below, providers_of_packages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -51,7 +50,7 @@ def test_every_import_anywhere_in_the_code_is_declared(member: Member) -> None:
         canonicalize_name(Requirement(text).name) for m in (member, *floors) for text in m.requirements
     } | GUESTS
     allowed = {*sys.stdlib_module_names, member.source.name, *(other.source.name for other in floors)}
-    providers = packages_distributions()
+    providers = providers_of_packages()
     undeclared = {
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in member.source.rglob("*.py")
@@ -82,6 +81,9 @@ def test_a_wheel_carries_all_files_of_its_package(member: Member, unpacked: dict
     """Among them the manifest, `py.typed` and data."""
     left = {"__pycache__"}
     files = {p.relative_to(member.source) for p in member.source.rglob("*") if p.is_file() and not left & {*p.parts}}
+    for folder, place in member.settings["build"]["targets"]["wheel"].get("force-include", {}).items():
+        inside = Path(place).relative_to(member.source.name)
+        files |= {inside / p.relative_to(member.folder / folder) for p in (member.folder / folder).rglob("*")}
     package = unpacked[member.name] / member.source.name
     assert {p.relative_to(package) for p in package.rglob("*") if p.is_file()} == files
     assert Path("py.typed") in files

@@ -18,8 +18,8 @@ from packaging.utils import canonicalize_name
 
 TOOLS = MappingProxyType(SETTINGS["tool"])
 PACKAGES = {member.source.name for member in MEMBERS}
-SERVICES = {"wandb", "swanlab", "trackio", "mlflow"}
-"""Extras that only those need who have an account there; `make soak` tests each in an environment of its own."""
+ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu"}
+"""Extras for accounts and devices that this machine need not have; `make soak` and `make gpu` test what is there."""
 
 
 def metadata_of_wheel(project: Path, out: Path) -> Message:
@@ -77,17 +77,17 @@ def test_members_share_one_version_and_pin_each_other_to_it() -> None:
     assert pins == {f"twinkle-registry=={version}", f"twinkle-core=={version}"}
 
 
-def test_developers_get_every_member_with_all_its_extras_but_services() -> None:
+def test_developers_get_every_member_with_all_its_extras_but_those_of_elsewhere() -> None:
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
     found = [re.fullmatch(r"-e \./([\w/]+)(?:\[([\w,]+)\])?", line) for line in lines if line.startswith("-e")]
     listed = {match[1]: set((match[2] or "").split(",")) - {""} for match in found if match}
     wanted = {str(m.folder.relative_to(ROOT)): {*m.project.get("optional-dependencies", {})} for m in MEMBERS}
-    assert listed == {folder: extras - SERVICES for folder, extras in wanted.items()}
+    assert listed == {folder: extras - ELSEWHERE for folder, extras in wanted.items()}
 
 
 def test_the_extra_train_brings_what_the_members_have_as_extras() -> None:
     tables = [m.project.get("optional-dependencies", {}) for m in MEMBERS]
-    extras = [[texts for name, texts in table.items() if name not in SERVICES] for table in tables]
+    extras = [[texts for name, texts in table.items() if name not in ELSEWHERE | {"testing"}] for table in tables]
     plain = {text for member in MEMBERS for text in member.project["dependencies"]}
     every = {text for groups in extras for group in groups for text in group} - plain
     assert set(SETTINGS["project"]["optional-dependencies"]["train"]) == every

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,18 @@ class Member:
 
     @cached_property
     def project(self) -> dict[str, Any]:
-        project: dict[str, Any] = tomllib.loads((self.folder / "pyproject.toml").read_text("utf-8"))["project"]
+        project: dict[str, Any] = self._settings["project"]
         return project
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it is built: `[tool.hatch]`."""
+        found: dict[str, Any] = self._settings["tool"]["hatch"]
+        return found
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return tomllib.loads((self.folder / "pyproject.toml").read_text("utf-8"))
 
     @property
     def name(self) -> str:
@@ -51,6 +62,11 @@ def modules_below(folder: Path) -> list[str]:
     files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
     names = {".".join(file.parts[:-1] if file.name == "__init__" else file.parts) for file in files}
     return sorted(name for name in names if not name.endswith("__main__"))
+
+
+def providers_of_packages() -> dict[str, list[str]]:
+    """Return which distributions provide each top-level package; also of what is named here and not installed."""
+    return {"mlflow": ["mlflow-skinny"]} | dict(packages_distributions())
 
 
 def imported(node: ast.AST) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,6 @@ from itertools import count, islice
 from typing import Any, cast
 
 from twinkle._registry import registry
-from twinkle.dataset import Dataset, LazyDataset
 from twinkle.dataset.protocol import StreamLike
 from twinkle.errors import DataError
 from twinkle.logging import get_logger
@@ -209,6 +208,8 @@ def _check_labels(dataset: Any, data: DataConfig) -> None:
     Raises:
         DataError: there is no row, or no token of any row is trained.
     """
+    from twinkle.dataset import Dataset, LazyDataset
+
     if len(dataset) == 0:
         raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
     empty = sum(_teaches_nothing(dataset[index]) for index in range(len(dataset)))
