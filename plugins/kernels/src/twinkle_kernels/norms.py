@@ -48,16 +48,16 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        scale = _scale(x.float(), epsilon)
+        scale, normed = _normed(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        normed = (x.float() * scale).to(x.dtype)
+        normed = normed.to(x.dtype)
         return normed.mul_(weight) if normed.dtype == weight.dtype else weight * normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed, grad, by_weight = x.float() * scale, None, None
+        normed, grad, by_weight = _times(x, x.float(), scale), None, None
         if ctx.needs_input_grad[1]:
             by_weight = (grads[0] * normed.to(x.dtype)).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
@@ -70,15 +70,15 @@ class _ShiftedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        scale = _scale(x.float(), epsilon)
+        scale, normed = _normed(x, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return (x.float() * scale).mul_(weight.float() + 1).to(x.dtype)
+        return normed.mul_(weight.float() + 1).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        normed, top = x.float() * scale, grads[0].float()
+        normed, top = _times(x, x.float(), scale), grads[0].float()
         grad, by_weight = None, None
         if ctx.needs_input_grad[1]:
             by_weight = (top * normed).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
@@ -87,9 +87,19 @@ class _ShiftedRMSNorm(torch.autograd.Function):
         return grad, by_weight, None
 
 
-def _scale(x: Tensor, epsilon: float) -> Tensor:
-    """Return `(mean(x^2) + epsilon)^-1/2`, float32 `[..., 1]`."""
-    return x.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()  # as the layers do: the forward is theirs bit for bit
+def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return `(mean(x^2) + epsilon)^-1/2` `[..., 1]` and `x` times that, both float32 and nobody else's.
+
+    Computed in the order of the layers, so that the numbers are theirs.
+    """
+    wide = x.float()
+    scale = wide.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return scale, _times(x, wide, scale)
+
+
+def _times(x: Tensor, wide: Tensor, scale: Tensor) -> Tensor:
+    """Return `wide * scale`, in the memory of `wide` where that is a copy of `x`."""
+    return wide * scale if wide is x else wide.mul_(scale)
 
 
 def _by_input(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
