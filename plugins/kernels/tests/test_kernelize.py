@@ -240,6 +240,13 @@ def test_without_a_kernel_for_the_device_the_layer_stays_and_that_is_said_once(c
     unkernelize(found)
 
 
+def test_none_for_a_device_leaves_the_layer_without_a_word(caplog: Any) -> None:
+    found = model()
+    kernelize(found, {Scale: {"cpu": None, "default": ForCuda}})
+    assert torch.equal(found["one"](X), 2 * X + 1)
+    assert not caplog.records
+
+
 def test_without_memory_the_device_of_this_process_counts() -> None:
     with torch.device("meta"):
         found = model()
@@ -309,15 +316,32 @@ def test_what_somebody_has_set_since_stays_and_is_told() -> None:
     assert torch.equal(found["two"](X), 3 * X + 1)
 
 
-def test_a_model_is_not_kept_alive() -> None:
+def test_a_model_is_freed_with_its_last_user() -> None:
     import gc
 
-    found = model()
-    kernelize(found, {Scale: Negative})
-    gone = weakref.ref(found)
-    del found
     gc.collect()
-    assert gone() is None
+    gc.disable()  # a cycle would keep the memory of a model until the next collection
+    try:
+        found = model()
+        kernelize(found, {Scale: Negative, Finer: Called})
+        gone = [weakref.ref(part) for part in (found, found["one"], found["finer"].weight)]
+        forward = found["one"].forward
+        del found
+        assert [reference() for reference in gone] == [None, None, None]
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="Negative computes is gone"):
+        forward(X)
+
+
+def test_a_layer_that_fsdp2_has_given_a_class_of_its_own_is_still_of_its_class() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    found = nn.Sequential(Scale(2.0))
+    found[0].__class__ = type("FSDPScale", (FSDPModule, Scale), {})
+    kernelize(found, {Scale: Negative})
+    assert torch.equal(found[0](X), -2 * X)
+    unkernelize(found)
 
 
 def test_the_signature_of_the_forward_is_the_layers() -> None:

@@ -1,6 +1,7 @@
 """What stands in a layer as its `forward` while a kernel has its place."""
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,26 @@ class KernelForward:
     """
 
     def __init__(self, layer: Any, kernel: Any) -> None:
-        self.layer, self.kernel = layer, kernel
+        # Weak, so that a model whose last user has gone frees its memory at once.
+        self._layer, self.kernel = weakref.ref(layer), kernel
+
+    @property
+    def layer(self) -> Any:
+        """Whose forward it is.
+
+        Raises:
+            ReferenceError: the layer is gone.
+        """
+        layer = self._layer()
+        if layer is None:
+            raise ReferenceError(f"the layer whose forward {kernel_name(self.kernel)} computes is gone")
+        return layer
+
+    def __getstate__(self) -> tuple[Any, Any]:
+        return self.layer, self.kernel
+
+    def __setstate__(self, state: tuple[Any, Any]) -> None:
+        self._layer, self.kernel = weakref.ref(state[0]), state[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the layer's own forward computes."""
@@ -31,8 +51,9 @@ class KernelForward:
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the layer's own forward, which callers look at."""
-        own: Callable[..., Any] = type(self.layer).forward
-        return inspect.signature(own.__get__(self.layer))
+        layer = self.layer
+        own: Callable[..., Any] = type(layer).forward
+        return inspect.signature(own.__get__(layer))
 
     def __repr__(self) -> str:
         return f"<forward of {type(self.layer).__name__} by {kernel_name(self.kernel)}>"

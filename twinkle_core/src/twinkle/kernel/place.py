@@ -25,13 +25,17 @@ class Kernels(Patch):
 
     Args:
         mapping: what was asked for, by this and earlier calls.
-        plan: what that comes to.
+        device: what the model computes on, where its parameters do not say so.
+
+    Attributes:
+        plan: what that comes to; only while it is applied, because the record keeps a patch and not its model.
     """
 
     changes = ("the forward of layers, and functions of libraries",)
 
-    def __init__(self, mapping: Mapping[Key, Any], plan: list[Replacement]) -> None:
-        self.mapping, self.plan = mapping, plan
+    def __init__(self, mapping: Mapping[Key, Any], device: str | None) -> None:
+        self.mapping, self.device = mapping, device
+        self.plan: list[Replacement] = []
 
     def __call__(self, module: Any) -> Any:
         """Apply the plan that was made for `module`, and return it."""
@@ -71,15 +75,16 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
     wanted, target = check_mapping(mapping), torch_module(model)
     before = _inside(target)
     merged = {key: value for a in before for key, value in a.patch.mapping.items()} | wanted
-    patch = Kernels(merged, list(_plan(merged, target, _device_of_all(model))))
+    patch = Kernels(merged, _device_of_all(model))
+    patch.plan.extend(_plan(patch, target))
     _warn_nothing(wanted, target)
     for application in reversed(before):
         _undo(model, application)
     try:
-        if patch.plan:
-            _apply(model, target, patch)
+        _apply(model, target, patch)
     except BaseException:
         for application in before:
+            application.patch.plan.extend(_plan(application.patch, application.target()))
             _apply(model, application.target(), application.patch)
         raise
     return model
@@ -129,10 +134,10 @@ def torch_module(model: Any) -> Any:
 
 def layer_class(layer: Any) -> type:
     """Return the class of a layer as its author wrote it: FSDP2 puts a subclass of its own in place of it."""
-    from torch.distributed.fsdp import FSDPModule
+    import sys
 
-    cls = type(layer)
-    return cls.__mro__[2] if cls.__mro__[1] is FSDPModule else cls
+    cls, fsdp = type(layer), sys.modules.get("torch.distributed.fsdp")
+    return cls.__mro__[2] if fsdp is not None and cls.__mro__[1] is fsdp.FSDPModule else cls
 
 
 def device_of(module: Any) -> str:
@@ -141,14 +146,15 @@ def device_of(module: Any) -> str:
     return "" if first is None or first.device.type == "meta" else str(first.device.type)
 
 
-def _plan(mapping: Mapping[Key, Any], target: Any, device: str | None) -> Iterator[Replacement]:
+def _plan(patch: Kernels, target: Any) -> Iterator[Replacement]:
     """Yield every replacement; each value is loaded once for each device."""
+    mapping, device = patch.mapping, patch.device
     chosen: dict[tuple[Key, str], Any] = {}
 
     def choose(key: Key, here: str, **options: bool) -> Any:
         if (key, here) not in chosen:
             chosen[key, here] = kernel_for(key, mapping[key], here, **options)
-            if chosen[key, here] is None:
+            if chosen[key, here] is None and not mapping[key].keys() & {here, "default"}:
                 warn_left_alone(key, mapping[key], here)
         return chosen[key, here]
 
@@ -236,10 +242,15 @@ def _apply(model: Any, target: Any, patch: Kernels) -> None:
     """Apply the patch by a model's own method where it has one: it may have to look at itself anew."""
     from twinkle.patch import apply_patch
 
-    if torch_module(model) is target and model is not target and hasattr(model, "apply_patch"):
-        model.apply_patch(patch)
-    else:
-        apply_patch(target, patch)
+    if not patch.plan:
+        return
+    try:
+        if torch_module(model) is target and model is not target and hasattr(model, "apply_patch"):
+            model.apply_patch(patch)
+        else:
+            apply_patch(target, patch)
+    finally:
+        patch.plan.clear()
 
 
 def _undo(model: Any, application: record.Application) -> None:
