@@ -1,6 +1,7 @@
 """Kernels of a Hub: references, the policy, folders on this machine, the cache, and what is said without one."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 from twinkle.errors import ArgumentError, HubError, NotTrusted, Unsupported
 from twinkle.kernel import HubRef, hub, kernelize, unkernelize
 from twinkle.kernel.loading import allowed_commit
+from twinkle.testing import FakeHub
+from twinkle.testing.fakehub_http import Handler
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 SOURCE = """
@@ -202,3 +205,58 @@ def test_a_reference_is_checked_when_it_is_written() -> None:
             hub(reference, **pins)  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="not on ms://"):
         hub("ms://acme/fast:Twice", version=1)
+
+
+@pytest.fixture
+def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Return a Hub on loopback that answers for kernel repositories as it does for models."""
+    dispatch = Handler._dispatch
+
+    def of_models(self: Handler) -> None:
+        self.path = self.path.replace("/api/kernels/", "/api/models/").replace("/kernels/", "/")
+        dispatch(self)
+
+    monkeypatch.setattr(Handler, "_dispatch", of_models)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with FakeHub() as found:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", found.url)
+        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield found
+
+
+def test_the_client_downloads_the_commit_that_was_allowed(
+    online: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = online.add("acme/online", repository(tmp_path / "one", "online", 7))
+    reference = hub("acme/online:Twice", revision="main")
+    with pytest.raises(NotTrusted) as caught:
+        run(reference)
+    assert not list((tmp_path / "cache").rglob("*.py"))
+    line = str(caught.value).partition("twinkle.toml: ")[2].partition("\n")[0]
+    Path("twinkle.toml").write_text(line.replace("[trust] ", "[trust]\n"))
+    assert torch.equal(run(reference), torch.full((2,), 7.0))
+    made.commit({"build/torch-cpu/__init__.py": b"raise SystemExit"}, "second thoughts")
+    with pytest.raises(NotTrusted, match="nobody has allowed"):
+        run(reference)
+    online.rename("acme/online", "mallory/online")
+    monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
+    Path("twinkle.toml").write_text("[trust]\ndeny = ['hf://mallory/*']\n")
+    with pytest.raises(NotTrusted, match="forbidden"):
+        run(reference)
+
+
+def test_a_repository_that_a_kernel_depends_on_is_judged_too(online: FakeHub, tmp_path: Path) -> None:
+    base = online.add("other/base", repository(tmp_path / "base", "base", 7))
+    base.branches["v1"] = base.branches["main"]
+    top = repository(tmp_path / "top", "top", 7)
+    facts = json.loads((top / "build" / "torch-cpu" / "metadata.json").read_text())
+    facts["kernel-depends"] = [{"repo-id": "other/base", "version": 1}]
+    (top / "build" / "torch-cpu" / "metadata.json").write_text(json.dumps(facts))
+    online.add("acme/top", top)
+    Path("twinkle.toml").write_text("[trust]\nallow = ['hf://acme/*']\n")
+    with pytest.raises(NotTrusted, match="nobody has allowed code from hf://other/base"):
+        run(hub("acme/top:Twice", revision="main"))
+    Path("twinkle.toml").write_text("[trust]\nallow = ['hf://acme/*', 'hf://other/base']\n")
+    assert torch.equal(run(hub("acme/top:Twice", revision="main")), torch.full((2,), 7.0))
