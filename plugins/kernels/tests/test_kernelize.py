@@ -378,7 +378,7 @@ def test_compiled_models_run_their_kernels() -> None:
         ({"nowhere.function": len}, "no module 'nowhere'"),
         ({"json.decoder.scanstrin": len}, "nearest: 'scanstring'"),
         ({"json.decoders.x": len}, "json has no 'decoders'; nearest: 'decoder'"),
-        ({"twinkle.kernel.place.Replacement._make": len}, "is a classmethod"),
+        ({"twinkle.kernel.finding.Replacement._make": len}, "is a classmethod"),
     ],
 )
 def test_a_wrong_mapping_says_what_is_wrong(mapping: Any, says: str) -> None:

@@ -1,23 +1,14 @@
 """Puts kernels in place of layers and functions, and back."""
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from twinkle.errors import ArgumentError, PatchError
+from twinkle.errors import PatchError
+from twinkle.kernel.finding import Replacement, layer_class, replacements, torch_module
 from twinkle.kernel.forward import KernelForward, kernel_name
-from twinkle.kernel.mapping import Key, check_mapping, kernel_for, key_name, warn_left_alone
+from twinkle.kernel.mapping import Key, check_mapping, key_name
 from twinkle.patch import record
 from twinkle.patch.base import Patch
-from twinkle.platform import Platform
-
-
-class Replacement(NamedTuple):
-    """One thing to replace: the `forward` of a layer, or what a dotted path names."""
-
-    owner: Any
-    name: str
-    kernel: Any
 
 
 class Kernels(Patch):
@@ -76,7 +67,7 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
     before = _inside(target)
     merged = {key: value for a in before for key, value in a.patch.mapping.items()} | wanted
     patch = Kernels(merged, _device_of_all(model))
-    patch.plan.extend(_plan(patch, target))
+    patch.plan.extend(replacements(merged, target, patch.device))
     _warn_nothing(wanted, target)
     for application in reversed(before):
         _undo(model, application)
@@ -84,8 +75,9 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
         _apply(model, target, patch)
     except BaseException:
         for application in before:
-            application.patch.plan.extend(_plan(application.patch, application.target()))
-            _apply(model, application.target(), application.patch)
+            again = application.patch
+            again.plan.extend(replacements(again.mapping, application.target(), again.device))
+            _apply(model, application.target(), again)
         raise
     return model
 
@@ -116,91 +108,6 @@ def unkernelize(model: Any) -> Any:
                 )
             del layer.__dict__["forward"]  # of a copy
     return model
-
-
-def torch_module(model: Any) -> Any:
-    """Return the `torch.nn.Module` that is meant: the object itself, or what it has as `model`.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    from torch import nn
-
-    for found in (model, getattr(model, "model", None)):
-        if isinstance(found, nn.Module):
-            return found
-    raise ArgumentError(f"kernelize: {type(model).__name__} is no torch.nn.Module and has none as its .model")
-
-
-def layer_class(layer: Any) -> type:
-    """Return the class of a layer as its author wrote it: FSDP2 puts a subclass of its own in place of it."""
-    import sys
-
-    cls, fsdp = type(layer), sys.modules.get("torch.distributed.fsdp")
-    return cls.__mro__[2] if fsdp is not None and cls.__mro__[1] is fsdp.FSDPModule else cls
-
-
-def device_of(module: Any) -> str:
-    """Return the type of the device of a module's first parameter or buffer, "" where it has none in any memory."""
-    first = next(chain(module.parameters(), module.buffers()), None)
-    return "" if first is None or first.device.type == "meta" else str(first.device.type)
-
-
-def _plan(patch: Kernels, target: Any) -> Iterator[Replacement]:
-    """Yield every replacement; each value is loaded once for each device."""
-    mapping, device = patch.mapping, patch.device
-    chosen: dict[tuple[Key, str], Any] = {}
-
-    def choose(key: Key, here: str, **options: bool) -> Any:
-        if (key, here) not in chosen:
-            chosen[key, here] = kernel_for(key, mapping[key], here, **options)
-            if chosen[key, here] is None and not mapping[key].keys() & {here, "default"}:
-                warn_left_alone(key, mapping[key], here)
-        return chosen[key, here]
-
-    for layer in target.modules():
-        if (cls := layer_class(layer)) in mapping:
-            kernel = choose(cls, device or device_of(layer) or device_of(target) or Platform.device_prefix())
-            if kernel is not None:
-                yield Replacement(layer, "forward", KernelForward(layer, kernel))
-    for path in (key for key in mapping if isinstance(key, str)):
-        owner, name = _owner_of(path)
-        here = device or device_of(target) or Platform.device_prefix()
-        kernel = choose(path, here, replaces_class=isinstance(getattr(owner, name), type))
-        if kernel is not None:
-            yield Replacement(owner, name, kernel)
-
-
-def _owner_of(path: str) -> tuple[Any, str]:
-    """Return the module or class that has the last name of a dotted path, and that name."""
-    import inspect
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    from twinkle_registry.naming import nearest_or_all
-
-    parts = path.split(".")
-    count = 0
-    try:
-        while count < len(parts) - 1 and find_spec(".".join(parts[: count + 1])) is not None:
-            count += 1
-    except ModuleNotFoundError:  # the last one found is a module and no package
-        pass
-    if not count:
-        raise ArgumentError(f"kernelize: {path!r}: there is no module {parts[0]!r} to import")
-    owner: Any = import_module(".".join(parts[:count]))
-    for index, part in enumerate(parts[count:], count):
-        if not hasattr(owner, part):
-            known = [name for name in dir(owner) if not name.startswith("__")]
-            raise ArgumentError(
-                f"kernelize: {path!r}: {'.'.join(parts[:index])} has no {part!r}; {nearest_or_all(part, known)}"
-            )
-        if index < len(parts) - 1:
-            owner = getattr(owner, part)
-    raw = inspect.getattr_static(owner, parts[-1])
-    if isinstance(raw, staticmethod | classmethod | property):
-        raise ArgumentError(f"kernelize: {path!r} is a {type(raw).__name__}, which cannot be replaced")
-    return owner, parts[-1]
 
 
 def _check_free(owner: Any, name: str, kernel: Any) -> None:
