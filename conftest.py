@@ -14,3 +14,12 @@ def no_runtime_of_another_test() -> Iterator[None]:
         vars(current)["_current"] = None
     if failures := sys.modules.get("twinkle.notifier.failures"):
         failures.watch([], None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_patch_of_another_module() -> Iterator[None]:
+    """Forget what a module's tests left patched: its models are gone or about to go."""
+    yield
+    if record := sys.modules.get("twinkle.patch.record"):
+        vars(record)["_applications"].clear()
+        vars(record)["_changes"].clear()
