@@ -78,6 +78,14 @@ class CountsWidth(Plain):
         return mask.numel()
 
 
+class DropsTokenZero(Plain):
+    """Takes token 0 for padding."""
+
+    def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+        mask = inputs["labels"] > 0
+        return LossOutput(-outputs["logps"][mask].sum(), int(mask.sum()))
+
+
 class Mean(Plain):
     """Already divided."""
 
@@ -161,6 +169,7 @@ BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
     "gradient": (HeldConstant, {}),
     "masked_positions": (Unmasked, {}),
     "padding": (CountsWidth, {}),
+    "token_zero": (DropsTokenZero, {}),
     "split": (Mean, {}),
     "nothing_to_train": (NotANumber, {}),
     "weight_zero": (NeedsScores, {}),
@@ -175,6 +184,31 @@ BROKEN: dict[str, tuple[type, dict[str, Any]]] = {
 def test_a_good_loss_passes(passes: Any) -> None:
     passes("loss", Good, **ADVANTAGES)
     passes("loss", Plain, {"declared_inputs"})
+
+
+def test_the_ids_of_tokens_are_exchanged_in_logits_too(passes: Any, catches: Any) -> None:
+    class OfLogits(Loss):
+        """Negative log-likelihood out of logits."""
+
+        require_logps = False
+        require_logits = True
+        first = -99
+
+        def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+            labels = inputs["labels"]
+            mask = (labels != -100) & (labels > self.first)
+            every = outputs["logits"].log_softmax(-1)
+            terms = every.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return LossOutput(-terms[mask].sum(), int(mask.sum()))
+
+    class WithoutZero(OfLogits):
+        """The same without token 0."""
+
+        first = 0
+
+    skip = {"pickle": "it is made in a test"}
+    passes("loss", OfLogits, {"declared_inputs", "weight_zero", *skip}, skip=skip)
+    catches("loss", "token_zero", WithoutZero)
 
 
 def test_a_loss_that_casts_to_float32_is_held_to_what_float32_can(passes: Any, catches: Any) -> None:

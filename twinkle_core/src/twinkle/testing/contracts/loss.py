@@ -197,6 +197,30 @@ def padding(case: LossCase) -> None:
     _same(numbers(call(case.build(), wider)), numbers(call(case.build(), batch)), "with three columns of padding")
 
 
+def token_zero(case: LossCase) -> None:
+    """Token 0 is a label like any other: with the ids of two tokens exchanged, sum and denominator are the same."""
+    batch = case.token_batch()
+    labels = batch.inputs["labels"]
+    other = max(int(labels.max()), 1)
+    logits = batch.outputs.get("logits")
+    if logits is not None and logits.shape[-1] <= other:
+        raise NotApplicable("its example's labels are no ids of its logits")
+
+    def exchanged(name: str, tensor: "Tensor") -> "Tensor":
+        if name in ("labels", "input_ids"):
+            return tensor.clone().masked_fill_(tensor == 0, other).masked_fill_(tensor == other, 0)
+        if name == "logits":
+            columns = list(range(tensor.shape[-1]))
+            columns[0], columns[other] = other, 0
+            return tensor[..., columns]
+        if tensor.dim() > 2:
+            raise NotApplicable(f"the kit does not know how {name} depends on the ids of tokens")
+        return tensor
+
+    found = numbers(call(case.build(), batch.mapped(exchanged)))
+    _same(found, numbers(call(case.build(), batch)), f"with tokens 0 and {other} exchanged (is only -100 left out?)")
+
+
 def split(case: LossCase) -> None:
     """Its sums and denominators over any split of the rows add up to the whole's, gradients too."""
     import torch
@@ -324,6 +348,7 @@ CHECKS = (
     gradient,
     masked_positions,
     padding,
+    token_zero,
     split,
     nothing_to_train,
     weight_zero,
