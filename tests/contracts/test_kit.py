@@ -1,8 +1,10 @@
 """The kit itself: what it reports, skips and refuses; the command and the pytest plugin."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,74 @@ def test_a_folder_is_tested_with_the_examples_of_its_manifest(acme: Path) -> Non
     assert run(str(acme), "-k", "scaled").exit_code == 0
     assert run(str(acme), "-k", "order").output.count("reward ") == 2
     assert run("acme-kit/scaled").exit_code == 0, "a plugin of a folder that was tested is known by name"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder as a Hub has it: the manifest at its top, relative imports, a name that no package can have."""
+    folder = tmp_path / "acme-odd"
+    folder.mkdir()
+    (folder / "rewards.py").write_text(
+        "from .numbers import ZERO\n\n\ndef odd(trajectories, **kwargs):\n    'Score.'\n"
+        "    return [ZERO for _ in trajectories]\n\n\nEXAMPLE = {'scores': [0, 0, 0, 0]}\n"
+    )
+    (folder / "numbers.py").write_text("ZERO = 0.0\n")
+    component = (
+        '[[component]]\nkind = "reward"\nname = "{0}"\nref = "{1}.rewards:odd"\nexample = "{1}.rewards:EXAMPLE"\n'
+    )
+    (folder / "twinkle-plugin.toml").write_text(
+        'schema = 1\ncore = ">=0.1,<1"\nname = "acme-odd"\n\n'
+        + component.format("odd", "")
+        + component.format("too", "acme_odd")
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    twinkle.registry.cache_clear()
+    yield folder
+    twinkle.registry.cache_clear()
+
+
+@pytest.mark.parametrize("init", ["", "from .rewards import odd\n", None])
+def test_a_repository_for_a_hub_is_tested_in_its_folder(init: str | None, repository: Path) -> None:
+    if init is not None:
+        (repository / "__init__.py").write_text(init)
+    for _ in range(2):
+        result = run(str(repository))
+        assert result.exit_code == 0, result.output
+        assert "2 components: 18 passed, 0 failed, 2 skipped" in result.output
+    assert not any(name.startswith(("acme_odd", "rewards", "numbers.")) for name in sys.modules)
+
+
+def test_a_repository_that_cannot_be_imported_says_why(repository: Path) -> None:
+    (repository / "__init__.py").write_text("import no_such_module_at_all\n")
+    result = CliRunner().invoke(main, ["plugins", "test", str(repository)])
+    assert result.exit_code == 2
+    assert "no_such_module_at_all" in result.output
+
+
+def test_a_folder_wins_over_the_plugin_of_its_name_that_is_installed_and_a_name_means_that(
+    acme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, package = tmp_path / "site", acme / "src" / "acme_kit"
+    shutil.copytree(package, site / "acme_kit")
+    (package / "rewards.py").write_text((package / "rewards.py").read_text().replace("Score by place", "Mended"))
+    manifest = site / "acme_kit" / "twinkle-plugin.toml"
+    manifest.write_text(manifest.read_text().partition('\n\n[[component]]\nkind = "reward"\nname = "placed"')[0])
+    metadata = site / "acme_kit-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kit\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[twinkle]\nplugin = acme_kit\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.chdir(acme.parent)
+    twinkle.registry.cache_clear()
+    assert "1 component: " in run("acme-kit").output
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_kit"]:
+        del sys.modules[name]
+    for text in ("./acme-kit", str(acme)):
+        assert "2 components: " in run(text).output
+    monkeypatch.chdir(acme)
+    assert "2 components: " in run(".").output
+    assert [r.status for r in twinkle.registry().records if r.name == "acme-kit"] == ["ok"]
 
 
 def test_the_report_as_json(acme: Path) -> None:

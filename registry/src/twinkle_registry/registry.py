@@ -103,6 +103,17 @@ class Registry:
             self._index.clear()
             return judged
 
+    def withdraw(self, name: str) -> None:
+        """Forget the plugins called `name`, so that another of that name can be added: one under test, in a folder."""
+        with self._lock:
+            for record in [r for r in self._records if canonical(r.name) == canonical(name)]:
+                self._records.remove(record)
+                if record.name in self._registered | self._hooked:
+                    self._plugins().drop(record.name)
+                self._registered.discard(record.name)
+                self._hooked.discard(record.name)
+            self._index.clear()
+
     def judge(self, record: PluginRecord) -> PluginRecord:
         """Return a record with the status that it would have, alone, without adding it."""
         return self._house.judge(record, [])

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from twinkle.errors import ArgumentError, ComponentNotFound, ManifestError
-from twinkle_registry import ComponentSpec, PluginRecord
+from twinkle.errors import ArgumentError, ComponentNotFound
+from twinkle_registry import ComponentSpec
+from twinkle_registry.naming import canonical
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ def subjects_of(text: str, kind: str = "") -> list[tuple[Any, str]]:
 
 def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
     from twinkle.cli.info import find
+    from twinkle.testing.contracts.folders import plugin_in
 
-    records = [_in_folder(Path(text))] if Path(text).is_dir() and not text.isidentifier() else find(text)
+    records = [plugin_in(Path(text))] if _is_folder(text) else find(text)
     for found in records:
         if isinstance(found, ComponentSpec):
             yield found, found.kind
@@ -104,43 +106,14 @@ def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
             yield spec, spec.kind
 
 
-def _in_folder(folder: Path) -> PluginRecord:
-    """Return the plugin of a folder: its package is imported from there, installed or not."""
+def _is_folder(text: str) -> bool:
+    """Say whether a folder is meant: one that is there, and whose bare name is not that of an installed plugin."""
     from twinkle._registry import registry
-    from twinkle_registry import MANIFEST_NAME, read_manifest
 
-    places = [p for pattern in ("", "*/", "src/*/") for p in sorted(folder.glob(pattern + MANIFEST_NAME))]
-    if not places:
-        raise ComponentNotFound(f"{folder} holds no {MANIFEST_NAME}, nor does a package in it or in its src/")
-    if len(places) > 1:
-        raise ComponentNotFound(
-            f"{folder} holds several plugins; name one of {', '.join(str(p.parent) for p in places)}"
-        )
-    package = places[0].parent.resolve()
-    if not package.name.isidentifier():
-        raise ManifestError(f"{places[0]} lies in {package.name!r}, which cannot be imported; put it into a package")
-    for known in registry().records:
-        if known.location and Path(known.location).resolve() == places[0].resolve():
-            return known
-    _make_importable(package)
-    manifest = read_manifest(places[0], package.name, "0", package=package.name)
-    return registry().add(PluginRecord(manifest.name, "0", package.name, str(places[0]), manifest))
-
-
-def _make_importable(package: Path) -> None:
-    """Let the package be imported from its folder, in this process."""
-    import sys
-    from importlib.util import find_spec
-
-    place = str(package.parent)
-    if place not in sys.path:
-        sys.path.insert(0, place)
-    spec = find_spec(package.name)
-    found = Path(spec.origin).resolve().parent if spec and spec.origin else None
-    if found != package:
-        raise ComponentNotFound(
-            f"{package} has no __init__.py, or {found} is imported in its place; rename one of them"
-        )
+    if not Path(text).is_dir() or text.isidentifier():
+        return False
+    names = {canonical(name) for record in registry().records for name in (record.name, record.dist)}
+    return canonical(text) not in names
 
 
 def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
