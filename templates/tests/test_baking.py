@@ -17,6 +17,7 @@ from twinkle.kinds import KINDS
 from twinkle_registry import read_manifest
 from twinkle_templates import baking
 from twinkle_templates.baking import SCAFFOLD, bake, scaffolds
+from twinkle_templates.naming import check_name
 
 PACKAGES = [kind for kind in scaffolds() if kind != "hub-repo"]
 PLACEHOLDER = re.compile(r"\{%|%\}|\{#|\{\{ *[a-z_]|TODO|FIXME|Undefined")
@@ -131,6 +132,12 @@ def test_hyphens_and_underscores_of_a_kind_are_the_same(asked: str, tmp_path: Pa
         ("Acme-Focal", "try 'acme-focal'"),
         ("acme_focal", "try 'acme-focal'"),
         ("AcmeFocal", "try 'acme-focal'"),
+        ("acme_focal2", "try 'acme-focal2'"),
+        ("twinkle-my-losses", "taken; try 'acme-my-losses'"),
+        ("torch", "the package 'torch' at .*; try 'acme-torch'"),
+        ("pydantic-core", "the package 'pydantic_core'"),
+        ("typing-extensions", "the package 'typing_extensions'"),
+        ("pyyaml", "the distribution 'pyyaml'"),
         ("9lives", "try 'lives'"),
         ("../escape", "try 'escape'"),
         ("acme-{{ kind }}", "try 'acme-kind'"),
@@ -230,7 +237,20 @@ def test_answers_can_be_read_as_json(tmp_path: Path) -> None:
     assert "src/acme_focal/loss.py" in found["files"]
 
 
-def test_the_tests_of_a_repository_for_a_hub_pass(baked: dict[str, Path]) -> None:
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+def test_a_name_that_is_installed_from_a_folder_here_is_no_other_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src" / "acme_here").mkdir(parents=True)
+    (tmp_path / "src" / "acme_here" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    with pytest.raises(ArgumentError, match=r"'acme_here' at .*; choose another name"):
+        check_name("acme-here")
+    monkeypatch.chdir(tmp_path)
+    assert check_name("acme-here") == "acme-here"
+
+
+@pytest.mark.parametrize("words", [[], ["tests"]])
+def test_the_tests_of_a_repository_for_a_hub_pass(words: list[str], baked: dict[str, Path]) -> None:
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     done = subprocess.run(argv, cwd=baked["hub-repo"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,6 +3,9 @@
 import keyword
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
 
 from twinkle.errors import ArgumentError
 from twinkle_registry import nearest
@@ -44,13 +47,35 @@ def check_name(name: str) -> str:
     if keyword.iskeyword(package) or package in sys.stdlib_module_names:
         raise ArgumentError(f"{name!r} would be the package {package!r}, which is Python's own; try 'acme-{name}'")
     if package in _TAKEN or package.startswith("twinkle_"):
-        last = name.rpartition("-")[2]
-        raise ArgumentError(f"{name!r} would be the package {package!r}, which is taken; try 'acme-{last}'")
+        rest = name.removeprefix("twinkle-")
+        raise ArgumentError(f"{name!r} would be the package {package!r}, which is taken; try 'acme-{rest}'")
+    if place := _installed(name, package):
+        other = f"try 'acme-{name}'" if not name.startswith("acme-") else "choose another name"
+        raise ArgumentError(f"{name!r} would take the place of what is installed already: {place}; {other}")
     return name
+
+
+def _installed(name: str, package: str) -> str:
+    """Return where something of that name is installed; a project below the current folder is being worked on."""
+    spec = find_spec(package)
+    if spec is not None:
+        places = [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
+        if any(_is_ours(place.resolve()) for place in places):
+            return ""
+        return f"the package {package!r}{f' at {places[0]}' if places else ''}"
+    try:
+        return f"the distribution {name!r} {distribution(name).version}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _is_ours(place: Path) -> bool:
+    """Say whether a place lies below the current folder, and not in a virtual environment there."""
+    return place.is_relative_to(Path.cwd()) and not {"site-packages", "dist-packages"} & set(place.parts)
 
 
 def _hint(name: str) -> str:
     words = "it is lower-case words and digits with hyphens between them, and begins with a letter"
     split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
-    tried = re.sub(r"[^a-z0-9]+", "-", split).strip("-0123456789")
+    tried = re.sub(r"[^a-z0-9]+", "-", split).lstrip("-0123456789").rstrip("-")
     return f"{words}; try {tried!r}" if _NAME.fullmatch(tried) else f"{words}, such as 'acme-focal'"
