@@ -103,6 +103,41 @@ def test_what_was_only_imported_and_what_is_abstract_is_no_component(hub: Any, r
         registry.resolve("hf://acme/none", "loss")
 
 
+def test_what_fits_without_being_a_subclass_is_named_and_never_guessed(hub: Any, registry: Registry, add: Any) -> None:
+    call = "    def __call__(self, inputs): ...\n"
+    functions = "def one(inputs): ...\ndef two(inputs): ...\ndef _inner(): ...\n"
+    half = "from house_contracts import Loss\nclass Half(Loss):\n    def forward(self, inputs): ...\n"
+    likes = "".join(
+        f"class {name}:\n    def accumulate(self, value): ...\n    def calculate(self): ...\n" for name in "AB"
+    )
+    hub.push("acme/two", {"__init__.py": functions + half + likes + "class C:\n" + call})
+    add(registry, "hf://acme/two")
+    with pytest.raises(ComponentNotFound) as error:
+        registry.resolve("hf://acme/two", "loss")
+    assert str(error.value).endswith(
+        "a subclass of house_contracts.Loss; Half leaves '__call__' unimplemented; "
+        "if you mean one of 'one', 'two', write 'hf://acme/two#one'"
+    )
+    with pytest.raises(ComponentNotFound, match="if you mean one of 'A', 'B', write 'hf://acme/two#A'"):
+        registry.resolve("hf://acme/two", "metric")
+    assert registry.resolve("hf://acme/two#two", "loss").__name__ == "two"
+    assert registry.resolve("hf://acme/two#B", "metric").__name__ == "B"
+
+
+def test_all_problems_of_a_manifest_are_told_at_once(hub: Any, registry: Registry, add: Any, table: Any) -> None:
+    wrong = table("A", "a:A", kind="los", sumary='"x"') + table("B", "b:B")
+    hub.push("acme/focal", with_manifest(wrong, loss=""))
+    with pytest.raises(ManifestError) as error:
+        add(registry, "hf://acme/focal")
+    text = str(error.value)
+    assert "component #1 'A'.sumary: unknown key, nearest: 'summary'" in text
+    assert "'a:A', 'b:B' lie outside of the repository; write refs that start with a dot" in text
+    assert "component 'A' is of the unknown kind 'los', nearest: 'loss'" in text
+    hub.push("acme/focal", with_manifest(table("A", "a:A", kind="los"), loss=""))
+    with pytest.raises(ManifestError, match=r"(?s)'a:A' lies outside of the repository.*unknown kind 'los'"):
+        add(registry, "hf://acme/focal")
+
+
 def test_a_manifest_names_the_components(hub: Any, registry: Registry, add: Any, table: Any, loss_source: str) -> None:
     refs = table("Focal", ".loss:PlainLoss") + table("Whole", "acme_focal.loss:PlainLoss", kind="optimizer")
     hub.push("acme/focal", with_manifest(refs, loss=loss_source))

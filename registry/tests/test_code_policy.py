@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from twinkle_registry import NotTrusted, Registry, RequirementMissing, SettingsError
+from twinkle_registry.code.adding import Keeper, remove, still_trusted
 from twinkle_registry.code.lock import Lock
 from twinkle_registry.code.policy import Policy, matches
 from twinkle_registry.code.signatures import ED25519_FILE, SIGSTORE_FILE, sign_folder, signed_bytes
+from twinkle_registry.code.verifying import verify
 
 House = Callable[..., Registry]
 FOCAL = "from house_contracts import Loss\nclass Focal(Loss):\n    def __call__(self, inputs): ...\n"
@@ -209,6 +211,51 @@ def test_a_wrong_policy_is_an_error_and_no_permission(hub: Any, registry: Regist
     trust(text)
     with pytest.raises(SettingsError, match=message):
         registry.resolve("hf://acme/focal", "loss")
+
+
+@pytest.mark.parametrize("path", ["twinkle.toml", "../home/.config/twinkle/twinkle.toml"])
+def test_a_misspelt_table_does_not_switch_the_policy_off(hub: Any, registry: Registry, add: Any, path: str) -> None:
+    hub.push("acme/focal", FILES)
+    trust("")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text('[trsut]\ndeny = ["**"]\n')
+    for use in (lambda: add(registry, "hf://acme/focal"), lambda: registry.resolve("hf://acme/focal", "loss")):
+        with pytest.raises(SettingsError, match=r"twinkle\.toml: unknown table \[trsut\], nearest: \[trust\]"):
+            use()
+    assert not Path("twinkle.lock").exists()
+
+
+def test_lock_and_verify_read_the_policy_though_no_entry_is_of_a_hub(hub: Any, registry: Registry) -> None:
+    def keeper() -> Keeper:
+        return Keeper(registry, lambda scheme: hub, lambda _: True)
+
+    keeper().renew()
+    before = Path("twinkle.lock").read_text()
+    trust('deny = ["hf//x"]')
+    for use in (lambda: keeper().renew(), lambda: verify(registry.records, lambda scheme: hub)):
+        with pytest.raises(SettingsError, match=r"\[trust\] deny: expected a pattern"):
+            use()
+    assert Path("twinkle.lock").read_text() == before
+
+
+def test_what_was_removed_and_still_leads_to_something_trusted_is_told(hub: Any, registry: Registry, add: Any) -> None:
+    hub.push("acme/focal", FILES)
+    add(registry, "hf://acme/focal")
+    commit = hub.push("mallory/focal", FILES)
+    hub.moved["acme/focal"] = "mallory/focal"
+    add(registry, "hf://mallory/focal")
+    (told,) = still_trusted(remove("hf://acme/focal"), lambda scheme: hub)
+    assert registry.resolve("hf://acme/focal", "loss").__name__ == "Focal"
+    assert told == (
+        f"hf://acme/focal still leads to hf://mallory/focal@{commit}, which is trusted; "
+        "forget that too: twinkle plugins remove hf://mallory/focal"
+    )
+    assert still_trusted(remove("hf://mallory/focal"), lambda scheme: hub) == []
+    trust('allow = ["hf://mallory/*"]')
+    (told,) = still_trusted(["hf://acme/focal", "acme-losses"], lambda scheme: hub)
+    assert told.endswith("which is trusted; [trust] allows that")
+    hub.offline = True
+    assert still_trusted(["hf://acme/focal"], lambda scheme: hub) == []
 
 
 def test_a_policy_without_files_allows_nothing() -> None:

@@ -31,6 +31,9 @@ def tree(folder: Path, files: dict[str, str | bytes]) -> Tree:
         ("import ctypes.util", "calls native code"),
         ("import os\nprint(os.environ)", "reads the environment"),
         ("from shutil import rmtree", "removes files"),
+        ("exec(open('x').read())", "runs text as code, opens files"),
+        ("import pathlib\npathlib.Path('x').write_text('')", "opens files"),
+        ("from pathlib import Path\nPath('x').open()\nPath('x').unlink()", "opens files, removes files"),
         ("import torch\nx = 'subprocess'  # eval", ""),
     ],
 )
@@ -45,6 +48,19 @@ def test_imports_are_listed_without_executing_anything(tmp_path: Path) -> None:
     assert found.imports == ["acme", "torch"]
     assert found.size == len(text) + 3
     assert found.diff == ()
+
+
+def test_native_code_is_named_as_such() -> None:
+    for path in ("x.so", "lib/y.so.1", "Z.DLL"):
+        assert review_file(path, b"\x7fELF").reaches == ("is native code",)
+    assert review_file("x.sonnet", b"").reaches == ()
+
+
+def test_what_only_tests_need_is_told_apart(tmp_path: Path) -> None:
+    files = {"a.py": "import torch", "tests/a.py": "import pytest, torch", "test_b.py": "import hypothesis"}
+    found = review(tree(tmp_path, dict(files)))
+    assert found.imports == ["torch"]
+    assert found.imports_of_tests == ["hypothesis", "pytest"]
 
 
 @pytest.mark.parametrize("text", [b"def (", b"x = '\0'", b"\xff\xfe", b"(" * 5000, b"# coding: nonsense\n"])

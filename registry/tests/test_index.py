@@ -56,9 +56,9 @@ def test_the_first_entry_is_the_published_community_component() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (ENTRY.replace("summary", "sumary"), "component[0] 'FocalLoss'.sumary: unknown key, nearest: 'summary'"),
-        (ENTRY.replace("summary", "sumary"), "component[0] 'FocalLoss'.summary: missing"),
-        (ENTRY.replace('"loss"', "3"), "component[0] 'FocalLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
+        (ENTRY.replace("summary", "sumary"), "component #1 'FocalLoss'.sumary: unknown key, nearest: 'summary'"),
+        (ENTRY.replace("summary", "sumary"), "component #1 'FocalLoss'.summary: missing"),
+        (ENTRY.replace('"loss"', "3"), "component #1 'FocalLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
         (ENTRY.replace("Focal loss", "two\\nlines"), "summary: expected one line of text, found"),
         (ENTRY.replace("package", "licence"), "package: say either package or repository, where it is"),
         (ENTRY + 'repository = "hf://acme/focal"\n', "package: say either package or repository, where it is"),

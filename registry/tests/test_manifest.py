@@ -139,10 +139,10 @@ def test_a_ref_into_the_package_itself_keeps_its_root(read: Callable[..., Manife
         ({"hooks": {"module": "a", "implements": ["x"], "modul": "b"}}, "hooks.modul: unknown key, nearest: 'module'"),
         (
             {"command": [{"name": "x", "ref": "a"}]},
-            "command[0] 'x'.ref: expected 'package.module:Attr', found 'a' (str)",
+            "command #1 'x'.ref: expected 'package.module:Attr', found 'a' (str)",
         ),
-        ({"command": [{"name": "x y", "ref": "a:b"}]}, "command[0] 'x y'.name: expected a command name"),
-        ({"command": [{"name": "x", "ref": "a:b", "help": ""}]}, "command[0] 'x'.help: unknown key"),
+        ({"command": [{"name": "x y", "ref": "a:b"}]}, "command #1 'x y'.name: expected a command name"),
+        ({"command": [{"name": "x", "ref": "a:b", "help": ""}]}, "command #1 'x'.help: unknown key"),
         ({"command": [{"name": "x", "ref": "a:b"}] * 2}, "command: x is listed twice"),
         ({"component": [COMPONENT] * 2}, "component: loss L is listed twice"),
     ],
@@ -185,7 +185,7 @@ def test_a_wrong_key_of_a_component_is_named(change: dict[str, Any], text: str) 
     with pytest.raises(ManifestError) as error:
         parse_manifest({**MINIMAL, "component": [{**COMPONENT, **change}]}, "acme.toml", "acme", "1")
     assert text in str(error.value)
-    assert "component[0]" in str(error.value)
+    assert "component #1" in str(error.value)
 
 
 def test_all_problems_of_a_file_are_reported_at_once(read: Callable[..., Manifest]) -> None:
@@ -197,9 +197,9 @@ def test_all_problems_of_a_file_are_reported_at_once(read: Callable[..., Manifes
         "nmae: unknown key, nearest: 'name'",
         "name: missing",
         "core: missing",
-        "component[0].name: missing",
-        "component[0].ref: missing",
-        "component[0].tenant_safe: expected true or false, found 'no' (str)",
+        "component #1.name: missing",
+        "component #1.ref: missing",
+        "component #1.tenant_safe: expected true or false, found 'no' (str)",
     ]
 
 

@@ -75,7 +75,8 @@ def test_without_a_contract_anything_but_none_passes(registry: Registry) -> None
         ),
         (3, "the loss is 3 (builtins.int), not an instance of house_contracts.Loss; give an instance"),
         (dict, "the loss is the class builtins.dict, not a subclass of house_contracts.Loss; give an instance"),
-        (["x" * 200], "...("[:3]),
+        (["x" * 200], "the loss is an instance of builtins.list, not an instance of house_contracts.Loss; give"),
+        (b"x" * 200, "...("[:3]),
     ],
 )
 def test_what_does_not_fit_the_contract_is_refused(registry: Registry, thing: Any, text: str) -> None:

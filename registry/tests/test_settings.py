@@ -13,9 +13,6 @@ TEXT = """
 disable = ["acme-broken"]
 only = ["acme-losses", "acme-broken"]
 prefer = { "loss:CrossEntropyLoss" = "acme-losses" }
-
-[server]
-port = 1
 """
 
 
@@ -66,6 +63,9 @@ def test_an_empty_variable_unsets_what_the_file_says(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[plugins]\ndisabled = []", "[plugins] disabled: unknown key, nearest: 'disable'"),
+        ("[trsut]\ndeny = ['**']", "unknown table [trsut], nearest: [trust]"),
+        ("[server]\nport = 1", "unknown table [server], known: [plugins], [trust]"),
+        ("deny = ['**']\n[trust]", "deny: unknown key; every key stands below [plugins] or [trust]"),
         ("plugins = 1", "plugins: expected a table [plugins], found 1"),
         ("[plugins]\ndisable = 'a'", "[plugins] disable: expected a list of plugin names, found 'a'"),
         ("[plugins]\nonly = [1]", "[plugins] only: expected a list of plugin names, found [1]"),

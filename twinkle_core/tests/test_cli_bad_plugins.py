@@ -36,11 +36,11 @@ def used(error: type[TwinkleError]) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
     [
-        ("ref = ", "reff = ", 8, "component[0] 'AcmeLoss'.reff: unknown key, nearest: 'ref'"),
-        ('kind = "loss"', "kind = 3", 6, "component[0] 'AcmeLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
+        ("ref = ", "reff = ", 8, "component #1 'AcmeLoss'.reff: unknown key, nearest: 'ref'"),
+        ('kind = "loss"', "kind = 3", 6, "component #1 'AcmeLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
         ('kind = "loss"', 'kind = "lsos"', 6, "component 'AcmeLoss' is of the unknown kind 'lsos', nearest: 'loss'"),
         ("schema = 1", 'schema = "1"', 1, "schema: expected the number 1, found '1' (str)"),
-        ('ref = "acme_bad.parts:AcmeLoss"', 'ref = "bad plugin"', 8, "component[0] 'AcmeLoss'.ref: expected"),
+        ('ref = "acme_bad.parts:AcmeLoss"', 'ref = "bad plugin"', 8, "component #1 'AcmeLoss'.ref: expected"),
     ],
 )
 def test_a_wrong_manifest(old: str, new: str, line: int, text: str, make_plugin: Make) -> None:
@@ -56,6 +56,20 @@ def test_a_wrong_manifest(old: str, new: str, line: int, text: str, make_plugin:
     with pytest.raises(TwinkleError, match=r"acme_bad") as raised:
         registry().resolve("acme_bad/AcmeLoss", "loss")
     assert text in str(raised.value)
+
+
+def test_several_problems_are_told_apart_with_their_lines(make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS.replace("loss", "lsos"), parts=WHOLE)
+    manifest = folder / "twinkle-plugin.toml"
+    manifest.write_text(manifest.read_text().replace("ref = ", "reff = "))
+    registry.cache_clear()
+    problems = [
+        "line 8: component #1 'AcmeLoss'.reff: unknown key, nearest: 'ref'",
+        "line 5: component #1 'AcmeLoss'.ref: missing",
+        "line 6: component 'AcmeLoss' is of the unknown kind 'lsos', nearest: 'loss'",
+    ]
+    assert f"{manifest} (of acme_bad): 2 problems: {'; '.join(problems)}\n" in told("list")
+    assert all(problem in told("info", "acme_bad") for problem in problems)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,31 @@ def test_nobody_who_answers_is_no_yes(repository: str, call: Call) -> None:
     result = call("plugins", "add", repository)
     assert result.exit_code == 2
     assert "nobody answered; read what is shown above, then add --yes" in result.stderr
+    assert result.stdout.endswith("[y/N]: \n"), "the error begins on a line of its own"
     assert not Path("twinkle.lock").exists()
+
+
+def test_one_file_is_one_file_and_what_tests_need_is_told_apart(repository: str, call: Call) -> None:
+    folder = Path(repository.removeprefix("file://"))
+    (folder / "twinkle-plugin.toml").rename(folder.parent / "kept.toml")
+    assert f"1 file, {len(LOSS)} bytes; needs twinkle\n" in call("plugins", "add", repository, answer="n\n").stdout
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_focal.py").write_text("import pytest")
+    (folder / "x.so").write_bytes(b"")
+    shown = call("plugins", "add", repository, answer="n\n").stdout
+    assert "3 files, " in shown
+    assert "; needs twinkle; its tests need pytest too\n" in shown
+    assert next(line for line in shown.splitlines() if line.startswith("x.so")).endswith("is native code")
+
+
+def test_what_still_leads_to_trusted_code_is_told_when_it_is_removed(repository: str, call: Call) -> None:
+    link = Path(repository.removeprefix("file://")).parent / "linked"
+    link.symlink_to(repository.removeprefix("file://"), target_is_directory=True)
+    for reference in (repository, f"file://{link}"):
+        assert call("plugins", "add", reference, "--yes").exit_code == 0
+    told = call("plugins", "remove", f"file://{link}").stdout
+    assert f"file://{link} still leads to {repository}@" in told
+    assert f"forget that too: twinkle plugins remove {repository}\n" in told
 
 
 def test_as_json_nothing_is_asked_and_without_yes_nothing_changes(repository: str, call: Call) -> None:

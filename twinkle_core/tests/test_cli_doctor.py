@@ -131,6 +131,25 @@ def test_the_lock_is_verified_where_there_is_one(
     assert "schema = 3, but this version reads" in problem
 
 
+def test_a_wrong_policy_is_a_problem_before_any_code_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text, message in (
+        ('[trust]\nalow = ["hf://a/*"]', "[trust] alow: unknown key, nearest: 'allow'"),
+        ('[trust]\ndeny = ["hf//x"]', "[trust] deny: expected a pattern such as 'hf://org/*'"),
+        ('[trsut]\ndeny = ["**"]', "unknown table [trsut], nearest: [trust]"),
+    ):
+        Path("twinkle.toml").write_text(text)
+        registry.cache_clear()
+        (problem,) = found("settings")
+        assert f"twinkle.toml: {message}" in problem
+        assert CliRunner().invoke(main, ["plugins", "doctor"]).exit_code == 1
+    Path("twinkle.toml").unlink()
+    registry.cache_clear()
+    assert found("settings") == []
+
+
 def test_a_frozen_run_says_what_it_leaves_out(
     make_plugin: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +206,9 @@ def test_every_problem_of_a_manifest_gets_its_line(tmp_path: Path) -> None:
         "runtimes": lines.index('"runtimes" = "local"') + 1,
     }
     assert {key: numbers[key] for key in expected} == expected
-    missing = next(line for line in told if "component[1]" in line and "ref: missing" in line)
+    missing = next(line for line in told if "component #2" in line and "ref: missing" in line)
     assert missing.split()[1] == f"{lines.index('[[ component ]]  # the second') + 1}:"
-    command = next(line for line in told if "command[0]" in line)
+    command = next(line for line in told if "command #1" in line)
     assert command.split()[1] == f"{len(lines)}:"
 
 
@@ -197,7 +216,7 @@ def test_every_problem_of_a_manifest_gets_its_line(tmp_path: Path) -> None:
 def test_a_torn_manifest_stops_nobody(text: str, tmp_path: Path) -> None:
     file = tmp_path / "twinkle-plugin.toml"
     file.write_text(text)
-    reason = f"{file}: 2 problems\n  name: missing\n  component[3] 'X'.kind: missing\n  hooks.module: missing"
+    reason = f"{file}: 2 problems\n  name: missing\n  component #4 'X'.kind: missing\n  hooks.module: missing"
     assert with_lines(reason, str(file)).count("\n") == 3
     assert with_lines(reason, str(tmp_path / "absent")) == reason
 
@@ -205,7 +224,7 @@ def test_a_torn_manifest_stops_nobody(text: str, tmp_path: Path) -> None:
 def test_the_doctor_names_the_line_to_edit(make_plugin: Make) -> None:
     folder = make_plugin("acme_typo", '[[component]]\nkind = "los"\nname = "X"\nref = "a.b:C"\nsumary = "?"\n')
     (problem,) = found("broken plugin")
-    assert "line 8: component[0] 'X'.sumary: unknown key, nearest: 'summary'" in problem
+    assert "line 8: component #1 'X'.sumary: unknown key, nearest: 'summary'" in problem
     assert "line 5: component 'X' is of the unknown kind 'los', nearest: 'loss'" in problem
     assert f"-> edit {folder / 'twinkle-plugin.toml'}:8, or tell its author" in problem
 

@@ -152,6 +152,17 @@ def test_a_package_that_raises_is_explained_and_its_source_still_found(make_plug
     assert found["line"] == FOCAL.splitlines().index("class FocalLoss(Loss):") + 1
 
 
+def test_nothing_of_a_plugin_for_another_core_is_imported(make_plugin: Make, tmp_path: Path) -> None:
+    trap = f"from pathlib import Path\nPath({str(tmp_path / 'imported')!r}).touch()\n"
+    make_plugin("acme_newer", COMPONENT, core=">=7", focal=trap + FOCAL, focal_config=trap)
+    found = info("FocalLoss")
+    assert found["status"] == "incompatible"
+    assert found["parameters_unknown_because"] == "not known: its plugin is incompatible"
+    assert found["options_unknown_because"] == "not known: its plugin is incompatible"
+    assert "needs twinkle-core >=7" in shown("info", "FocalLoss")
+    assert not (tmp_path / "imported").exists()
+
+
 RE_EXPORTED = {
     "__init__": "from .sub import Thing as Other\nfrom .sub.deep import *\nfrom . import sub\n",
     "sub/__init__": "try:\n    import absent\nexcept ImportError:\n    from .deep import Thing\n",

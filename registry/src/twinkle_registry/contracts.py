@@ -50,6 +50,15 @@ def check_contract(found: Any, contract: Any, *, asked: str) -> Any:
     return found
 
 
+def fits(found: Any, contract: Any) -> bool:
+    """Say whether `check_contract` would let this pass."""
+    try:
+        check_contract(found, contract, asked="")
+    except ComponentTypeError:
+        return False
+    return True
+
+
 def is_callable_contract(contract: type) -> bool:
     """Say whether instances of the contract are called, so that a plain function can stand for one."""
     return any("__call__" in vars(base) for base in contract.__mro__)
@@ -108,5 +117,9 @@ def _name(contract: type) -> str:
 def _shown(found: Any) -> str:
     if isinstance(found, type):
         return f"the class {_name(found)}"
+    if isinstance(found, types.FunctionType):
+        return f"the function {found.__module__}.{found.__qualname__}"
+    if not isinstance(found, str | int | float | bytes):  # the repr of a model or a tensor fills a screen
+        return f"an instance of {_name(type(found))}"
     text = repr(found)
     return f"{text if len(text) <= 100 else text[:97] + '...'} ({_name(type(found))})"

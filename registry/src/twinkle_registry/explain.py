@@ -67,9 +67,7 @@ def not_found(
     names = [n for n, found in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in found)]
     offered = f"plugin {dist!r} offers no such {kind}" if dist else "no installed plugin offers it"
     hints = [offered, nearest_or_all(name, names), *_hints(asked, name, kind, by_kind)]
-    if unreadable := [f"{record.dist} ({record.reason})" for record in unusable if record.manifest is None]:
-        more = f" and {len(unreadable) - 2} more, see: twinkle plugins doctor" if len(unreadable) > 2 else ""
-        hints.append(f"broken plugins that may offer it: {'; '.join(unreadable[:2])}{more}")
+    hints += _may_offer([record for record in unusable if record.manifest is None])
     hints += [elsewhere] if elsewhere else []
     return ComponentNotFound(f"{kind} {asked!r}: " + "; ".join(hints))
 
@@ -109,6 +107,16 @@ def _offers(record: PluginRecord, name: str, kind: str, kinds: Iterable[str]) ->
     return record.manifest is not None and any(
         spec.name == name and (spec.kind == kind or spec.kind not in kinds) for spec in record.manifest.components
     )
+
+
+def _may_offer(unread: Sequence[PluginRecord]) -> list[str]:
+    """Say which plugins may offer a name, nobody knows; why they cannot be read is for the doctor, it may be long."""
+    refused = [record for record in unread if isinstance(record.cause, NotTrusted)]
+    hints = [f"{record.dist} may offer it, but {record.reason}" for record in refused[:1]]
+    if names := [record.dist for record in unread if record not in refused[:1]]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        hints.append(f"{', '.join(names[:3])}{more} may offer it but cannot be read, see: twinkle plugins doctor")
+    return hints
 
 
 def _unusable(record: PluginRecord, asked: str, *, offers: bool) -> TwinkleError:

@@ -141,7 +141,7 @@ class Table:
 
 def _label(key: str, i: int, item: Mapping[str, Any]) -> str:
     name = item.get("name")
-    return f"{key}[{i}] {name!r}" if isinstance(name, str) else f"{key}[{i}]"
+    return f"{key} #{i + 1}" + (f" {name!r}" if isinstance(name, str) else "")
 
 
 def _shown(value: Any) -> str:

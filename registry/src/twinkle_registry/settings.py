@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import SettingsError
-from .naming import canonical, nearest_or_all
+from .naming import canonical, nearest, nearest_or_all
 
 CONFIG_VARIABLE = "TWINKLE_CONFIG"
 DISABLE_VARIABLE = "TWINKLE_PLUGINS_DISABLE"
@@ -19,6 +19,7 @@ PREFER_VARIABLE = "TWINKLE_PLUGINS_PREFER"
 USER_FILE = "~/.config/twinkle/twinkle.toml"
 VARIABLES = (DISABLE_VARIABLE, ONLY_VARIABLE, PREFER_VARIABLE)
 _KEYS = ("disable", "only", "prefer")
+_TABLES = ("plugins", "trust")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Settings:
         The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`.
 
         Raises:
-            SettingsError: The file is missing though named, is not TOML, or has an unknown key or a wrong type.
+            SettingsError: The file is missing though named or is not TOML, or a table, a key or a type is wrong.
         """
         environ = os.environ if environ is None else environ
         values, sources = _from_file(environ)
@@ -84,6 +85,7 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
             raw = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: cannot be read as TOML: {error}") from error
+    refuse_unknown_tables(raw, path)
     table = raw.get("plugins", {})
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: plugins: expected a table [plugins], found {table!r}")
@@ -92,6 +94,21 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
             raise SettingsError(f"{path}: [plugins] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
         _check_value(f"{path}: [plugins] {key}", key, value)
     return dict(table), {key: f"[plugins] {key} of {path}" for key in table}
+
+
+def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
+    """Raise `SettingsError` if a configuration file says more than `[plugins]` and `[trust]`.
+
+    A misspelt `[trust]` would otherwise switch the policy off, and nobody would know.
+    """
+    for key, value in raw.items():
+        if key in _TABLES:
+            continue
+        if isinstance(value, dict):
+            close = nearest(key, _TABLES)
+            near = f"nearest: [{close[0]}]" if close else "known: [plugins], [trust]"
+            raise SettingsError(f"{path}: unknown table [{key}], {near}")
+        raise SettingsError(f"{path}: {key}: unknown key; every key stands below [plugins] or [trust]")
 
 
 def config_file(environ: Mapping[str, str]) -> str:

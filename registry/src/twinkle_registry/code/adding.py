@@ -5,7 +5,7 @@ Nothing enters the store or the lock before somebody accepted it; a `Decide` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +19,9 @@ from .fetching import CodeHub, arrived, fetch, resolve
 from .gate import allow
 from .installed import check_record_file, distribution_now
 from .listing import sha256
-from .loading import usable
+from .loading import judged_record
 from .lock import Lock, LockedFile, LockedRepository, change_lock
-from .plugins import record_of
-from .policy import Policy
+from .policy import Policy, why_not_trusted
 from .proposals import Decide, Proposal, Sort, of_distribution, of_file, of_repository
 from .receiving import keep
 from .reference import HubReference, Origin
@@ -73,7 +72,11 @@ class Keeper:
 
         Returns:
             What was accepted, and what has a problem. What was declined stays as it was.
+
+        Raises:
+            SettingsError: The lock or `[trust]` cannot be read; nothing has changed.
         """
+        Policy.load()
         lock = Lock.load()
         installed = list(dict.fromkeys(r.dist for r in self._records() if r.manifest is not None))
         gone = [entry.name for entry in lock.pypi if canonical(entry.name) not in map(canonical, installed)]
@@ -106,7 +109,7 @@ class Keeper:
         _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
         with arrived(hub, origin, store, asked=asked) as tree:
-            record = usable(self._registry.judge(record_of(tree, origin)), asked=asked)
+            record = judged_record(tree, origin, self._registry, asked=asked)
             allow(policy, [(reference, origin)], tree, locked=True, asked=asked)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
             proposal = of_repository(reference, entry, record, tree, lock, store)
@@ -169,6 +172,34 @@ def remove(asked: str) -> list[str]:
 
     change_lock(change)
     return removed
+
+
+def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
+    """Return a sentence for each reference that runs though it is no longer locked, because of where it leads.
+
+    Args:
+        removed: What `remove` returned.
+        open_hub: Returns the hub of a scheme; asked only if something else of it is trusted.
+    """
+    lock, policy = Lock.load(), Policy.load()
+    told = []
+    for text in removed:
+        if "://" not in text:
+            continue
+        reference = HubReference.parse(text, asked=f"remove {text}")
+        trusted = any(entry.origin.scheme == reference.scheme for entry in lock.hub)
+        if not (trusted or policy.allow or policy.trusts_all):
+            continue
+        try:
+            entry = lock.find(reference)
+            origin = entry.origin if entry else resolve(open_hub(reference.scheme), reference, asked=f"remove {text}")
+        except TwinkleError:  # without the hub nobody can tell, and it is removed all the same
+            continue
+        entry = entry or lock.of_origin(origin)
+        if not why_not_trusted(policy, reference, origin, locked=entry is not None):
+            way = f"forget that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
+            told.append(f"{text} still leads to {origin}, which is trusted; {way}")
+    return told
 
 
 def _folder(asked: str) -> str:

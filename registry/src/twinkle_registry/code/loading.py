@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import missing_methods
+from ..contracts import fits, missing_methods
 from ..discovery import MANIFEST_NAME
-from ..errors import ComponentNotFound, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
+from ..errors import ComponentNotFound, ManifestError, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
 from ..importing import attribute, import_object
 from ..manifest import ComponentSpec, PluginRecord
 from ..naming import nearest_or_all, quoted
@@ -48,7 +48,7 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
     asked = f"{kind} {text!r}"
     reference = HubReference.parse(text, asked=asked)
     tree, origin = trusted_tree(reference, open_hub, asked=asked)
-    record = usable(registry.judge(record_of(tree, origin)), asked=asked)
+    record = judged_record(tree, origin, registry, asked=asked)
     if MANIFEST_NAME in tree.files:
         return registry.load(_listed(record, reference.name, kind, asked))
     # Importing goes through here for the sake of its errors; what the name is does not matter.
@@ -56,7 +56,7 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
     module = sys.modules[record.package]
     if reference.name:
         return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=str(origin))
-    return _only_subclass(module, registry.contract(kind), kind, asked)
+    return _only_subclass(module, registry.contract(kind), kind, asked, str(reference))
 
 
 def trusted_tree(reference: HubReference, open_hub: OpenHub, *, asked: str) -> tuple[Tree, Origin]:
@@ -77,6 +77,22 @@ def trusted_tree(reference: HubReference, open_hub: OpenHub, *, asked: str) -> t
     if tree is None:
         tree = fetch(open_hub(), origin, store, asked=asked, expected=entry)
     return tree, origin
+
+
+def judged_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) -> PluginRecord:
+    """Return the record of a tree that may be used here, or raise why not, with every problem of its manifest at once.
+
+    Raises:
+        ManifestError: Its manifest is wrong, as any may be or in what it says of kinds and hooks.
+        PluginIncompatible: It was made for another version of core.
+        PluginBroken: It names kinds or hooks that there are not.
+    """
+    try:
+        record = record_of(tree, origin)
+    except ManifestError as error:
+        unread = PluginRecord(origin.place, origin.commit, "", "", None, "broken", str(error), error)
+        raise ManifestError(registry.judge(unread).reason, error.manifest) from error
+    return usable(registry.judge(record), asked=asked)
 
 
 def usable(record: PluginRecord, *, asked: str) -> PluginRecord:
@@ -105,19 +121,14 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
     raise ComponentNotFound(f"{asked}: its manifest lists no {kind}; it offers {', '.join(others) or 'nothing'}")
 
 
-def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str) -> Any:
+def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, reference: str) -> Any:
     """Return the one class of the module that fits the contract and was written in this repository."""
     if not isinstance(contract, type):
         raise ComponentNotFound(f"{asked}: the kind {kind} may be anything, so say what you want: '...#Name'")
-    own = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and (value.__module__ == module.__name__ or value.__module__.startswith(f"{module.__name__}."))
-        and contract in value.__mro__[1:]
-        and not missing_methods(value)
-    ]
-    found = list(dict.fromkeys(cls for cls in own if not any(cls in other.__mro__[1:] for other in own)))
+    own = _written_in(module)
+    subclasses = [value for value in own.values() if inspect.isclass(value) and contract in value.__mro__[1:]]
+    whole = [cls for cls in subclasses if not missing_methods(cls)]
+    found = list(dict.fromkeys(cls for cls in whole if not any(cls in other.__mro__[1:] for other in whole)))
     if len(found) == 1:
         return found[0]
     if found:
@@ -126,5 +137,28 @@ def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str) -> 
         )
     raise ComponentNotFound(
         f"{asked}: it has neither a {MANIFEST_NAME} nor, in its __init__.py, a subclass of "
-        f"{contract.__module__}.{contract.__name__}"
+        f"{contract.__module__}.{contract.__name__}{_meant(own, contract, reference)}"
     )
+
+
+def _written_in(module: ModuleType) -> dict[str, Any]:
+    """Return the classes and functions of a module that were written in its repository, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and (value.__module__ == module.__name__ or value.__module__.startswith(f"{module.__name__}."))
+    }
+
+
+def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
+    """Return what is there all the same: half a class, or what fits without being a subclass and must be named."""
+    hints, fitting = [], []
+    for name, value in own.items():
+        if inspect.isclass(value) and contract in value.__mro__:
+            hints.append(f"{name} leaves {quoted(missing_methods(value))} unimplemented")
+        elif not name.startswith("_") and fits(value, contract):
+            fitting.append(name)
+    if fitting:
+        hints.append(f"if you mean one of {quoted(fitting)}, write '{reference}#{fitting[0]}'")
+    return "".join(f"; {hint}" for hint in hints)

@@ -33,13 +33,13 @@ def record_of(tree: Tree, origin: Origin) -> PluginRecord:
         raise ManifestError(f"{where} cannot be read as TOML: {error}") from error
     name = raw.get("name")
     package = name.replace("-", "_").replace(".", "_") if isinstance(name, str) else ""
-    manifest = parse_manifest(raw, where, origin.place, origin.commit, package=package, root=root)
-    if outside := [ref for ref in _refs(manifest) if not _lies_below(ref, root)]:
-        raise ManifestError(
-            f"{where}: {', '.join(map(repr, outside))} lie outside of the repository; write refs that start with a "
-            "dot, such as '.loss:FocalLoss'",
-            manifest,
-        )
+    try:
+        manifest = parse_manifest(raw, where, origin.place, origin.commit, package=package, root=root)
+    except ManifestError as error:
+        outside = _outside(error.manifest, root) if isinstance(error.manifest, Manifest) else ""
+        raise ManifestError("\n  ".join([str(error), *([outside] if outside else [])]), error.manifest) from error
+    if outside := _outside(manifest, root):
+        raise ManifestError(f"{where}: {outside}", manifest)
     return PluginRecord(origin.place, origin.commit, root, location, manifest)
 
 
@@ -75,6 +75,16 @@ def _refs(manifest: Manifest) -> list[str]:
     refs = [ref for c in manifest.components for ref in (c.ref, c.config) if ref]
     refs += [command.ref for command in manifest.commands]
     return refs + ([manifest.hooks.module] if manifest.hooks else [])
+
+
+def _outside(manifest: Manifest, root: str) -> str:
+    """Return which refs leave the repository and how to write them, or an empty text."""
+    outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _lies_below(ref, root)]
+    if not outside:
+        return ""
+    lie = "lies" if len(outside) == 1 else "lie"
+    listed = ", ".join(map(repr, outside))
+    return f"{listed} {lie} outside of the repository; write refs that start with a dot, such as '.loss:FocalLoss'"
 
 
 def _lies_below(ref: str, root: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import SettingsError
 from ..locked import TRUST_VARIABLE, trusts_all
 from ..naming import nearest_or_all
-from ..settings import USER_FILE, config_file
+from ..settings import USER_FILE, config_file, refuse_unknown_tables
 from .reference import HubReference, Origin
 from .signatures import Signer, signer_from_table
 
@@ -52,7 +52,7 @@ class Policy:
         A pattern of the user's own file counts beside those of the project's: no project lifts what its user denies.
 
         Raises:
-            SettingsError: A key, a type or a pattern is wrong.
+            SettingsError: A table, a key, a type or a pattern is wrong.
         """
         project, user = config_file(os.environ), os.path.expanduser(USER_FILE)
         paths = dict.fromkeys(path for path in (project, user) if path and os.path.isfile(path))
@@ -109,9 +109,11 @@ def matches(pattern: str, place: str, commit: str) -> bool:
 def _read(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:  # noqa: PTH123
-            table = tomllib.load(file).get("trust", {})
+            raw = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: cannot be read as TOML: {error}") from error
+    refuse_unknown_tables(raw, path)
+    table = raw.get("trust", {})
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: trust: expected a table [trust], found {table!r}")
     for key in table:

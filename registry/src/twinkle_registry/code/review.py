@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from .tree import Tree
 
 # No list of this kind is complete; it says where to look first, not what is safe.
+_METHODS_OF_FILES = (".read_text", ".read_bytes", ".write_text", ".write_bytes")
 _REACHES = {
     "starts processes": (
         "subprocess",
@@ -30,8 +31,10 @@ _REACHES = {
     "unpickles": ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "torch.load"),
     "calls native code": ("ctypes", "cffi", "_ctypes"),
     "reads the environment": ("os.environ", "os.getenv"),
-    "removes files": ("os.remove", "os.unlink", "os.rmdir", "shutil.rmtree"),
+    "opens files": ("open", "io", "codecs", "tempfile", "os.open", ".open", *_METHODS_OF_FILES),
+    "removes files": ("os.remove", "os.unlink", "os.rmdir", "shutil.rmtree", ".unlink", ".rmdir"),
 }
+_NATIVE = (".so", ".pyd", ".dll", ".dylib")
 MAX_DIFF_LINES = 400
 MAX_LINE = 1_000
 MAX_DIFF_BYTES = 256 * 1024
@@ -66,9 +69,13 @@ class Review:
 
     @property
     def imports(self) -> list[str]:
-        """Every top-level package outside of the repository that some file imports, but the standard library's."""
-        names = {name.partition(".")[0] for file in self.files for name in file.imports}
-        return sorted(names - sys.stdlib_module_names)
+        """Every top-level package outside of the repository that it imports, but its tests and the standard library."""
+        return sorted(_packages(file for file in self.files if not _is_test(file.path)))
+
+    @property
+    def imports_of_tests(self) -> list[str]:
+        """What its tests import beside that."""
+        return sorted(_packages(file for file in self.files if _is_test(file.path)) - {*self.imports})
 
 
 def review(tree: Tree, before: Tree | None = None) -> Review:
@@ -90,7 +97,8 @@ def review(tree: Tree, before: Tree | None = None) -> Review:
 def review_file(path: str, content: bytes) -> FileReview:
     """Look through one file."""
     if not path.endswith(".py"):
-        return FileReview(path, len(content))
+        native = path.lower().endswith(_NATIVE) or ".so." in path.lower()
+        return FileReview(path, len(content), reaches=("is native code",) if native else ())
     try:
         parsed = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -106,6 +114,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
 
 
+def _packages(files: Iterable[FileReview]) -> set[str]:
+    return {name.partition(".")[0] for file in files for name in file.imports} - sys.stdlib_module_names
+
+
+def _is_test(path: str) -> bool:
+    *folders, name = path.split("/")
+    return bool({"test", "tests"} & {*folders}) or name == "conftest.py" or name.startswith("test_")
+
+
 def _imported(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (printable(alias.name) for alias in node.names)
@@ -116,8 +133,10 @@ def _imported(node: ast.AST) -> Iterator[str]:
 def _named(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.ImportFrom) and not node.level:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        yield f"{node.value.id}.{node.attr}"
+    elif isinstance(node, ast.Attribute):
+        yield f".{node.attr}"  # a method of whatever it is
+        if isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         yield node.func.id
 

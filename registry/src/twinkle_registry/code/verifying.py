@@ -15,6 +15,7 @@ from .gate import checked_tree
 from .installed import distribution_now
 from .listing import differences, few, sha256
 from .lock import Lock, LockedDistribution, LockedFile, LockedRepository
+from .policy import Policy
 from .reference import HubReference
 from .store import Store
 
@@ -42,8 +43,9 @@ def verify(
 
     Raises:
         ComponentNotFound: There is no lock.
-        SettingsError: The lock is damaged.
+        SettingsError: The lock is damaged, or `[trust]` is wrong.
     """
+    Policy.load()  # whoever has a lock of distributions alone is told too that the policy cannot be read
     lock = Lock.load()
     if not lock.path.is_file():
         raise ComponentNotFound(f"there is no {lock.path}; make it with: twinkle plugins lock")

@@ -79,12 +79,15 @@ def remove(references: tuple[str, ...], as_json: bool) -> None:
     REFERENCE is what `add` took; `hf://org/repo` without a revision means all of them.
     """
     from twinkle_registry.code.adding import remove as forget
+    from twinkle_registry.code.adding import still_trusted
 
     removed = [name for reference in references for name in forget(reference)]
     if as_json:
         echo_json(removed)
     else:
         click.echo(f"no longer trusted: {', '.join(removed)}")
+        for told in still_trusted(removed, _open_hub):
+            click.echo(told)
 
 
 COMMANDS = (add, lock, verify, remove)
@@ -121,6 +124,7 @@ def _is_confirmed(proposal: "Proposal") -> bool:
     try:
         return click.confirm(f"Trust {proposal.name}? It will run with all your rights", default=False)
     except click.Abort:
+        click.echo()  # the question stands on a line that nobody ended
         raise NotTrusted(f"add {proposal.name}: nobody answered; read what is shown above, then add --yes") from None
 
 
@@ -160,9 +164,10 @@ def _described(proposal: "Proposal") -> str:
         for f in review.files
     ]
     lines = [head, *([table(("file", "bytes", "imports", "reaches for"), files)] if files else [])]
-    lines += (
-        [f"{len(files)} files, {review.size} bytes; needs {', '.join(review.imports) or 'nothing'}"] if files else []
-    )
+    if files:
+        count = "1 file" if len(files) == 1 else f"{len(files)} files"
+        tests = f"; its tests need {', '.join(review.imports_of_tests)} too" if review.imports_of_tests else ""
+        lines.append(f"{count}, {review.size} bytes; needs {', '.join(review.imports) or 'nothing'}{tests}")
     news = [f"{what}: {printable(', '.join(paths))}" for what, paths in _news(proposal) if paths]
     return "\n".join([*lines, *news, *review.diff])
 

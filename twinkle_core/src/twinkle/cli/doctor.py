@@ -4,13 +4,13 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, distributions, metadata, requires
 
 from twinkle.cli.installation import gone_editables, gone_paths, second_commands, second_owners
-from twinkle.cli.manifest_lines import first_line, with_lines
+from twinkle.cli.manifest_lines import first_line
+from twinkle.cli.plugins import reason_with_lines
 from twinkle.cli.problem import Problem
 from twinkle.cli.source import find_module
 from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
 from twinkle_registry import (
     ComponentSpec,
-    ManifestError,
     MissingRequirement,
     NotTrusted,
     PluginRecord,
@@ -34,8 +34,10 @@ def examine() -> list[Problem]:
             warnings.simplefilter("ignore")  # the same notices are among the problems
             found = registry()
     except SettingsError as error:
-        return [Problem("settings", str(error)), *installation, *second_owners(dists, [])]
-    problems = [*_unusable(found, gone), *_settings(found), *_conflicts(found), *_missing(found), *_promises(found)]
+        wrong = dict.fromkeys([str(error), *_policy()])
+        return [*(Problem("settings", text) for text in wrong), *installation, *second_owners(dists, [])]
+    settings = [*_settings(found), *(Problem("settings", text) for text in _policy())]
+    problems = [*_unusable(found, gone), *settings, *_conflicts(found), *_missing(found), *_promises(found)]
     return [*problems, *_lock(found), *installation, *second_owners(dists, found.records)]
 
 
@@ -44,9 +46,7 @@ def _unusable(registry: Registry, told: Collection[str]) -> Iterator[Problem]:
         frozen_out = record.status == "disabled" and isinstance(record.cause, NotTrusted)
         if record.status == "ok" or (record.status == "disabled" and not frozen_out) or canonical(record.dist) in told:
             continue
-        reason = record.reason
-        if isinstance(record.cause, ManifestError | PluginBroken) and record.location:
-            reason = with_lines(reason, record.location)
+        reason = reason_with_lines(record)
         kind = "stale entry point" if "stale" in record.reason else f"{record.status} plugin"
         yield Problem(kind, f"{record.name}: {reason}", _remedy(record, first_line(reason)))
 
@@ -65,6 +65,17 @@ def _remedy(record: PluginRecord, line: int) -> str:
 def _settings(registry: Registry) -> Iterator[Problem]:
     for notice in registry.notices():
         yield Problem("settings", notice)
+
+
+def _policy() -> list[str]:
+    """Return what is wrong with `[trust]`; it is read where code is trusted only, so no start has told of it."""
+    from twinkle_registry.code.policy import Policy
+
+    try:
+        Policy.load()
+    except SettingsError as error:
+        return [str(error)]
+    return []
 
 
 def _conflicts(registry: Registry) -> Iterator[Problem]:
@@ -153,6 +164,8 @@ def _lock(registry: Registry) -> Iterator[Problem]:
         from twinkle_registry.code.verifying import verify
         from twinkle_registry.resolving import open_hub
 
+        if _policy():
+            return  # told already, and nothing can be checked against it
         checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
     except SettingsError as error:
         yield Problem("lock", str(error))

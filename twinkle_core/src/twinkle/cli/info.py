@@ -72,14 +72,14 @@ def _elsewhere(name: str, records: list[PluginRecord]) -> str:
 
 
 def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
-    from twinkle.cli.plugins import plugin_as_plain
+    from twinkle.cli.plugins import plugin_as_plain, reason_with_lines
 
     plain = plugin_as_plain(record) | {"core": record.manifest.core if record.manifest else ""} | published(record.dist)
     kinds = "\n".join(f"{kind}: {', '.join(names)}" for kind, names in plain["kinds"].items())
     shown = [
         ("plugin", f"{record.name} {record.version}"),
         ("status", record.status),
-        ("reason", record.reason),
+        ("reason", reason_with_lines(record)),
         ("lacks", ", ".join(plain["lacks"])),
         ("package", record.package),
         ("manifest", record.location),
@@ -96,10 +96,11 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
 def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     location = locate(spec)
     missing = {m.requirement: str(m) for m in missing_requirements(spec)}
-    parameters, told = parameters_of(spec)
+    record = _record_of(spec)
+    usable = record.status == "ok"  # of any other plugin nothing is imported
+    parameters, told = parameters_of(spec) if usable else (None, f"not known: its plugin is {record.status}")
     signature, trouble = ("", told) if parameters is None else (told, "")
-    options, trouble_with_options = options_of_config(spec)
-    record = next(r for r in registry().records if r.name == spec.dist)
+    options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, told)
     plain = {
         "name": spec.name,
         "kind": spec.kind,
@@ -141,6 +142,12 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         ("homepage", plain["homepage"]),
     ]
     return plain, pairs(shown)
+
+
+def _record_of(spec: ComponentSpec) -> PluginRecord:
+    """Return the plugin that lists this very component; two plugins may bear one name."""
+    records = [record for record in registry().records if record.manifest]
+    return next(r for r in records if r.manifest and any(c is spec for c in r.manifest.components))
 
 
 def _needs_text(spec: ComponentSpec, missing: dict[str, str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 _TABLE = re.compile(r"\s*\[\[?\s*(?P<name>[\w.\-\"' ]+?)\s*\]\]?\s*(#.*)?$")
 _KEY = re.compile(r"\s*[\"']?(?P<key>[\w-]+)[\"']?\s*(?P<more>\.[^=]*)?=(?P<value>.*)$")
 _PROBLEM = re.compile(
-    r"(?:(?P<table>component|command)\[(?P<index>\d+)\](?: '[^']*')?\.|(?P<hooks>hooks)\.)?(?P<key>[\w-]+):"
+    r"(?:(?P<table>component|command) #(?P<number>\d+)(?: '[^']*')?\.|(?P<hooks>hooks)\.)?(?P<key>[\w-]+):"
 )
 _NAMED = re.compile(r"component '(?P<name>[^']*)' is of the unknown kind")
 _IN_ONE_LINE = re.compile(r"; (?=component '|hooks: )")
@@ -68,8 +68,8 @@ def _line_of(problem: str, tables: list[_Table]) -> int:
     if match["table"] is None:
         return tables[0].keys.get(match["key"], (0, ""))[0] or _header(tables, match["key"])
     listed = [table for table in tables if table.name == match["table"]]
-    index = int(match["index"])
-    return _key_of(listed[index], match["key"]) if index < len(listed) else 0
+    number = int(match["number"])
+    return _key_of(listed[number - 1], match["key"]) if 0 < number <= len(listed) else 0
 
 
 def _key_of(table: _Table, key: str) -> int:

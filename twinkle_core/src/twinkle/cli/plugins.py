@@ -27,16 +27,18 @@ def list_plugins(as_json: bool) -> None:
     """List every plugin, usable or not."""
     from twinkle._registry import registry
 
-    rows = [plugin_as_plain(record) for record in registry().records]
+    records = registry().records
+    rows = [plugin_as_plain(record) for record in records]
     if as_json:
         echo_json(rows)
         return
     lines = table(("plugin", "version", "status", "offers"), [_row(plain) for plain in rows]).splitlines()
-    for line, plain in zip(lines, [None, *rows], strict=True):
+    click.echo(lines[0])
+    for line, plain, record in zip(lines[1:], rows, records, strict=True):
         click.echo(line)
-        if plain is not None and plain["reason"]:
-            click.echo(f"  {' '.join(plain['reason'].split())}")
-        if plain is not None and plain["lacks"]:
+        if plain["reason"]:
+            click.echo(f"  {_in_one_line(reason_with_lines(record))}")
+        if plain["lacks"]:
             click.echo(
                 f"  a part of it needs {', '.join(plain['lacks'])}, which is not here; see: twinkle plugins doctor"
             )
@@ -118,6 +120,22 @@ def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
         "commands": [command.name for command in record.manifest.commands] if record.manifest else [],
         "hooks": list(record.manifest.hooks.implements) if record.manifest and record.manifest.hooks else [],
     }
+
+
+def reason_with_lines(record: "PluginRecord") -> str:
+    """Return why a plugin cannot be used, with the lines of its manifest that are to blame, as the doctor does."""
+    from twinkle.cli.manifest_lines import with_lines
+    from twinkle_registry import ManifestError, PluginBroken
+
+    if record.location and isinstance(record.cause, ManifestError | PluginBroken):
+        return with_lines(record.reason, record.location)
+    return record.reason
+
+
+def _in_one_line(reason: str) -> str:
+    """Return a text whose problems stand on lines of their own as one line: `file: 2 problems: this; that`."""
+    head, *problems = [" ".join(line.split()) for line in reason.splitlines()]
+    return f"{head}: {'; '.join(problems)}" if problems else head
 
 
 def _row(plain: dict[str, Any]) -> tuple[str, ...]:
