@@ -221,3 +221,65 @@ def test_a_tracker_may_be_a_mapping_of_its_type_and_arguments(tmp_path: Path) ->
 def test_a_mapping_that_is_no_tracker_is_refused(given: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=told):
         Run("trial", trackers=[given], root=tmp_path)
+
+
+class _Two:
+    """Like a tensor of two numbers."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("2 elements")
+
+    __index__ = __float__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ([1], "metrics is of type list; give a mapping"),
+        (None, "metrics is of type NoneType"),
+        ({1: 2.0}, "a metric is called 1; its name is a text"),
+        ({"loss": None}, "metric 'loss' is of type NoneType and not one number"),
+        ({"loss": [1.0]}, "metric 'loss' is of type list"),
+        ({"loss": b"2"}, "metric 'loss' is of type bytes"),
+        ({"loss": _Two()}, "metric 'loss' is of type _Two and not one number"),
+    ],
+)
+def test_metrics_that_are_none_are_refused_and_nothing_is_recorded(metrics: Any, told: str, tmp_path: Path) -> None:
+    notes = Notes()
+    with Run("trial", trackers=[notes], root=tmp_path) as run, pytest.raises(ArgumentError, match=told):
+        run.log(metrics, step=4)
+    assert run.step == 0
+    assert notes.calls == [("start", True), ("end",)]
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        ("2", "step is '2'; give a whole number from 0"),
+        (-1, "step is -1"),
+        (True, "step is True"),
+        (2.0, "step is 2.0"),
+        (None, "step is of type NoneType"),
+        (_Two(), "step is of type _Two"),
+        (2, "step 2 comes after step 3; log the steps in their order"),
+    ],
+)
+def test_a_step_that_is_none_or_goes_back_is_refused(step: Any, told: str, tmp_path: Path) -> None:
+    notes = Notes()
+    with Run("trial", trackers=[notes], root=tmp_path) as run:
+        run.log({"loss": 1.0}, step=3)
+        with pytest.raises(ArgumentError, match=told):
+            run.log({"loss": 2.0}, step=step)
+    assert run.step == 3
+    assert notes.calls[1:-1] == [("step", 3, {"loss": 1.0})]
+
+
+def test_a_step_is_logged_several_times_and_as_numpy_has_it(tmp_path: Path) -> None:
+    import numpy as np
+
+    notes = Notes()
+    with Run("trial", trackers=[notes], root=tmp_path) as run:
+        for step in (0, np.int64(1), 1):
+            run.log({"loss": np.float32(0.5), "note": "text", "flat": True, "size": float("nan")}, step=step)
+        assert type(run.step) is int
+    assert [call[1] for call in notes.calls[1:-1]] == [0, 1, 1]

@@ -86,10 +86,23 @@ class Run:
         self._fire("twinkle_run_start", run=self)
         return self
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the numbers of step `step` (from 1) with every tracker and lifecycle plugin."""
-        self.step = step
-        self._fire("twinkle_step_end", run=self, step=step, metrics=metrics)
+    def log(self, metrics: Mapping[str, float | str], step: int) -> None:
+        """Record the numbers of a step with every tracker and lifecycle plugin.
+
+        Args:
+            metrics: numbers by name (a tensor or array of one number is a number too); a text is kept by the trackers
+                that can.
+            step: number of the optimizer step, from 1; 0 is for what was measured before it. It may be logged several
+                times, but none after a later one.
+
+        Raises:
+            ArgumentError: the metrics or the step are something else; then nothing is recorded.
+        """
+        from twinkle.run_log import checked_metrics, checked_step
+
+        checked = checked_metrics(metrics)
+        self.step = checked_step(step, self.step)
+        self._fire("twinkle_step_end", run=self, step=self.step, metrics=checked)
 
     def checkpoint_saved(self, path: str | Path, step: int) -> None:
         """Tell trackers and plugins that a checkpoint stands at `path`."""
