@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from twinkle.errors import ArgumentError, PatchError
+from twinkle.errors import ArgumentError, ComponentTypeError, PatchError
 from twinkle.patch import Patch, applied_patches, apply_context, apply_patch, is_applied, undo_patch
 
 
@@ -411,3 +411,34 @@ class TestVersions:
     def test_a_guard_that_cannot_be_read_is_an_error(self, versions: Any) -> None:
         with pytest.raises(ArgumentError, match=r"write it as \{'transformers': '>=5,<6'\}"):
             apply_patch(Thing(), self.patch(versions))
+
+
+def _within(module: Any, patch: Any) -> None:
+    with apply_context(module, patch):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (apply_patch, "apply_patch"),
+        (_within, "apply_context"),
+        (undo_patch, "undo_patch"),
+        (is_applied, "is_applied"),
+    ],
+)
+@pytest.mark.parametrize(("patch", "shown"), [("Louder", "'Louder'"), (Louder, "the patch Louder")])
+def test_swapped_arguments_are_said_and_the_model_is_not_printed(
+    function: Any, name: str, patch: Any, shown: str
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        function(patch, nn.Linear(2, 2))
+    assert str(caught.value) == (
+        f"{name}: the module is {shown} and the patch is of type Linear; are the arguments swapped? "
+        f"Write {name}(module, patch)"
+    )
+
+
+def test_what_is_no_patch_is_called_by_its_type() -> None:
+    with pytest.raises(ComponentTypeError, match=r"the patch is an instance of torch\.nn\..*Linear, not an instance"):
+        apply_patch(Thing(), nn.Linear(2, 2))

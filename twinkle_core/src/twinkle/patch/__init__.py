@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinkle._lazy import room
-from twinkle.errors import PatchError
+from twinkle.errors import ArgumentError, PatchError
 from twinkle.patch import record
 from twinkle.patch.base import Patch
 
@@ -49,6 +49,7 @@ def apply_patch(module: Any, patch_cls: Any, *args: Any, **kwargs: Any) -> Any:
             this object with other arguments.
         ArgumentError: an argument that the patch does not take.
     """
+    _check_order("apply_patch", module, patch_cls)
     patch = _instance(patch_cls)
     _check(patch, module, args, kwargs)
     return record.apply(patch, module, args, kwargs, keep=True)[1]
@@ -65,6 +66,7 @@ def apply_context(module: Any, patch_cls: Any, *args: Any, **kwargs: Any) -> Ite
         PatchError: also where there is no way back: a function, or a patch that neither uses `replace` nor defines
             `unpatch`.
     """
+    _check_order("apply_context", module, patch_cls)
     patch = _instance(patch_cls)
     _check(patch, module, args, kwargs)
     if not isinstance(patch, Patch):
@@ -92,6 +94,7 @@ def undo_patch(module: Any, patch_cls: Any) -> None:
     """
     from twinkle._registry import registry
 
+    _check_order("undo_patch", module, patch_cls)
     found = registry().resolve(patch_cls, "patch")
     record.undo(found, module)
 
@@ -100,6 +103,7 @@ def is_applied(module: Any, patch_cls: Any) -> bool:
     """Say whether a patch, in any form of component argument, is applied to `module` now."""
     from twinkle._registry import registry
 
+    _check_order("is_applied", module, patch_cls)
     return record.is_applied(registry().resolve(patch_cls, "patch"), module)
 
 
@@ -114,6 +118,21 @@ def applied_patches(module: Any = None) -> list[Applied]:
         for a in record.applications()
         if module is None or a.target() is module
     ]
+
+
+def _check_order(function: str, module: Any, patch: Any) -> None:
+    """Raise `ArgumentError` where the object stands in the place of the patch, and the patch in that of the object."""
+    if (isinstance(module, str) or _is_patch(module)) and not (isinstance(patch, str) or _is_patch(patch)):
+        name = patch.__name__ if isinstance(patch, type) else type(patch).__name__
+        what = repr(module) if isinstance(module, str) else f"the patch {record.short_name(module)}"
+        raise ArgumentError(
+            f"{function}: the module is {what} and the patch is of type {name}; are the arguments swapped? "
+            f"Write {function}(module, patch)"
+        )
+
+
+def _is_patch(value: Any) -> bool:
+    return isinstance(value, Patch) or (isinstance(value, type) and issubclass(value, Patch))
 
 
 def _instance(patch_cls: Any) -> Any:
