@@ -130,6 +130,7 @@ def test_all_problems_of_a_manifest_are_told_at_once(hub: Any, registry: Registr
     with pytest.raises(ManifestError) as error:
         add(registry, "hf://acme/focal")
     text = str(error.value)
+    assert text.splitlines()[0].endswith(": 3 problems")
     assert "component #1 'A'.sumary: unknown key, nearest: 'summary'" in text
     assert "'a:A', 'b:B' lie outside of the repository; write refs that start with a dot" in text
     assert "component 'A' is of the unknown kind 'los', nearest: 'loss'" in text

@@ -68,7 +68,7 @@ def test_several_problems_are_told_apart_with_their_lines(make_plugin: Make) -> 
         "line 5: component #1 'AcmeLoss'.ref: missing",
         "line 6: component 'AcmeLoss' is of the unknown kind 'lsos', nearest: 'loss'",
     ]
-    assert f"{manifest} (of acme_bad): 2 problems: {'; '.join(problems)}\n" in told("list")
+    assert f"{manifest} (of acme_bad): 3 problems: {'; '.join(problems)}\n" in told("list")
     assert all(problem in told("info", "acme_bad") for problem in problems)
 
 

@@ -54,7 +54,11 @@ class House:
         """Add to the problems of a manifest those that only a house knows, so that its author reads all at once."""
         read = record.cause.manifest if isinstance(record.cause, ManifestError) else None
         problems = self._unknown(read) if isinstance(read, Manifest) else []
-        return replace(record, reason="\n  ".join([record.reason, *problems]))
+        if not problems:
+            return record
+        from .reading import with_problems
+
+        return replace(record, reason=with_problems(record.reason, problems))
 
     def _unknown(self, manifest: Manifest | None) -> list[str]:
         if manifest is None:

@@ -75,9 +75,15 @@ def parse_manifest(
     _refuse_twins(problems, "command", ((c.name,) for c in manifest.commands))
     if problems:
         of = f" (of {dist})" if dist else ""
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ManifestError("\n  ".join([f"{where}{of}: {count}", *problems]), manifest)
+        raise ManifestError(with_problems(f"{where}{of}: 0 problems", problems), manifest)
     return manifest
+
+
+def with_problems(text: str, more: Iterable[str]) -> str:
+    """Return the text of a `ManifestError` with further problems, a line each, and with their number set right."""
+    head, *problems = [*text.split("\n  "), *more]
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n  ".join([re.sub(r"\b\d+ problems?$", count, head), *problems])
 
 
 class _Place:

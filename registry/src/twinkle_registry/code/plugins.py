@@ -7,7 +7,7 @@ import tomllib
 from ..discovery import MANIFEST_NAME
 from ..errors import ManifestError, NotTrusted, TwinkleError
 from ..manifest import Manifest, PluginRecord
-from ..reading import parse_manifest
+from ..reading import parse_manifest, with_problems
 from .lock import Lock, LockedRepository
 from .policy import Policy, why_not_trusted
 from .reference import HubReference, Origin
@@ -37,7 +37,7 @@ def record_of(tree: Tree, origin: Origin) -> PluginRecord:
         manifest = parse_manifest(raw, where, origin.place, origin.commit, package=package, root=root)
     except ManifestError as error:
         outside = _outside(error.manifest, root) if isinstance(error.manifest, Manifest) else ""
-        raise ManifestError("\n  ".join([str(error), *([outside] if outside else [])]), error.manifest) from error
+        raise ManifestError(with_problems(str(error), [outside] if outside else []), error.manifest) from error
     if outside := _outside(manifest, root):
         raise ManifestError(f"{where}: {outside}", manifest)
     return PluginRecord(origin.place, origin.commit, root, location, manifest)
