@@ -19,7 +19,7 @@ from receivers import Web, web
 
 import twinkle
 from twinkle import Run
-from twinkle.errors import ArgumentError, ComponentNotFound, RankError, SettingsError
+from twinkle.errors import ArgumentError, ComponentNotFound, DataError, RankError, SettingsError
 from twinkle.notifier import Notifier, failures, notify_exception
 from twinkle.notifier.base import secrets_of
 from twinkle.notifier.message import FRAMES
@@ -177,6 +177,18 @@ def test_the_message_says_what_where_and_how() -> None:
     assert lines[:3] == ["Twinkle: trial failed", "ValueError: the disk is full", "while saving"]
     assert f"process {os.getpid()}" in lines[3]
     assert 'raise ValueError("the disk is full")' in text
+
+
+def test_an_error_of_ours_is_told_once_and_without_its_traceback() -> None:
+    kept = Kept()
+    try:
+        raise DataError("rows.jsonl: line 3 is no JSON") from ValueError("a cause")
+    except DataError as error:
+        notify_exception(kept, "while reading", error, name="trial")
+    (text,) = kept.heard
+    assert text.count("rows.jsonl: line 3 is no JSON") == 1
+    assert "Traceback" not in text
+    assert len(text.splitlines()) == 4
 
 
 def test_the_message_hides_the_notifiers_own_secrets() -> None:

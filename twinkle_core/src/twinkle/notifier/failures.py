@@ -34,7 +34,8 @@ def notify_exception(
     Args:
         notifier: one notifier or several; what one of them raises is logged.
         context: what was going on, in words.
-        exc: the exception; its type, text and last frames are sent, without the secrets of these notifiers.
+        exc: the exception; its type and text are sent, and of an error that is not ours the last frames, without the
+            secrets of these notifiers.
         name: what the run is called.
     """
     notifiers = [notifier] if isinstance(notifier, Notifier) else list(notifier)

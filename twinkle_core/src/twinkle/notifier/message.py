@@ -1,10 +1,11 @@
-"""What people are told of a failure: the error first, then where it happened, then its traceback."""
+"""What people are told of a failure: the error first, then where it happened, then the traceback of a foreign one."""
 
 import datetime
 import os
 import socket
 import traceback
 
+from twinkle.errors import TwinkleError
 from twinkle.platform import Platform
 
 FRAMES = 12
@@ -15,7 +16,8 @@ def failure_text(error: BaseException, *, context: str = "", name: str | None = 
     """Return the message about a failed run.
 
     Args:
-        error: what ended it; of its traceback the last frames are shown.
+        error: what ended it; of its traceback the last frames are shown. An error of ours comes without: its text says
+            what to do, and the frames are our own.
         context: what was going on, in words.
         name: what the run is called.
     """
@@ -24,6 +26,8 @@ def failure_text(error: BaseException, *, context: str = "", name: str | None = 
     if len(summary) > _LONGEST_LINE:
         summary = f"{summary[:_LONGEST_LINE]} ..."
     lines = [f"Twinkle: {name or 'a run'} failed", summary, *([context] if context else []), _place()]
+    if isinstance(error, TwinkleError):
+        return "\n".join(lines)
     return "\n".join([*lines, "", "".join(told.format()).rstrip()])
 
 
