@@ -89,7 +89,7 @@ def test_a_missing_file_says_what_lies_beside_it(work: Path, house: House) -> No
         registry.resolve("./my_los.py:Thing", "optimizer")
     assert str(error.value) == (
         f"optimizer './my_los.py:Thing': there is no file {work}/my_los.py; "
-        "the Python files beside it: nearest: 'my_loss.py'"
+        "of the Python files beside it, nearest: 'my_loss.py'"
     )
     with pytest.raises(ComponentNotFound, match=f"there is no folder {work}/absent"):
         registry.resolve("./absent/x.py:Thing", "optimizer")

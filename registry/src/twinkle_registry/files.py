@@ -63,7 +63,7 @@ def source_of(file: Path, asked: str) -> bytes:
         return file.read_bytes()
     except FileNotFoundError as error:
         beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        found = f"the Python files beside it: {nearest_or_all(file.name, beside)}"
+        found = f"of the Python files beside it, {nearest_or_all(file.name, beside)}"
         if not file.parent.is_dir():
             found = f"there is no folder {file.parent}"
         raise ComponentNotFound(f"{asked}: there is no file {file}; {found}") from error

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def test(ctx: click.Context, what: str, words: str, kind: str, example: str, verbose: bool, as_json: bool) -> None:
     """Hold components to the contracts of their kinds; exit code 1 if one breaks its contract.
 
-    WHAT is a plugin, a component (`Name`, `plugin/Name`, `kind:Name`), a folder with a plugin, or `./file.py:Name`.
+    WHAT is a plugin, a component (`Name`, `plugin/Name`, `kind:Name`), a folder with a plugin, `./file.py:Name`, or
+    code on a Hub that is allowed to run (`hf://org/repo#Name`).
     """
     from twinkle.errors import ArgumentError
     from twinkle.testing.contracts.subjects import subjects_of

@@ -1,11 +1,13 @@
 """What is to be checked: components by name, of a plugin, of a folder or in a file, with the examples they have."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from twinkle.errors import ArgumentError, ComponentNotFound
+from twinkle.testing.contracts.guessing import check_kind_in, kind_of
 from twinkle_registry import ComponentSpec
 from twinkle_registry.naming import canonical
 
@@ -33,7 +35,7 @@ class Subject:
         if spec is not None:
             return cls(thing, kind, spec.name, spec)
         name = thing if isinstance(thing, str) else getattr(thing, "__name__", type(thing).__name__)
-        return cls(thing, kind, name.rpartition(":")[2] or name)
+        return cls(thing, kind, re.split("[:#]", name)[-1] or name)
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -76,14 +78,16 @@ def subjects_of(text: str, kind: str = "") -> list[tuple[Any, str]]:
     """Return what `text` names as pairs (component, kind).
 
     Args:
-        text: a plugin, `Name`, `plugin/Name`, `kind:Name`; a folder that holds a plugin; or `./file.py:Name`.
-        kind: only components of this kind; for a file, what it is.
+        text: a plugin, `Name`, `plugin/Name`, `kind:Name`; a folder that holds a plugin; `./file.py:Name`; or a
+            reference to a Hub, `hf://org/repo#Name`.
+        kind: only components of this kind; for a file or code of a Hub without a manifest, what it is.
 
     Raises:
         ComponentNotFound: nothing is called so, or the plugin offers nothing of that kind.
-        ArgumentError: the kind of what stands in a file cannot be told.
+        ArgumentError: the kind of what stands in a file or on a Hub cannot be told.
+        NotTrusted: it is code of a Hub that nobody allowed to run.
     """
-    found = _in_file(text, kind) if text.rpartition(":")[0].endswith(".py") else list(_listed(text))
+    found = _found(text, kind)
     chosen = [(thing, of) for thing, of in found if not kind or of == kind]
     if not chosen:
         kinds = ", ".join(sorted({of for _, of in found})) or "nothing"
@@ -91,11 +95,24 @@ def subjects_of(text: str, kind: str = "") -> list[tuple[Any, str]]:
     return chosen
 
 
+def _found(text: str, kind: str) -> list[tuple[Any, str]]:
+    if "://" in text:
+        from twinkle.testing.contracts.hub_code import components_on_hub
+
+        return components_on_hub(text, kind)
+    if text.endswith(".py"):
+        raise ComponentNotFound(f"{text!r} is a file; say what you want from it: '{text}:Name'")
+    return _in_file(text, kind) if text.rpartition(":")[0].endswith(".py") else list(_listed(text))
+
+
 def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
     from twinkle.cli.info import find
     from twinkle.testing.contracts.folders import plugin_in
 
-    records = [plugin_in(Path(text))] if _is_folder(text) else find(text)
+    folder = _is_folder(text)
+    if not folder:
+        check_kind_in(text)
+    records = [plugin_in(Path(text))] if folder else find(text)
     for found in records:
         if isinstance(found, ComponentSpec):
             yield found, found.kind
@@ -117,30 +134,15 @@ def _is_folder(text: str) -> bool:
 
 
 def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
-    from twinkle.kinds import KINDS
-
     if kind:
         return [(text, kind)]
-    place, _, name = text.rpartition(":")
     from twinkle_registry.files import import_file
     from twinkle_registry.importing import attribute
 
+    place, _, name = text.rpartition(":")
     module = import_file(place, asked=repr(text))
     found = attribute(module, name, asked=repr(text), absent=ComponentNotFound, shown=place)
-    contracts = {of: _imported(about.contract) for of, about in KINDS.items() if about.contract}
-    bases = getattr(found, "__mro__", type(found).__mro__)
-    fitting = [of for base in bases for of, contract in contracts.items() if base is contract]
-    if not fitting:
-        raise ArgumentError(f"{text} does not say by a base class what it is; give its kind: --kind loss")
-    return [(text, fitting[0])]
-
-
-def _imported(contract: str) -> Any:
-    """Return a contract that is imported already, as that of a class is; else None."""
-    import sys
-
-    module, _, name = contract.partition(":")
-    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return [(text, kind_of(found, text))]
 
 
 def _spec(thing: Any, kind: str) -> ComponentSpec | None:
