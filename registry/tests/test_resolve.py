@@ -1,8 +1,10 @@
 """Every form that a component argument may have, and the one error that each wrong form gets."""
 
 import functools
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,8 +169,24 @@ def test_a_module_that_raises_is_broken_and_keeps_its_cause(site: Any, table: An
     for text, who in (("L", "loss 'L' of acme"), ("acme.m:L", "loss 'acme.m:L'")):
         with pytest.raises(PluginBroken) as error:
             registry.resolve(text, "loss")
-        assert str(error.value) == f"{who}: importing acme.m failed: OSError: no device"
+        told = f"{who}: importing acme.m failed: OSError: no device"
+        assert re.fullmatch(rf"{re.escape(told)} \(/.*/acme/m\.py:1\)", str(error.value))
         assert isinstance(error.value.__cause__, OSError)
+
+
+def test_the_innermost_line_that_ran_is_named_whatever_form_is_used(
+    site: Any, table: Any, house: House, tmp_path: Path
+) -> None:
+    site.plugin("acme", table("L", "acme.m:L"), m="from . import deep", deep="def f():\n    return 1 / 0\n\nf()\n")
+    with pytest.raises(PluginBroken, match=r"ZeroDivisionError: division by zero \(/.*/acme/deep\.py:2\)$"):
+        house().resolve("L", "loss")
+    file = tmp_path / "bad.py"
+    file.write_text("x = 1\n\ny = x / 0\n")
+    with pytest.raises(PluginBroken, match=rf"division by zero \({re.escape(str(file))}:3\)$"):
+        house().resolve(f"{file}:L", "loss")
+    site.plugin("bees", table("B", "bees.m:B"), m="def f(:")
+    with pytest.raises(PluginBroken, match=r"SyntaxError: .* \(m\.py, line 1\)$"):
+        house().resolve("B", "loss")
 
 
 def test_a_module_that_exits_is_broken_too(site: Any, table: Any, house: House) -> None:

@@ -61,8 +61,23 @@ def import_failed(asked: str, where: str, error: BaseException) -> PluginBroken:
         own = package == where.partition(".")[0]
         why = f"it needs the module {error.name!r}, which is " + ("not part of it" if own else "not installed")
     else:
-        why = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}{_place_of(error)}"
     return PluginBroken(f"{asked}: importing {where} failed: {why}")
+
+
+def _place_of(error: BaseException) -> str:
+    """Return ` (file.py:3)`, the innermost line that ran, or nothing; the text of a SyntaxError names its line."""
+    if isinstance(error, SyntaxError):
+        return ""
+    place, importing, trace = "", False, error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            importing = True
+        elif importing:  # what comes before it is ours
+            place = f" ({file}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
 
 
 def _is_or_holds(missing: str | None, module: str) -> bool:
