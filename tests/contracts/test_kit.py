@@ -58,12 +58,23 @@ def test_one_that_breaks_it_raises_with_every_reason() -> None:
 
 
 def test_what_an_example_skips_is_reported_with_its_reason() -> None:
-    report = check_component(Upside, "reward", skip={"order": "it scores by place"})
-    assert report.skipped == [report["order"]]
+    skip = {"order": "it scores by place", "one_by_one": "and alone there is one place"}
+    report = check_component(Upside, "reward", skip=skip)
+    assert report.skipped == [report["order"], report["one_by_one"]]
     assert report["order"].why == "it scores by place"
     assert "skipped  order\n           it scores by place" in report.text()
     everything = check_component(Upside, "reward", skip="needs a device that is not here")
     assert everything.only_skipped
+
+
+def test_true_and_false_are_no_scores(catches: Any) -> None:
+    class Right(Length):
+        """Whether there is an answer."""
+
+        def __call__(self, trajectories: Any, **kwargs: Any) -> list[float]:
+            return [score > 0 for score in super().__call__(trajectories)]
+
+    catches("reward", "scores", Right)
 
 
 def test_no_docstring_and_arguments_in_vain_are_caught(catches: Any) -> None:
@@ -186,9 +197,9 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_is_tested_with_the_examples_of_its_manifest(acme: Path) -> None:
     result = run(str(acme))
     assert result.exit_code == 1
-    assert "reward scaled: 9 passed, 1 skipped" in result.output
+    assert "reward scaled: 10 passed, 1 skipped" in result.output
     assert "failed   order" in result.output
-    assert "2 components: 17 passed, 1 failed, 2 skipped" in result.output
+    assert "2 components: 18 passed, 2 failed, 2 skipped" in result.output
     assert run(str(acme), "-k", "scaled").exit_code == 0
     assert run(str(acme), "-k", "order").output.count("reward ") == 2
     assert run("acme-kit/scaled").exit_code == 0, "a plugin of a folder that was tested is known by name"
@@ -226,7 +237,7 @@ def test_a_repository_for_a_hub_is_tested_in_its_folder(init: str | None, reposi
     for _ in range(2):
         result = run(str(repository))
         assert result.exit_code == 0, result.output
-        assert "2 components: 18 passed, 0 failed, 2 skipped" in result.output
+        assert "2 components: 20 passed, 0 failed, 2 skipped" in result.output
     assert not any(name.startswith(("acme_odd", "rewards", "numbers.")) for name in sys.modules)
 
 

@@ -235,6 +235,7 @@ unpicklable = {"__init__": lambda self, *args: setattr(self, "held", lambda: 1)}
 BROKEN: dict[tuple[str, str], Broken] = {
     ("reward", "scores"): broken(after(Length, lambda found: found[:-1])),
     ("reward", "order"): broken(after(Length, lambda found: [float(at) for at in range(len(found))])),
+    ("reward", "one_by_one"): broken(after(Length, lambda found: [score - sum(found) / len(found) for score in found])),
     ("reward", "no_trajectories"): broken(after(Length, lambda found: found or [0.0])),
     ("reward", "any_text"): broken(after(Length, lambda found: [1 / score for score in found])),
     ("reward", "other_arguments"): broken(

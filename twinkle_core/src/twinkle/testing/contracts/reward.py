@@ -35,7 +35,7 @@ def call(reward: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> list
     require(isinstance(found, list), f"it returned {shown(found)}; return a list with one number a trajectory")
     require(len(found) == len(rows), f"it gave {len(found)} scores for {len(rows)} trajectories")
     for place, score in enumerate(found):
-        plain = isinstance(score, int | float) and math.isfinite(score)
+        plain = isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
         require(plain, f"score {place} is {shown(score)}; it must be a finite Python number")
     return found
 
@@ -56,6 +56,19 @@ def order(case: RewardCase) -> None:
     backwards = {name: list(reversed(values)) for name, values in case.arguments.items()}
     turned = call(case.build(), list(reversed(case.trajectories)), backwards)
     require(same(turned, list(reversed(found)), tolerance=1e-9), f"scores {found} became {turned} in reversed order")
+
+
+def one_by_one(case: RewardCase) -> None:
+    """A score does not depend on the other trajectories of the call; one relative to its group says so by `skip`."""
+    together = call(case.build(), case.trajectories, case.arguments)
+    for place, row in enumerate(case.trajectories):
+        arguments = {name: [values[place]] for name, values in case.arguments.items()}
+        (score,) = call(case.build(), [row], arguments)
+        require(
+            math.isclose(score, together[place], rel_tol=1e-6, abs_tol=1e-6),
+            f"trajectory {place} gets {together[place]} among {len(together)} and {score} alone; a reward meant "
+            'to compare them gives skip={"one_by_one": "..."} in its example',
+        )
 
 
 def no_trajectories(case: RewardCase) -> None:
@@ -106,6 +119,7 @@ CASE = RewardCase
 CHECKS = (
     scores,
     order,
+    one_by_one,
     no_trajectories,
     any_text,
     other_arguments,
