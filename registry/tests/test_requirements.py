@@ -62,6 +62,16 @@ def test_extras_ask_for_what_they_name(site: Any) -> None:
     assert missing_requirements(spec("lib[all]")) == [MissingRequirement("fast>=2", None)]
 
 
+def test_the_command_names_the_extra_of_the_plugin_that_brings_what_is_missing(site: Any) -> None:
+    site.write(
+        "acme-1.0.dist-info/METADATA",
+        "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nRequires-Dist: base\nProvides-Extra: web\n"
+        "Requires-Dist: absent>=1 ; extra == 'web'\nRequires-Dist: absent-too>=1 ; extra == 'web'\n\n",
+    )
+    with pytest.raises(RequirementMissing, match=r"run: pip install 'acme\[web\]' 'absent-three'$"):
+        check_requirements(spec("absent>=1", "absent_too", "absent-three"))
+
+
 def test_a_text_that_is_no_requirement_is_a_manifest_error() -> None:
     with pytest.raises(ManifestError, match=r"loss 'L' of acme: requires 'a >> 1', which is not a requirement"):
         missing_requirements(spec("a >> 1"))

@@ -61,7 +61,7 @@ def test_without_what_it_needs_it_says_what_to_install(bare: Environment) -> Non
     done = bare.run("python", "-c", "from twinkle.loss import PolyLoss", check=False)
     assert done.stderr.splitlines()[-1] == (
         "twinkle_registry.errors.RequirementMissing: loss 'PolyLoss' of acme-losses needs torch>=2.6 (not installed), "
-        "acme-numbers>=1.2 (not installed); run: pip install 'torch>=2.6' 'acme-numbers>=1.2'"
+        "acme-numbers>=1.2 (not installed); run: pip install 'acme-losses[torch]' 'acme-numbers>=1.2'"
     )
     doctor = bare.run("twinkle", "plugins", "doctor", check=False)
     assert doctor.returncode == 1

@@ -33,7 +33,7 @@ def test_all_wheels_install_together(environment: EnvironmentMaker, wheels: Path
     missing = made.run("python", "-c", "from twinkle.loss import CrossEntropyLoss", check=False).stderr
     assert missing.splitlines()[-1] == (
         "twinkle_registry.errors.RequirementMissing: loss 'CrossEntropyLoss' of twinkle-losses needs torch>=2.6 "
-        "(not installed); run: pip install 'torch>=2.6'"
+        "(not installed); run: pip install 'twinkle-losses[torch]'"
     )
 
 

@@ -165,7 +165,7 @@ def test_the_mapping_holds_the_layers_of_the_model_alone(build: Any) -> None:
 def test_liger_is_asked_for_where_it_is_missing(build: Any) -> None:
     with pytest.raises(RequirementMissing, match=r"pip install 'liger-kernel>=0\.8'"):
         liger_builtin(build())
-    with pytest.raises(RequirementMissing, match=r"LigerRMSNorm.*pip install 'liger-kernel>=0\.8'"):
+    with pytest.raises(RequirementMissing, match=r"LigerRMSNorm.*pip install 'twinkle-kernels\[liger\]'"):
         kernelize(build(), {layer_of("llama", "RMSNorm"): "LigerRMSNorm"})
 
 

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import ManifestError, PluginIncompatible, RequirementMissing
 from .manifest import ComponentSpec, PluginRecord
+from .naming import canonical
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from packaging.requirements import Requirement
 
 _PLAIN_VERSION = re.compile(r"\d+(\.\d+)*")
@@ -41,8 +44,36 @@ def check_requirements(spec: ComponentSpec) -> None:
     """Raise `RequirementMissing` with the command to run, unless everything that `spec` needs is installed."""
     if missing := missing_requirements(spec):
         needs = ", ".join(str(m) for m in missing)
-        command = " ".join(f"'{m.requirement}'" for m in missing)
+        wanted = [with_extra(m.requirement, (spec.dist, "twinkle-core")) or m.requirement for m in missing]
+        command = " ".join(f"'{text}'" for text in dict.fromkeys(wanted))
         raise RequirementMissing(f"{spec} needs {needs}; run: pip install {command}")
+
+
+def with_extra(requirement: str, dists: Iterable[str]) -> str:
+    """Return `dist[extra]` for the first extra of these distributions that brings what is required, or an empty text.
+
+    Args:
+        requirement: What is missing.
+        dists: Distributions to look at, in this order; one that is not installed brings nothing.
+    """
+    from importlib.metadata import PackageNotFoundError, metadata, requires
+
+    from packaging.requirements import Requirement
+
+    wanted = canonical(Requirement(requirement).name)
+    for dist in dists:
+        try:
+            brought = [Requirement(text) for text in requires(dist) or ()]
+            extras = metadata(dist).get_all("Provides-Extra") or []
+        except (PackageNotFoundError, ValueError):
+            continue
+        for each in brought:
+            if canonical(each.name) != wanted or each.marker is None or each.marker.evaluate({"extra": ""}):
+                continue
+            for extra in extras:
+                if each.marker.evaluate({"extra": extra}):
+                    return f"{dist}[{extra}]"
+    return ""
 
 
 def check_core(record: PluginRecord, core_version: str) -> PluginRecord:

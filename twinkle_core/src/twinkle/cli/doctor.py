@@ -1,7 +1,7 @@
 """What `twinkle plugins doctor` looks for."""
 
 from collections.abc import Collection, Iterator
-from importlib.metadata import PackageNotFoundError, distributions, metadata, requires
+from importlib.metadata import distributions
 
 from twinkle.cli.installation import gone_editables, gone_paths, second_commands, second_owners
 from twinkle.cli.manifest_lines import first_line
@@ -18,6 +18,7 @@ from twinkle_registry import (
     missing_requirements,
 )
 from twinkle_registry.naming import canonical
+from twinkle_registry.requirements import with_extra
 
 
 def examine() -> list[Problem]:
@@ -98,7 +99,7 @@ def _missing(registry: Registry) -> Iterator[Problem]:
         for missing in known[spec.requires]:
             lacking.setdefault((spec.dist, missing), []).append(spec.name)
     for (plugin, missing), names in lacking.items():
-        extra = _with_extra(missing.requirement, (dists[plugin], "twinkle-core"))
+        extra = with_extra(missing.requirement, (dists[plugin], "twinkle-core"))
         optional = bool(extra) and missing.installed is None
         yield Problem(
             "missing extra" if optional else "missing requirement",
@@ -106,28 +107,6 @@ def _missing(registry: Registry) -> Iterator[Problem]:
             f"pip install '{extra or missing.requirement}'",
             optional=optional,
         )
-
-
-def _with_extra(requirement: str, dists: Collection[str]) -> str:
-    """Return `dist[extra]` for the first extra that brings what is required, or an empty text."""
-    from packaging.requirements import Requirement
-
-    wanted = canonical(Requirement(requirement).name)
-    for dist in dists:
-        try:
-            brought = [Requirement(text) for text in requires(dist) or ()]
-        except (PackageNotFoundError, ValueError):
-            continue
-        for each in brought:
-            if canonical(each.name) == wanted and each.marker and not each.marker.evaluate({"extra": ""}):
-                extras = [extra for extra in _extras(dist) if each.marker.evaluate({"extra": extra})]
-                if extras:
-                    return f"{dist}[{extras[0]}]"
-    return ""
-
-
-def _extras(dist: str) -> list[str]:
-    return list(metadata(dist).get_all("Provides-Extra") or ())
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
