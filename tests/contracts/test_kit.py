@@ -241,6 +241,17 @@ def test_a_repository_for_a_hub_is_tested_in_its_folder(init: str | None, reposi
     assert not any(name.startswith(("acme_odd", "rewards", "numbers.")) for name in sys.modules)
 
 
+def test_a_folder_may_have_any_name_that_nothing_installed_has(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository.parent)
+    repository.rename("odd_ones")
+    assert "2 components: 20 passed" in run("odd_ones").output
+    Path("odd_ones").rename("CrossEntropyLoss")
+    assert "loss CrossEntropyLoss: " in run("CrossEntropyLoss", "-k", "docstring").output
+    assert "2 components: " in run("./CrossEntropyLoss").output
+
+
 def test_a_repository_that_cannot_be_imported_says_why(repository: Path) -> None:
     (repository / "__init__.py").write_text("import no_such_module_at_all\n")
     result = CliRunner().invoke(main, ["plugins", "test", str(repository)])

@@ -124,13 +124,15 @@ def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
 
 
 def _is_folder(text: str) -> bool:
-    """Say whether a folder is meant: one that is there, and whose bare name is not that of an installed plugin."""
+    """Say whether a folder is meant: one that is there, and whose bare name nothing installed has."""
     from twinkle._registry import registry
 
-    if not Path(text).is_dir() or text.isidentifier():
+    if not Path(text).is_dir():
         return False
-    names = {canonical(name) for record in registry().records for name in (record.name, record.dist)}
-    return canonical(text) not in names
+    records = registry().records
+    names = {canonical(name) for record in records for name in (record.name, record.dist)}
+    components = {spec.name for record in records if record.manifest for spec in record.manifest.components}
+    return canonical(text) not in names and text not in components
 
 
 def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
