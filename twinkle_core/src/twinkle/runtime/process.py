@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 TIMEOUT = "TWINKLE_DIST_TIMEOUT_SECONDS"
-_LAST_TENSORS = 0.1
+_LAST_TENSORS = 0.2
 """Seconds that threads of gloo have at the end of the process; they need microseconds where a core is free."""
 
 
