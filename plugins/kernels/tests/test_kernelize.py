@@ -264,6 +264,12 @@ def test_a_class_that_no_layer_has_is_warned_of(caplog: Any) -> None:
     unkernelize(found)
 
 
+def test_a_model_for_which_the_house_has_no_kernel_is_warned_of(caplog: Any) -> None:
+    kernelize(model())
+    assert "nothing is replaced: no layer of ModuleDict has a kernel of ours; it has Finer" in caplog.text
+    assert applied_patches() == []
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), "torch"])
 def test_a_copy_is_kernelized_on_its_own_and_restored_on_its_own(copied: Any) -> None:
     found = model()

@@ -63,6 +63,7 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
         from twinkle.kernel.builtin import builtin_mapping
 
         mapping = builtin_mapping(model)
+        _warn_unknown(mapping, torch_module(model))
     wanted, target = check_mapping(mapping), torch_module(model)
     before = _inside(target)
     merged = {key: value for a in before for key, value in a.patch.mapping.items()} | wanted
@@ -176,6 +177,18 @@ def _device_of_all(model: Any) -> str | None:
 
     device = None if isinstance(model, nn.Module) else getattr(model, "device", None)
     return None if device is None else str(getattr(device, "type", device)).partition(":")[0]
+
+
+def _warn_unknown(mapping: Mapping[Any, Any], target: Any) -> None:
+    """Say so where the house has no kernel for any layer of the model."""
+    from twinkle.logging import get_logger
+
+    if not mapping:
+        names = ", ".join(sorted({layer_class(module).__name__ for module in target.modules()})[:20])
+        get_logger().warning(
+            "kernelize: nothing is replaced: no layer of %s has a kernel of ours; it has %s; give a mapping",
+            *(type(target).__name__, names),
+        )
 
 
 def _warn_nothing(wanted: Mapping[Key, Any], target: Any) -> None:
