@@ -1,6 +1,7 @@
 """What people get wrong in a plugin: each is told wherever it is looked for, and costs nobody else."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,7 +121,27 @@ def test_a_ref_that_cannot_be_imported(source: str | None, text: str, make_plugi
     assert text in told("info", "AcmeLoss")
     assert {row["status"] for row in json.loads(told("list", "--json")) if row["dist"] == "acme_bad"} == {"ok"}
     promised = "broken component: loss 'AcmeLoss' of acme_bad: its manifest says ref = 'acme_bad.parts:AcmeLoss'"
-    assert (promised in told("doctor")) == (source is None)
+    assert (promised in told("doctor")) == (source != "def f(:")  # nobody can tell what that would bind
+
+
+@pytest.mark.parametrize(
+    ("source", "is_told"),
+    [
+        ("class AcmeLos: ...", True),
+        ("", True),
+        ("'AcmeLoss'", True),
+        ("from .other import AcmeLoss", False),
+        ("from .other import *", False),
+        ("if 1 > 2:\n    from x import y as AcmeLoss", False),
+        ("for AcmeLoss in (): ...", False),
+        ("def __getattr__(name): return int", False),
+        ("globals()['Acme' + 'Loss'] = int", False),
+    ],
+)
+def test_the_doctor_finds_a_name_that_a_module_never_binds(source: str, is_told: bool, make_plugin: Make) -> None:
+    make_plugin("acme_bad", LOSS, parts=source)
+    assert ("but acme_bad.parts has no 'AcmeLoss'" in told("doctor")) == is_told
+    assert "acme_bad.parts" not in sys.modules
 
 
 def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plugin: Make) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from importlib.metadata import distributions
 
+from twinkle.cli.attributes import surely_lacks
 from twinkle.cli.installation import gone_editables, gone_paths, second_commands, second_owners
 from twinkle.cli.manifest_lines import first_line
 from twinkle.cli.plugins import reason_with_lines
@@ -110,11 +111,18 @@ def _missing(registry: Registry) -> Iterator[Problem]:
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
-    """Yield components and hooks whose module is not there; nothing is imported, so attributes are not checked."""
+    """Yield components and hooks whose module, or whose name in it, is not there.
+
+    Nothing is imported: what raises at import is not found, nor a name that only running the module can tell.
+    """
     for spec in _specs(registry):
         module = spec.ref.partition(":")[0]
         if not _exists(module):
             error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but there is no module {module!r}")
+            yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+        elif surely_lacks(spec.ref):
+            name = spec.ref.partition(":")[2]
+            error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but {module} has no {name!r}")
             yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
     for record in registry.records:
         hooks = record.manifest.hooks if record.manifest and record.status == "ok" else None
