@@ -249,7 +249,7 @@ def test_the_doctor_looks_for_modules_without_importing_their_parents(make_plugi
     folder = make_plugin("acme_deep", "".join(parts))
     for file in ("sub/__init__.py", "sub/there.py", "space/there.py"):
         (folder / file).parent.mkdir(exist_ok=True)
-        (folder / file).write_text("raise RuntimeError('imported')\n")
+        (folder / file).write_text("A = C = 1\nraise RuntimeError('imported')\n")
     result = twinkle("plugins", "doctor", "--json")
     broken = [problem["what"] for problem in json.loads(result.output) if problem["kind"] == "broken component"]
     assert [text.split("'")[1] for text in broken] == ["B", "D"]
