@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.tracker import Tracker
-from twinkle_registry import hookimpl
 from twinkle_trackers.background import Background
-from twinkle_trackers.service import Health, careful, check_text, flat, kept_id, numbers
+from twinkle_trackers.service import ServiceTracker, check_text, flat, kept_id, numbers
 
 if TYPE_CHECKING:
     from twinkle.run import Run
@@ -20,7 +18,7 @@ _PARAMETERS_A_CALL = 100
 _CLOSING_SECONDS = 60.0
 
 
-class MLflowTracker(Tracker):
+class MLflowTracker(ServiceTracker):
     """Records configuration, numbers and end of a run with `mlflow` (or `mlflow-skinny`).
 
     It records to `tracking_uri`, else to `MLFLOW_TRACKING_URI`, else below `run.folder`: to the database `mlflow.db`,
@@ -46,46 +44,12 @@ class MLflowTracker(Tracker):
         tracking_uri: str | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__()
         check_text("MLflowTracker", "experiment", experiment)
         self.experiment, self.name, self.tracking_uri, self.tags = experiment, name, tracking_uri, dict(tags or {})
-        self.health = Health()
-        self._session: _Session | None = None
-        self._calls: Background | None = None
-        self._status = "FINISHED"
 
-    @hookimpl
-    def twinkle_run_start(self, run: "Run") -> None:
-        """Begin the run there, or go on with it."""
-        self.health.lost, self._status = False, "FINISHED"
-        self._open(run)
-
-    @hookimpl
-    @careful
-    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of step `step`."""
-        if self._calls is None:
-            self._open(run)
-        session, calls, now, found = self._session, self._calls, int(time.time() * 1000), numbers(metrics)
-        if session is None or calls is None:
-            return
-        if calls.error is not None:
-            raise calls.error
-        calls.add(lambda: session.log(step, now, found))
-
-    @hookimpl
-    def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
-        """Remember how the run ends."""
-        self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
-
-    @hookimpl
-    def twinkle_run_end(self, run: "Run") -> None:
-        """Send what is left, and the end: finished, failed or (stopped by somebody) killed."""
-        session, calls, self._session, self._calls = self._session, self._calls, None, None
-        if session is not None and calls is not None:
-            self._finish(session, calls)
-
-    @careful
-    def _open(self, run: "Run") -> None:
+    def begin(self, run: "Run") -> "tuple[_Session, Background]":
+        """Begin the run there, or go on with it, in a thread."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
@@ -94,12 +58,21 @@ class MLflowTracker(Tracker):
         session = _Session(MlflowClient(tracking_uri=place), run, self.name or run.folder.name)
         calls = Background("twinkle-mlflow")
         calls.add(lambda: session.begin(self.experiment, self.tags))
-        self._session, self._calls = session, calls
+        return session, calls
 
-    @careful
-    def _finish(self, session: "_Session", calls: Background) -> None:
-        status = self._status
-        calls.add(lambda: session.end(status))
+    def record(self, session: "tuple[_Session, Background]", step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`, when those before it are."""
+        there, calls = session
+        now, found = int(time.time() * 1000), numbers(metrics)
+        if calls.error is not None:
+            raise calls.error
+        calls.add(lambda: there.log(step, now, found))
+
+    def end(self, session: "tuple[_Session, Background]", error: BaseException | None) -> None:
+        """Send what is left, and the end: finished, failed or (stopped by somebody) killed."""
+        there, calls = session
+        status = "FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED"
+        calls.add(lambda: there.end(status))
         calls.close(_CLOSING_SECONDS)
         if calls.error is not None:
             raise calls.error

@@ -1,47 +1,86 @@
 """What the trackers of services share: a service never breaks a run, and a run that continues keeps its name there."""
 
-import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from twinkle import get_logger
 from twinkle.errors import ArgumentError
 from twinkle.paths import write_text
 from twinkle.tracker import Tracker
+from twinkle_registry import hookimpl
 
 if TYPE_CHECKING:
     from twinkle.run import Run
 
-Hook = TypeVar("Hook", bound=Callable[..., None])
 
+class ServiceTracker(Tracker, ABC):
+    """Records a run with a service, of which the first error is logged and ends the recording, never the run.
 
-class Health:
-    """Whether the service of one tracker still takes part in the run."""
-
-    def __init__(self) -> None:
-        self.lost = False
-
-
-def careful(hook: Hook) -> Hook:
-    """Make a hook of a tracker with a `health` log the first error in a run, and do nothing for the rest of it.
-
-    The registry would log the error of every step, and a service that is away may take its time for each.
+    A subclass says how to begin there, to record one step, and to end. The registry alone would log the error of every
+    step, and a service that is away may take its time for each.
     """
 
-    @functools.wraps(hook)
-    def wrapped(self: Tracker, *args: Any, **kwargs: Any) -> None:
-        health: Health = self.health  # type: ignore[attr-defined]
-        if health.lost:
-            return
-        try:
-            hook(self, *args, **kwargs)
-        except Exception as error:  # libraries raise what they like, and none of it is worth a run
-            health.lost = True
-            text = "%s: nothing more of this run is recorded: %s: %s"
-            get_logger().warning(text, type(self).__name__, type(error).__name__, error)
+    def __init__(self) -> None:
+        self._session: Any = None
+        self._lost = False
+        self._error: BaseException | None = None
 
-    return wrapped  # type: ignore[return-value]
+    @abstractmethod
+    def begin(self, run: "Run") -> Any:
+        """Begin the run there, or go on with it; return what `record` and `end` are given."""
+
+    @abstractmethod
+    def record(self, session: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`."""
+
+    @abstractmethod
+    def end(self, session: Any, error: BaseException | None) -> None:
+        """Send what is left, and how the run ended: `error` is why it failed or was stopped."""
+
+    @hookimpl
+    def twinkle_run_start(self, run: "Run") -> None:
+        """Begin the run there, or go on with it."""
+        self._lost, self._error = False, None
+        self._begin(run)
+
+    @hookimpl
+    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`."""
+        if self._session is None and not self._lost:
+            self._begin(run)
+        if self._session is not None and not self._lost:
+            with self._carefully():
+                self.record(self._session, step, metrics)
+
+    @hookimpl
+    def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
+        """Remember why the run ends."""
+        self._error = error
+
+    @hookimpl
+    def twinkle_run_end(self, run: "Run") -> None:
+        """Send what is left, and how the run ended; also of a run that could not be recorded whole."""
+        session, self._session, error, self._error = self._session, None, self._error, None
+        if session is not None:
+            with self._carefully():
+                self.end(session, error)
+
+    def _begin(self, run: "Run") -> None:
+        with self._carefully():
+            self._session = self.begin(run)
+
+    @contextmanager
+    def _carefully(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # libraries raise what they like, and none of it is worth a run
+            if not self._lost:
+                text = "%s: nothing more of this run is recorded: %s: %s"
+                get_logger().warning(text, type(self).__name__, type(error).__name__, error)
+            self._lost = True
 
 
 def kept_id(run: "Run", service: str, make: Callable[[], str]) -> tuple[str, bool]:

@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from twinkle.tracker import Tracker
-from twinkle_registry import hookimpl
-from twinkle_trackers.service import Health, careful, check_choice, check_text, finite, kept_id, new_id
+from twinkle_trackers.service import ServiceTracker, check_choice, check_text, finite, kept_id, new_id
 
 if TYPE_CHECKING:
     from twinkle.run import Run
 
 
-class SwanLabTracker(Tracker):
+class SwanLabTracker(ServiceTracker):
     """Records configuration, numbers and end of a run with `swanlab`, whose files stay below `run.folder/swanlog`.
 
     A run that continues in its folder goes on under the same id, kept in `swanlab.id`, where the mode is `online`; in
@@ -40,49 +38,18 @@ class SwanLabTracker(Tracker):
         tags: Sequence[str] = (),
         mode: Literal["online", "local", "offline", "disabled"] | None = None,
     ) -> None:
+        super().__init__()
         check_text("SwanLabTracker", "project", project)
         check_choice("SwanLabTracker", "mode", mode, ("online", "local", "offline", "disabled"))
         self.project, self.name, self.workspace, self.group, self.mode = project, name, workspace, group, mode
         self.tags = [tags] if isinstance(tags, str) else list(tags)
-        self.health = Health()
-        self._run: Any = None
-        self._error: BaseException | None = None
 
-    @hookimpl
-    def twinkle_run_start(self, run: "Run") -> None:
+    def begin(self, run: "Run") -> Any:
         """Begin the run there, or go on with it."""
-        self.health.lost, self._error = False, None
-        self._open(run)
-
-    @hookimpl
-    @careful
-    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of step `step`."""
-        if self._run is None:
-            self._open(run)
-        if self._run is not None:
-            self._run.log(finite(metrics), step=step)
-
-    @hookimpl
-    def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
-        """Remember why the run ends."""
-        self._error = error
-
-    @hookimpl
-    def twinkle_run_end(self, run: "Run") -> None:
-        """Send what is left; a run that failed has crashed there, one that was stopped was aborted."""
-        opened, self._run = self._run, None
-        if opened is not None:
-            self.health.lost = False  # also a run that could not log all is to be ended
-            self._finish(opened)
-        self._error = None
-
-    @careful
-    def _open(self, run: "Run") -> None:
         import swanlab
 
         identity, continued = kept_id(run, "swanlab", new_id)
-        self._run = swanlab.init(
+        return swanlab.init(
             project=self.project,
             name=self.name or run.folder.name,
             workspace=self.workspace,
@@ -95,10 +62,14 @@ class SwanLabTracker(Tracker):
             mode=self.mode,
         )
 
-    @careful
-    def _finish(self, opened: Any) -> None:
-        if self._error is None:
-            opened.finish("success")
+    def record(self, session: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`."""
+        session.log(finite(metrics), step=step)
+
+    def end(self, session: Any, error: BaseException | None) -> None:
+        """Send what is left; a run that failed has crashed there, one that was stopped was aborted."""
+        if error is None:
+            session.finish("success")
         else:
-            state = "crashed" if isinstance(self._error, Exception) else "aborted"
-            opened.finish(state, error=f"{type(self._error).__name__}: {self._error}")
+            state = "crashed" if isinstance(error, Exception) else "aborted"
+            session.finish(state, error=f"{type(error).__name__}: {error}")

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.tracker import Tracker
-from twinkle_registry import hookimpl
-from twinkle_trackers.service import Health, careful, check_text, numbers
+from twinkle_trackers.service import ServiceTracker, check_text, numbers
 
 if TYPE_CHECKING:
     from twinkle.run import Run
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 PLACE = "TRACKIO_DIR"
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(ServiceTracker):
     """Records configuration and numbers of a run with `trackio`, in its database below `run.folder/trackio`.
 
     `TRACKIO_DIR=<that folder> trackio show` shows it. A run that continues in its folder goes on under the same name;
@@ -38,39 +36,15 @@ class TrackioTracker(Tracker):
     def __init__(
         self, project: str = "twinkle", name: str | None = None, group: str | None = None, space_id: str | None = None
     ) -> None:
+        super().__init__()
         check_text("TrackioTracker", "project", project)
         self.project, self.name, self.group, self.space_id = project, name, group, space_id
-        self.health = Health()
-        self._run: Any = None
         self._first = 0
 
-    @hookimpl
-    def twinkle_run_start(self, run: "Run") -> None:
+    def begin(self, run: "Run") -> Any:
         """Begin the run there, or go on with it."""
-        self.health.lost = False
-        self._open(run)
-
-    @hookimpl
-    @careful
-    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of step `step`."""
-        if self._run is None:
-            self._open(run)
-        if self._run is not None and step >= self._first:
-            self._run.log(numbers(metrics), step=step)
-
-    @hookimpl
-    def twinkle_run_end(self, run: "Run") -> None:
-        """Write out what waits."""
-        opened, self._run = self._run, None
-        if opened is not None:
-            self.health.lost = False  # also a run that could not log all is to be ended
-            self._finish(opened)
-
-    @careful
-    def _open(self, run: "Run") -> None:
         with _quiet():
-            self._run = _init(
+            session = _init(
                 run.folder / "trackio",
                 project=self.project,
                 name=self.name or run.folder.name,
@@ -80,13 +54,19 @@ class TrackioTracker(Tracker):
                 resume="allow",
                 embed=False,
             )
-        self._first = getattr(self._run, "_next_step", 0)  # one after the last step that is there
+        self._first = getattr(session, "_next_step", 0)  # one after the last step that is there
+        return session
 
-    @careful
-    def _finish(self, opened: Any) -> None:
+    def record(self, session: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`, unless they are there."""
+        if step >= self._first:
+            session.log(numbers(metrics), step=step)
+
+    def end(self, session: Any, error: BaseException | None) -> None:
+        """Write out what waits."""
         with _quiet():
-            opened.finish()
-        _forget(opened)
+            session.finish()
+        _forget(session)
 
 
 def _init(folder: Path, **arguments: Any) -> Any:

@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from twinkle.tracker import Tracker
-from twinkle_registry import hookimpl
-from twinkle_trackers.service import Health, careful, check_choice, check_text, kept_id, new_id, numbers
+from twinkle_trackers.service import ServiceTracker, check_choice, check_text, kept_id, new_id, numbers
 
 if TYPE_CHECKING:
     from twinkle.run import Run
 
 
-class WandbTracker(Tracker):
+class WandbTracker(ServiceTracker):
     """Records configuration, numbers and end of a run with `wandb`, whose files stay below `run.folder/wandb`.
 
     A run that continues in its folder goes on under the same id, kept in `wandb.id`; steps that the service has already
@@ -39,45 +37,18 @@ class WandbTracker(Tracker):
         tags: Sequence[str] = (),
         mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
+        super().__init__()
         check_text("WandbTracker", "project", project)
         check_choice("WandbTracker", "mode", mode, ("online", "offline", "disabled"))
         self.project, self.name, self.entity, self.group, self.mode = project, name, entity, group, mode
         self.tags = [tags] if isinstance(tags, str) else list(tags)
-        self.health = Health()
-        self._run: Any = None
-        self._failed = False
 
-    @hookimpl
-    def twinkle_run_start(self, run: "Run") -> None:
+    def begin(self, run: "Run") -> Any:
         """Begin the run there, or go on with it."""
-        self.health.lost, self._failed = False, False
-        self._open(run)
-
-    @hookimpl
-    @careful
-    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
-        """Record the numbers of step `step`."""
-        if self._run is None:
-            self._open(run)
-        if self._run is not None:
-            self._run.log(numbers(metrics), step=step)
-
-    @hookimpl
-    def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
-        """Remember that the run fails."""
-        self._failed = True
-
-    @hookimpl
-    def twinkle_run_end(self, run: "Run") -> None:
-        """Send what is left; a run that failed has exit code 1 there."""
-        self._close()
-
-    @careful
-    def _open(self, run: "Run") -> None:
         import wandb
 
         identity, continued = kept_id(run, "wandb", new_id)
-        self._run = wandb.init(
+        return wandb.init(
             project=self.project,
             name=self.name or run.folder.name,
             entity=self.entity,
@@ -92,12 +63,10 @@ class WandbTracker(Tracker):
             settings=wandb.Settings(console="off"),  # the progress bar is no log
         )
 
-    def _close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self.health.lost = False  # also a run that could not log all is to be ended
-            self._finish(run)
+    def record(self, session: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of step `step`."""
+        session.log(numbers(metrics), step=step)
 
-    @careful
-    def _finish(self, run: Any) -> None:
-        run.finish(exit_code=1 if self._failed else 0)
+    def end(self, session: Any, error: BaseException | None) -> None:
+        """Send what is left; a run that failed has exit code 1 there."""
+        session.finish(exit_code=0 if error is None else 1)
