@@ -20,7 +20,10 @@ def test_a_revision_becomes_a_commit_and_an_old_name_the_new_one(hub: FakeHub, c
     side = repository.commit({"a.txt": "2"}, branch="side")
     repository.tags["v1"] = first
     of = "open_hub(scheme + '://').commit_of(repo, revision)"
-    ask = lambda revision: client(of, scheme=scheme, repo=name, revision=revision)  # noqa: E731
+
+    def ask(revision: str | None) -> Any:
+        return client(of, scheme=scheme, repo=name, revision=revision)
+
     assert [ask(revision)[1] for revision in (None, "side", "v1", first)] == [head, side, first, first]
     hub.rename(name, name + "-new")
     assert ask(None) == [name + "-new", head]
@@ -38,7 +41,10 @@ def test_modelscope_s_git_server_is_asked_where_its_listing_has_no_commit(
     head = repository.commit({"a.txt": "1"})
     monkeypatch.setattr(hub.store, "tells_commits", False)
     of = "open_hub('ms://').commit_of(repo, revision, token=token)[1]"
-    ask = lambda revision: client(of, repo=name, revision=revision, token=TOKEN)  # noqa: E731
+
+    def ask(revision: str | None) -> Any:
+        return client(of, repo=name, revision=revision, token=TOKEN)
+
     assert [ask(revision) for revision in (None, "master", "v1", first)] == [head, head, first, first]
 
 

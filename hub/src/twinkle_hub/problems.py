@@ -61,7 +61,7 @@ def told(talk: Talk) -> Iterator[None]:
         yield
     except TwinkleError:
         raise
-    except Exception as error:
+    except Exception as error:  # each client has a tree of its own, with no common root
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _CLIENTS:
             raise
         raise _explained(error, talk) from error

@@ -84,5 +84,5 @@ def _reported(scheme: str, asked: str) -> Iterator[None]:
         yield
     except TwinkleError:
         raise
-    except Exception as error:
+    except Exception as error:  # a hub is a plugin, and may raise anything
         raise PluginBroken(f"{asked}: the hub {scheme}:// failed: {type(error).__name__}: {error}") from error
