@@ -236,6 +236,11 @@ def test_search_that_finds_nothing_says_what_is_near() -> None:
     assert "there is no kind 'los'; nearest: 'loss'" in shown("search", "--kind", "los")
 
 
+def test_info_of_a_kind_that_is_none_names_the_nearest() -> None:
+    assert "there is no kind 'los'; nearest: 'loss'" in shown("info", "los:CrossEntropyLoss")
+    assert "no metric is called so, but there is loss:CrossEntropyLoss" in shown("info", "metric:CrossEntropyLoss")
+
+
 @pytest.mark.usefixtures("published")
 def test_info_of_a_name_that_the_index_has_says_where_to_get_it() -> None:
     for name in ("FocalLoss", "loss:FocalLoss", "acme-losses/FocalLoss"):

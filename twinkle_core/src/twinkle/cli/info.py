@@ -3,7 +3,7 @@
 import textwrap
 from typing import Any
 
-from twinkle._registry import registry
+from twinkle._registry import check_kind_in, registry
 from twinkle.cli.signature import options_of_config, parameter_text, parameters_of
 from twinkle.cli.source import locate
 from twinkle.cli.text import pairs
@@ -20,6 +20,7 @@ def find(name: str) -> list[PluginRecord | ComponentSpec]:
     Raises:
         ComponentNotFound: nothing has the name; the text names the nearest.
     """
+    check_kind_in(name)
     records = registry().records
     if plugins := [r for r in records if canonical(name) in (canonical(r.name), canonical(r.dist))]:
         return list(plugins)

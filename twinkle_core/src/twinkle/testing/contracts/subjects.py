@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import ArgumentError, ComponentNotFound
-from twinkle.testing.contracts.guessing import check_kind_in, kind_of
+from twinkle.testing.contracts.guessing import kind_of
 from twinkle_registry import ComponentSpec
 from twinkle_registry.naming import canonical
 
@@ -110,8 +110,6 @@ def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
     from twinkle.testing.contracts.folders import plugin_in
 
     folder = _is_folder(text)
-    if not folder:
-        check_kind_in(text)
     records = [plugin_in(Path(text))] if folder else find(text)
     for found in records:
         if isinstance(found, ComponentSpec):
