@@ -208,8 +208,11 @@ def test_any_adapter_may_get_its_optimizer_at_any_time(folder: Path) -> None:
     model = build(folder)
     model.add_adapter_to_model("second", LORA)
     model.set_optimizer("SGD", adapter_name="default", lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.get_state_dict(adapter_name="default").items()}
     model.forward_backward(inputs=rows(), adapter_name="default")
     model.clip_grad_and_step(adapter_name="default")
+    after = model.get_state_dict(adapter_name="default")
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_weights_of_an_adapter_with_another_scale_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -442,6 +442,9 @@ def test_a_scheduler_that_watches_a_number_gets_the_loss_or_the_callers(model: T
     model.step()
     with pytest.raises(ArgumentError, match="ConstantLR watches no number"):
         model.lr_step(metrics=0.0)
+    model.lr_step()
+    with pytest.raises(ArgumentError, match="ConstantLR watches no number"):
+        model.lr_step(metrics=0.0)  # there is no update to follow, and it is as wrong as before
 
 
 def test_optim_params_overwrite_the_groups(model: TransformersModel) -> None:

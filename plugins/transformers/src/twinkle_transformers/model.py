@@ -389,6 +389,7 @@ class TransformersModel(Components):
         """Advance the scheduler if an update was made since the last call.
 
         `metrics` is the number that a scheduler such as `ReduceLROnPlateau` watches; by default the step's loss.
+        `flush` is that of `step`, which has made the update or has not.
         """
         group = self._group(adapter_name)
         set_accumulation(group, gradient_accumulation_steps)

@@ -77,10 +77,11 @@ def step_group(
 def schedule(group: OptimizerGroup, metrics: float | None) -> None:
     """Advance the scheduler by the updates that it has not followed; one that watches a number gets it."""
     scheduler = group.lr_scheduler
-    if scheduler is not None and group.updates > group.scheduled:
-        watches = "metrics" in inspect.signature(scheduler.step).parameters
-        if metrics is not None and not watches:
-            raise ArgumentError(f"lr_step: {type(scheduler).__name__} watches no number; leave metrics= out")
+    watches = scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters
+    if metrics is not None and not watches:
+        what = "there is no scheduler" if scheduler is None else f"{type(scheduler).__name__} watches no number"
+        raise ArgumentError(f"lr_step: {what}; leave metrics= out, or set one such as ReduceLROnPlateau")
+    if scheduler is not None:
         for _ in range(group.updates - group.scheduled):
             if watches:
                 scheduler.step(group.last_loss if metrics is None else metrics)
