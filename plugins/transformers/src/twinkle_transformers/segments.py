@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import TrainingStateError, Unsupported
+from twinkle.torch.lowrank import Routing
 from twinkle.torch.segments import Segments, by_segment, segment_attention
 
 NAME = "twinkle_segments"
@@ -64,10 +65,11 @@ class Scope(AbstractContextManager[None]):
         segments: where the sequences lie.
         windows: sizes of local attention that the model's layers asked for.
         masked: sizes of local attention that its masks were asked for.
+        routing: which tokens belong to which adapter of a pool; None is no pool.
     """
 
-    def __init__(self, segments: Segments, switch: Switch) -> None:
-        self.segments, self.switch = segments, switch
+    def __init__(self, segments: Segments, switch: Switch, routing: Routing | None = None) -> None:
+        self.segments, self.switch, self.routing = segments, switch, routing
         self.windows: set[int | None] = set()
         self.masked: set[int] = set()
         self._tokens = _Tokens()
@@ -91,6 +93,12 @@ class _Tokens(local):
 _ACTIVE: ContextVar[Scope | None] = ContextVar("twinkle_segments", default=None)
 
 
+def routing_now() -> Routing | None:
+    """Return which tokens of the pass that runs belong to which adapter of a pool; None outside such passes."""
+    scope = _ACTIVE.get()
+    return None if scope is None else scope.routing
+
+
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the `context_fn` of `torch.utils.checkpoint`: recomputation sees the segments that the forward saw.
 
@@ -112,8 +120,12 @@ class Segmenter:
         self._refusal: str | None = None
         self._checked = False
 
-    def within(self, segments: Segments) -> AbstractContextManager[None]:
+    def within(self, segments: Segments, routing: Routing | None = None) -> AbstractContextManager[None]:
         """Return the context in which the model's body takes one row `[1, T]` of these segments.
+
+        Args:
+            segments: where the sequences lie.
+            routing: which of the tokens belong to which adapter of a pool.
 
         Raises:
             Unsupported: the model would mix the sequences; it names the model.
@@ -123,7 +135,7 @@ class Segmenter:
             raise Unsupported(refusal)
         if self.model.training and torch.is_grad_enabled():
             self._check_recomputation()
-        return Scope(segments, self._switch)
+        return Scope(segments, self._switch, routing)
 
     def check(self) -> str | None:
         """Return why this model cannot see segments, None if it can; found out once, on a few tokens.

@@ -1,0 +1,1 @@
+"""Many adapters on one base model."""

@@ -1,0 +1,93 @@
+"""The places of a model where adapters may act, and what runs there instead of the layer's own product."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from twinkle.errors import Unsupported
+from twinkle.torch import lowrank
+from twinkle_transformers.segments import routing_now
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A layer that adapters may adapt.
+
+    Attributes:
+        name: its path in the Hugging Face module, which is its name in PEFT's files too.
+        module: the layer.
+        fan_in: size of what goes in.
+        fan_out: size of what comes out.
+        transposed: whether its weight lies as `[fan_in, fan_out]`.
+        head: whether it is the output projection.
+    """
+
+    name: str
+    module: nn.Module
+    fan_in: int
+    fan_out: int
+    transposed: bool = False
+    head: bool = False
+
+
+def find_sites(model: Any) -> dict[str, Site]:
+    """Return the linear layers of a causal language model's text decoder, and its output projection, by name.
+
+    Args:
+        model: the Hugging Face module, without a PEFT wrapper.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()} | {id(head)}
+    found: dict[str, Site] = {}
+    for name, module in model.named_modules():
+        if id(module) in inside and (site := _site(name, module, module is head)) is not None:
+            found[name] = site
+    return found
+
+
+def install(sites: Iterator[Site] | list[Site]) -> None:
+    """Let passes with adapters go through these layers; other passes see them as they were.
+
+    Raises:
+        Unsupported: a layer's forward was replaced by something else already.
+    """
+    for site in sites:
+        mine = site.module.__dict__.get("forward")
+        if mine is not None and not (isinstance(mine, partial) and mine.func is _adapted):
+            raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); undo that first")
+        if mine is None and not site.head:
+            site.module.__dict__["forward"] = partial(_adapted, site)
+
+
+def uninstall(sites: Iterator[Site] | list[Site]) -> None:
+    """Give the layers their own forward back."""
+    for site in sites:
+        if isinstance(mine := site.module.__dict__.get("forward"), partial) and mine.func is _adapted:
+            del site.module.__dict__["forward"]
+
+
+def _adapted(site: Site, x: Tensor) -> Tensor:
+    routing = routing_now()
+    module: Any = site.module
+    if routing is None:
+        plain: Tensor = type(module).forward(module, x)
+        return plain
+    if x.numel() != routing.total * site.fan_in:
+        raise Unsupported(
+            f"{site.name} sees {x.numel() // site.fan_in} rows of a pass that has {routing.total} tokens; adapters on "
+            "it are not supported"
+        )
+    return lowrank.linear(x, module.weight, module.bias, routing, site.name, transposed=site.transposed)
+
+
+def _site(name: str, module: nn.Module, head: bool) -> Site | None:
+    if type(module) is nn.Linear:
+        return Site(name, module, module.in_features, module.out_features, head=head)
+    if type(module) is Conv1D:
+        fan_in, fan_out = module.weight.shape
+        return Site(name, module, fan_in, fan_out, transposed=True)
+    return None

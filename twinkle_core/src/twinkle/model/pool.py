@@ -1,0 +1,179 @@
+"""The contract of a pool of adapters on one base model: what a server calls, and what `adapter_name=[...]` stands on."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from twinkle.data_format import InputFeature, ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """An adapter of a pool as it was when it was added: a later adapter of the same name is another.
+
+    Attributes:
+        name: its name.
+        generation: counts the adapters that the pool ever had.
+    """
+
+    name: str
+    generation: int
+
+
+@dataclass(slots=True)
+class Operation:
+    """What one adapter (or the base model) has to do with some rows.
+
+    Attributes:
+        adapter: its name or reference; None is the base model, which only goes forward.
+        kind: "forward" computes outputs (and the loss, if `loss` is not None); "forward_backward" adds gradients too.
+        rows: encoded rows; `labels[i]` is the target of position i.
+        loss: a loss, in any form of component argument; None is the adapter's own for "forward_backward".
+        loss_inputs: arguments of the loss; those with one entry a row are cut with the rows.
+        options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding").
+        number: of the operation, from which dropout is drawn; None takes the adapter's own count.
+    """
+
+    adapter: str | AdapterRef | None
+    kind: Literal["forward", "forward_backward"]
+    rows: Sequence[InputFeature]
+    loss: Any = None
+    loss_inputs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    number: int | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What an operation cost.
+
+    Attributes:
+        tokens: of its rows, each row counted whole.
+        computed: tokens that went through the model; fewer where rows share a prefix, more where activations were
+            computed again.
+        padded: tokens computed for nothing.
+        flops: floating-point operations of matrix products with weights: `2P + 2l` a computed token of a forward,
+            `4P + 6l` with its backward through a frozen base (`6P + 8l` with recomputation); P and l are the base's and
+            the adapter's numbers that a token meets.
+    """
+
+    tokens: int = 0
+    computed: int = 0
+    padded: int = 0
+    flops: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        """Return the sum of both."""
+        return Usage(
+            self.tokens + other.tokens,
+            self.computed + other.computed,
+            self.padded + other.padded,
+            self.flops + other.flops,
+        )
+
+
+@dataclass(slots=True)
+class OperationResult:
+    """What an operation gave.
+
+    Attributes:
+        outputs: one a row, in order: `logps` float32 `[T]` and what the options ask for; no graph.
+        loss_sum: the loss, not divided; None where none was calculated.
+        denominator: what divides it.
+        metrics: numbers that the loss gave beside it.
+        usage: what it cost.
+    """
+
+    outputs: list[ModelOutput]
+    loss_sum: float | None = None
+    denominator: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    usage: Usage = field(default_factory=Usage)
+
+
+@dataclass(slots=True)
+class OperationError:
+    """Why an operation failed; the gradients of its adapter are as they were before it.
+
+    Attributes:
+        error: what was raised.
+        adapter: name of the adapter, None for the base model.
+        index: place of the operation in the call.
+    """
+
+    error: Exception
+    adapter: str | None
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBytes:
+    """Memory of one adapter.
+
+    Attributes:
+        device: bytes where the model is.
+        host: bytes in host memory, when it is paged there.
+        disk: bytes in files, when it is paged there.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+class AdapterPool(ABC):
+    """Many adapters, each with its own state, on one frozen base model.
+
+    What an operation computes does not depend on the operations beside it, and a failure harms only the operation that
+    failed: gradients reach an adapter after the whole operation has succeeded.
+    """
+
+    @abstractmethod
+    def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
+        """Add an adapter.
+
+        Args:
+            name: letters, digits, `_` and `-`.
+            config: `peft.LoraConfig`, a mapping of its fields (and of `seed`, `train_attn`, `train_mlp`,
+                `train_unembed`), or the folder of a saved adapter.
+            seed: of the first weights and of dropout.
+
+        Raises:
+            ArgumentError: the name is taken, or the configuration is wrong or matches nothing.
+            CapacityError: there is no room; says how much is needed, for whom, and how much there is.
+        """
+
+    @abstractmethod
+    def remove(self, adapter: str | AdapterRef) -> None:
+        """Remove an adapter and everything that belongs to it."""
+
+    @abstractmethod
+    def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
+        """Do operations together; returns one result each, in order.
+
+        Operations of one adapter are done in their order. Only what harms all of them is raised.
+        """
+
+    @abstractmethod
+    def snapshot(self, adapter: str | AdapterRef) -> dict[str, Any]:
+        """Return a copy of all that an adapter is: weights, pending gradients, optimizer, scheduler, counters."""
+
+    @abstractmethod
+    def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
+        """Put a snapshot in place of an adapter's state, whole or not at all."""
+
+    @abstractmethod
+    def page(
+        self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
+    ) -> None:
+        """Move an adapter's state; whatever needs it brings it back by itself."""
+
+    @abstractmethod
+    def version(self, adapter: str | AdapterRef) -> Any:
+        """Return the adapter's weights as they are now, for a sampler; training does not change them."""
+
+    @abstractmethod
+    def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
+        """Return how much memory an adapter takes."""

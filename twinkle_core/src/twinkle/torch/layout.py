@@ -1,0 +1,122 @@
+"""Where the matrices of a LoRA adapter lie in its one flat buffer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+
+from torch import Tensor
+
+ALIGNMENT = 8
+"""Numbers at whose multiples each matrix begins: 16 bytes of a 2-byte dtype, which grouped kernels ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One adapted product `y = x W^T + scale * (x A^T) B^T` of an adapter.
+
+    Attributes:
+        rank: r, as stored (a device may want it rounded up; what is added stays 0).
+        fan_in: size of x.
+        fan_out: size of y.
+        scale: factor of the low-rank term: `alpha / r`, or `alpha / sqrt(r)` with rslora (arXiv:2312.03732).
+        down: offset of A.
+        up: offset of B.
+        experts: number of experts, each with matrices of its own; 0 for an ordinary linear layer.
+
+    A lies there as `[r, fan_in]`, B transposed, as `[r, fan_out]`; with experts both have them as first dimension.
+    """
+
+    rank: int
+    fan_in: int
+    fan_out: int
+    scale: float
+    down: int
+    up: int
+    experts: int = 0
+
+    @property
+    def down_shape(self) -> tuple[int, ...]:
+        """Shape of A."""
+        return (self.rank, self.fan_in) if not self.experts else (self.experts, self.rank, self.fan_in)
+
+    @property
+    def up_shape(self) -> tuple[int, ...]:
+        """Shape of B, transposed."""
+        return (self.rank, self.fan_out) if not self.experts else (self.experts, self.rank, self.fan_out)
+
+    def down_of(self, flat: Tensor) -> Tensor:
+        """Return A as a view of one buffer `[P]`, or of several, `[n, P]`."""
+        return _view(flat, self.down, self.down_shape)
+
+    def up_of(self, flat: Tensor) -> Tensor:
+        """Return B, transposed, as a view of one buffer `[P]`, or of several, `[n, P]`."""
+        return _view(flat, self.up, self.up_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an adapter has at one place, before it has offsets; the fields are those of `Entry`."""
+
+    rank: int
+    fan_in: int
+    fan_out: int
+    scale: float
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All entries of an adapter by the name of the place they adapt. Adapters of one layout can share products.
+
+    Attributes:
+        entries: by name, in the order in which they lie.
+        size: numbers in the buffer, what lies between matrices for the sake of alignment included.
+    """
+
+    entries: Mapping[str, Entry] = field(hash=False)
+    size: int
+    key: tuple[tuple[str, Shape], ...]
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, Shape]], *, rank_multiple: int = 1) -> "Layout":
+        """Lay matrices out one after the other.
+
+        Args:
+            shapes: name of the place and what the adapter has there.
+            rank_multiple: ranks are stored rounded up to a multiple of it.
+        """
+        entries: dict[str, Entry] = {}
+        at = 0
+        key = tuple(shapes)
+        for name, shape in key:
+            rank = -(-shape.rank // rank_multiple) * rank_multiple
+            count = rank * max(1, shape.experts)
+            down, up = at, _aligned(at + count * shape.fan_in)
+            at = _aligned(up + count * shape.fan_out)
+            entries[name] = Entry(rank, shape.fan_in, shape.fan_out, shape.scale, down, up, shape.experts)
+        return cls(MappingProxyType(entries), at, (*key, ("", Shape(rank_multiple, 0, 0, 0.0))))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of trained numbers, alignment and rounded ranks left out."""
+        return sum(s.rank * (s.fan_in + s.fan_out) * max(1, s.experts) for name, s in self.key if name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self is other or self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    inner = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    base = flat.storage_offset() + start
+    if flat.ndim == 1:
+        return flat.as_strided(shape, inner, base)
+    return flat.as_strided((len(flat), *shape), (flat.stride(0), *inner), base)
