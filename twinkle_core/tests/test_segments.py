@@ -138,7 +138,7 @@ def test_segments_know_their_bounds() -> None:
     segments = Segments.of([3, 1, 4], "cpu")
     assert segments.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert segments.cu_seqlens.dtype is torch.int32
-    assert (segments.total, segments.longest, segments.groups) == (8, 4, {3: (0,), 1: (1,), 4: (2,)})
+    assert (segments.total, segments.longest, segments.reach) == (8, 4, 4)
 
 
 @pytest.mark.parametrize(

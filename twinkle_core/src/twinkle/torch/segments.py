@@ -1,64 +1,24 @@
 """Attention over sequences that lie one after the other in one row: each token sees only its own sequence.
 
-The kernel for unequal lengths does it where torch has one (CUDA); elsewhere sequences of equal length are stacked and
-attended together, so that the cost is the sum of the squares of the lengths and no `[T, T]` mask is ever built.
+A sequence may go on after another one, its parent, so that a prefix which several share lies there once. The kernel for
+unequal lengths does all this where torch has one (CUDA); elsewhere sequences of equal length are stacked and attended
+together, so that the cost is the sum of the squares of the lengths and no `[T, T]` mask is ever built.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from twinkle.errors import ArgumentError
-from twinkle.torch.head import wide
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle.torch.attention import Rule
+from twinkle.torch.places import Segments
+from twinkle.torch.prefix_attention import attend_in_parts, fits, gather
 
-
-@dataclass(frozen=True)
-class Segments:
-    """Where the sequences of a packed row lie.
-
-    Attributes:
-        lengths: tokens of each sequence, in order, each at least 1.
-        cu_seqlens: int32 `[n + 1]`, where each sequence begins, and the end; on the device of the tokens.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> "Segments":
-        """Return the segments of sequences of these lengths.
-
-        Raises:
-            ArgumentError: there are none, or one has no tokens.
-        """
-        if not lengths or min(lengths) < 1:
-            raise ArgumentError(f"segments of lengths {list(lengths)}; there must be one, and each needs a token")
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(tuple(map(int, lengths)), bounds if device is None else bounds.to(device))
-
-    @cached_property
-    def total(self) -> int:
-        """Number of tokens."""
-        return sum(self.lengths)
-
-    @cached_property
-    def longest(self) -> int:
-        """Length of the longest sequence."""
-        return max(self.lengths)
-
-    @cached_property
-    def groups(self) -> dict[int, tuple[int, ...]]:
-        """The numbers of the sequences of each length."""
-        found: dict[int, list[int]] = {}
-        for number, length in enumerate(self.lengths):
-            found.setdefault(length, []).append(number)
-        return {length: tuple(numbers) for length, numbers in found.items()}
+__all__ = ["Segments", "by_segment", "segment_attention"]
 
 
 def by_segment(function: Callable[..., Tensor], segments: Segments, *tensors: Tensor) -> Tensor:
@@ -75,16 +35,34 @@ def by_segment(function: Callable[..., Tensor], segments: Segments, *tensors: Te
 
     Raises:
         ArgumentError: a tensor does not have one entry for each token.
+        Unsupported: a sequence goes on after another one.
     """
+    if segments.parents:
+        raise Unsupported(
+            "what runs on each sequence alone (convolutions, the gated delta rule, Mamba) cannot go on after a prefix "
+            "that several sequences share: its state there is not kept; give each sequence its prefix"
+        )
     for tensor in tensors:
         if len(tensor) != segments.total:
             raise ArgumentError(f"segments hold {segments.total} tokens, but a tensor has {len(tensor)}")
+    return _by_family(function, segments, *tensors)
+
+
+def _by_family(function: Callable[..., Tensor], segments: Segments, *tensors: Tensor) -> Tensor:
+    """Apply `function(*stacked)` to the sequences of each parent and length.
+
+    Where they have a parent, it is also given what comes before them in all tensors but the first: keys and values.
+    """
     # One split, one backward: slices would each add a gradient as long as the whole row.
     pieces = [torch.split_with_sizes(tensor, segments.lengths) for tensor in tensors]
     results: list[Tensor | None] = [None] * len(segments.lengths)
-    for numbers in segments.groups.values():
+    for numbers in segments.families.values():
         stacked = [_stack([piece[number] for number in numbers]) for piece in pieces]
-        for number, result in zip(numbers, function(*stacked).unbind(), strict=True):
+        if chain := segments.chains[numbers[0]]:
+            found = function(*stacked, [torch.cat([piece[n] for n in chain]) for piece in pieces[1:]])
+        else:
+            found = function(*stacked)
+        for number, result in zip(numbers, found.unbind(), strict=True):
             results[number] = result
     return torch.cat([result for result in results if result is not None])
 
@@ -101,7 +79,7 @@ def segment_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return causal attention within each segment.
+    """Return causal attention within each segment, and to all of what it goes on after.
 
     Args:
         q: `[T, H, D]`.
@@ -125,80 +103,39 @@ def segment_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if window is not None and window >= segments.longest:
+    if window is not None and window >= segments.reach:
         window = None
-    kernel = _kernel(q, v) if softcap is None and sinks is None and not dropout else None
+    rule = Rule(scale, window, softcap, sinks, dropout)
+    kernel = _kernel(q, v) if rule.plain and not dropout else None
     if kernel is not None:
-        bounds, longest = segments.cu_seqlens, segments.longest
-        seen = (-1 if window is None else window - 1, 0)  # tokens before and after, itself not counted
-        grouped = q.shape[1] != k.shape[1]
-        out: Tensor = kernel(
-            q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen, enable_gqa=grouped
-        )
-        return out
-    rule = _Rule(scale, window, softcap, sinks, dropout)
-    return by_segment(rule, segments, q, k, v)
+        return _by_kernel(kernel, q, k, v, segments, scale, window)
+    if segments.parents and rule.plain and not dropout and window is None and fits(q):
+        return attend_in_parts(q, k, v, segments.parts, scale)
+    return _by_family(rule, segments, q, k, v)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Causal attention of stacked sequences of one length."""
+def _by_kernel(
+    kernel: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attend by the kernel for unequal lengths; where it has more keys than queries, the last of both belong together.
 
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-    dropout: float
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend `[n, l, H, D]` to `[n, l, G, D]` and `[n, l, G, E]`; returns `[n, l, H, E]`."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        length, groups = q.shape[2], q.shape[1] // k.shape[1]
-        plain = self.softcap is None and self.sinks is None
-        if plain and (self.window is None or length <= self.window):
-            out = nn.functional.scaled_dot_product_attention(
-                q, k, v, dropout_p=self.dropout, is_causal=True, scale=self.scale, enable_gqa=groups > 1
-            )
-            return out.transpose(1, 2)
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        if self.window is not None and length > self.window:
-            return self._banded(q, k, v, self.window).transpose(1, 2)
-        causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        return self._weigh(q, k, v, causal).transpose(1, 2)
-
-    def _banded(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Attend block by block: a block of `window` queries sees its own keys and those of the block before."""
-        rows, heads, length, _ = q.shape
-        blocks = -(-length // window)
-        spare = blocks * window - length
-        q = nn.functional.pad(q, (0, 0, 0, spare)).reshape(rows, heads, blocks, window, -1)
-        k, v = (nn.functional.pad(x, (0, 0, window, spare)).unfold(2, 2 * window, window).mT for x in (k, v))
-        query = torch.arange(window, device=q.device)[:, None]
-        key = torch.arange(2 * window, device=q.device)
-        seen = (key > query) & (key <= query + window)
-        first = seen & (key >= window)  # nothing lies before the first block
-        allowed = torch.stack([first, *[seen] * (blocks - 1)])[:, None]
-        q, k, v = (x.movedim(2, 1).flatten(0, 1) for x in (q, k, v))
-        out = self._weigh(q, k, v, allowed.repeat(rows, 1, 1, 1))
-        out = out.view(rows, blocks, heads, window, -1).movedim(1, 2)
-        return out.reshape(rows, heads, blocks * window, -1)[:, :, :length]
-
-    def _weigh(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
-        if self.softcap is None and self.sinks is None:
-            return nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=allowed, dropout_p=self.dropout, scale=self.scale
-            )
-        scores = (q @ k.mT).to(wide(q.dtype)) * self.scale
-        if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        if self.sinks is not None:
-            sink = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        return nn.functional.dropout(weights, self.dropout).to(v.dtype) @ v
+    That is flash attention's rule since its version 2.1, for causal order and for windows.
+    """
+    bounds, reach = segments.cu_seqlens, segments.reach
+    if segments.parents:
+        bounds = segments.keys.cu_seqlens
+        k, v = gather(k, segments.keys.index), gather(v, segments.keys.index)
+    seen = (-1 if window is None else window - 1, 0)  # tokens before and after, itself not counted
+    return kernel(
+        q, k, v, segments.cu_seqlens, bounds, segments.longest, reach,
+        scale=scale, window_size=seen, enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
 
 
 def _stack(pieces: list[Tensor]) -> Tensor:
