@@ -1,4 +1,4 @@
-"""What the contract kit calls those losses with that are no losses of tokens."""
+"""What the contract kit builds and calls those losses with that need more than labels and log-probabilities."""
 
 from typing import Any
 
@@ -20,3 +20,13 @@ def infonce() -> dict[str, Any]:
     vectors = torch.randn((8, 5), generator=torch.Generator().manual_seed(0))
     embeddings = torch.nn.functional.normalize(vectors, dim=-1)
     return {"inputs": {"labels": torch.tensor([1, 0, 0, 0] * 2)}, "outputs": {"embeddings": embeddings}}
+
+
+def grpo() -> dict[str, Any]:
+    """Every term takes part: the KL term and the entropy too."""
+    return {"kwargs": {"beta": 0.1, "entropy_coef": 0.01}}
+
+
+def dpo() -> dict[str, Any]:
+    """Both terms take part."""
+    return {"kwargs": {"sft_weight": 0.5}}

@@ -32,7 +32,7 @@ from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
 from twinkle_transformers.prompts import context_of
 from twinkle_transformers.recompute import Recompute
-from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments, split_rows
+from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_together, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
 from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
@@ -180,7 +180,7 @@ class TransformersModel(Components):
         """
         check_call(task, temperature)
         group = self._select(adapter_name)
-        parts = split_rows(self._rows(group, inputs), micro_batch_size)
+        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(group.loss_instance))
         batches = [self._batch(group, part) for part in parts]
         status = group.eval_status
         self._ready(group, training=False)
@@ -279,11 +279,11 @@ class TransformersModel(Components):
         group.begin_backward()
         loss = group.loss()
         check_loss_arguments(loss, loss_kwargs)
-        parts = split_rows(self._rows(group, inputs), micro_batch_size)
-        check_rows_for(loss, len(parts))
+        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(loss))
         batches = [self._batch(group, part) for part in parts]  # all of them first: a bad row must not cost a gradient
-        left = group.pads_left()
-        shares = share_arguments(loss_kwargs, row_inputs(loss), [batch_size(batch) for batch in batches], left=left)
+        left, sizes = group.pads_left(), [batch_size(batch) for batch in batches]
+        check_rows_for(loss, sizes)
+        shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=left)
         self._ready(group, training=True)
         group.training, group.train_status.passes = True, []
         done: list[Pass] = []

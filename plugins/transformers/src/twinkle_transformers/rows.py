@@ -49,8 +49,8 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
     return encoded
 
 
-def row_count(name: str, value: Any, rows: int) -> None:
-    """Check that a per-row argument has one entry for each of `rows` rows.
+def row_count(name: str, value: Any, rows: int, together: int = 1) -> None:
+    """Check that a per-row argument has one entry for each of `rows` rows, or for each `together` of them.
 
     Raises:
         ArgumentError: its length differs.
@@ -58,14 +58,17 @@ def row_count(name: str, value: Any, rows: int) -> None:
     if isinstance(value, Mapping):
         for key, part in value.items():
             if hasattr(part, "__len__"):
-                row_count(f"{name}[{key!r}]", part, rows)
-    elif not hasattr(value, "__len__") or len(value) != rows:
-        found = f"{len(value)} entries" if hasattr(value, "__len__") else f"a single {type(value).__name__}"
-        raise ArgumentError(f"{name} has {found}, the batch has {rows} rows; give one entry a row, in the same order")
+                row_count(f"{name}[{key!r}]", part, rows, together)
+    elif not _is_sized(value) or len(value) * together != rows:
+        found = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
+        each = "a row" if together == 1 else f"for each {together} rows"
+        raise ArgumentError(f"{name} has {found}, the batch has {rows} rows; give one entry {each}, in the same order")
 
 
-def split_rows(rows: Sequence[Any], size: int | None) -> list[Sequence[Any]]:
+def split_rows(rows: Sequence[Any], size: int | None, together: int = 1) -> list[Sequence[Any]]:
     """Return the rows in groups of at most `size`; None is one group.
+
+    `together` consecutive rows stay in one group as long as `size` allows it: it is then rounded down to a multiple.
 
     Raises:
         ArgumentError: `size` is not a whole number of at least 1.
@@ -76,34 +79,39 @@ def split_rows(rows: Sequence[Any], size: int | None) -> list[Sequence[Any]]:
         raise ArgumentError(
             f"micro_batch_size={size!r}; it must be a whole number of at least 1, or None for the whole batch"
         )
+    size = size - size % together or size
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def share_arguments(
-    arguments: Mapping[str, Any], per_row: frozenset[str], batches: Sequence[tuple[int, int]], *, left: bool
+    arguments: Mapping[str, Any], per_row: Mapping[str, int], batches: Sequence[tuple[int, int]], *, left: bool
 ) -> list[dict[str, Any]]:
     """Return each micro-batch's share of the loss arguments.
 
     Args:
         arguments: arguments of the loss; those named in `per_row` are cut, the others are passed whole.
-        per_row: names of the arguments that have one entry a row.
+        per_row: names of the arguments that are cut, each with the number of rows that share an entry (usually 1).
         batches: rows and padded length of each micro-batch, in order.
         left: whether rows are padded on the left.
 
-    A tensor `[B, T, ...]` as long as the longest micro-batch (what `forward_only` returned, say) is also narrowed to
-    each micro-batch's own length.
+    A tensor `[B, T, ...]` as long as the longest micro-batch (what `forward_only` returned, say), or such a list of
+    lists, is also narrowed to each micro-batch's own length.
 
     Raises:
-        ArgumentError: an argument has another number of rows.
+        ArgumentError: an argument has another number of entries.
     """
     total, longest = sum(rows for rows, _ in batches), max((length for _, length in batches), default=0)
-    for name in sorted(per_row & arguments.keys()):
+    for name in sorted(per_row.keys() & arguments.keys()):
         if arguments[name] is not None:
-            row_count(name, arguments[name], total)
+            row_count(name, arguments[name], total, per_row[name])
     shares, start = [], 0
     for rows, length in batches:
-        cut = _Cut(slice(start, start + rows), longest, slice(longest - length, None) if left else slice(0, length))
-        shares.append({name: cut(value) if name in per_row else value for name, value in arguments.items()})
+        positions = slice(longest - length, None) if left else slice(0, length)
+        share = dict(arguments)
+        for name in per_row.keys() & arguments.keys():
+            first, end = start // per_row[name], (start + rows) // per_row[name]
+            share[name] = _Cut(slice(first, end), longest, positions)(arguments[name])
+        shares.append(share)
         start += rows
     return shares
 
@@ -123,18 +131,36 @@ class _Cut:
             return None
         part = value[self.rows]
         shape: tuple[int, ...] = getattr(part, "shape", ())
-        return part[:, self.positions] if len(shape) > 1 and shape[1] == self.longest else part
+        if len(shape) > 1:
+            return part[:, self.positions] if shape[1] == self.longest else part
+        if isinstance(value, list | tuple) and all(self._is_whole(entry) for entry in value):
+            return [entry[self.positions] for entry in part]
+        return part
+
+    def _is_whole(self, entry: Any) -> bool:
+        """Return whether an entry of a list has one number for each position of the longest micro-batch."""
+        return not isinstance(entry, str | Mapping) and _is_sized(entry) and len(entry) == self.longest
 
 
-def row_inputs(loss: Any) -> frozenset[str]:
-    """Return the names of the arguments of `loss` that have one entry a row."""
-    return PER_ROW | frozenset(getattr(loss, "row_inputs", ()))
+def row_inputs(loss: Any) -> dict[str, int]:
+    """Return the names of the arguments of `loss` that are cut with the rows, and how many rows share an entry."""
+    own = dict.fromkeys(getattr(loss, "row_inputs", ()), 1)
+    return dict.fromkeys(PER_ROW, 1) | own | dict.fromkeys(getattr(loss, "group_inputs", ()), rows_together(loss))
+
+
+def rows_together(loss: Any) -> int:
+    """Return how many consecutive rows of `loss` must stay in one micro-batch."""
+    return int(getattr(loss, "rows_together", 1))
 
 
 def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of rows and the padded length of a collated batch."""
     rows, length = batch["input_ids"].shape[:2]
     return rows, length
+
+
+def _is_sized(value: Any) -> bool:
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0  # a tensor of one number has a __len__ too
 
 
 def _is_batch(inputs: Mapping[str, Any]) -> bool:

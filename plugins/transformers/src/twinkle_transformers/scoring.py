@@ -1,6 +1,6 @@
 """Calling a loss and reading what it returns, older forms included."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError
 from twinkle_registry import check_keywords, nearest
+from twinkle_transformers.rows import rows_together
 from twinkle_transformers.scores import IGNORE, has_targets
 
 _OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "return_logits", "task")
@@ -29,17 +30,30 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
         raise
 
 
-def check_rows_for(loss: Any, parts: int) -> None:
-    """Refuse a rank without rows where the loss compares rows of all ranks: the others would wait for it.
+def check_rows_for(loss: Any, sizes: Sequence[tuple[int, int]]) -> None:
+    """Refuse micro-batches that the loss cannot use, before any of them was computed.
+
+    Args:
+        loss: whose.
+        sizes: rows and padded length of each.
 
     Raises:
-        DataError: there are no rows.
+        ArgumentError: a micro-batch does not hold whole groups of rows that belong together.
+        DataError: there are no rows, and the loss compares rows of all ranks: the others would wait for it.
     """
-    if not parts and not getattr(loss, "splittable", True):
+    if not sizes and not getattr(loss, "splittable", True):
         raise DataError(
             f"this rank has no rows, and {loss_name(loss)} compares the rows of all ranks; give every rank some "
             "(DataLoader drops a last batch that is smaller than the number of data ranks)"
         )
+    together = rows_together(loss)
+    for rows, _ in sizes:
+        if rows % together:
+            raise ArgumentError(
+                f"{loss_name(loss)} needs {together} consecutive rows together, but "
+                f"{'a micro-batch' if len(sizes) > 1 else 'the batch'} has {rows}; give whole groups of {together} "
+                f"rows, and a micro_batch_size of at least {together}"
+            )
 
 
 def loss_name(loss: Any) -> str:

@@ -14,6 +14,8 @@ __getattr__, __dir__ = room(__name__, "loss")
 if TYPE_CHECKING:
     from twinkle_losses.chunked import ChunkedCrossEntropyLoss as ChunkedCrossEntropyLoss
     from twinkle_losses.cross_entropy import CrossEntropyLoss as CrossEntropyLoss
+    from twinkle_losses.dpo import DPOLoss as DPOLoss
+    from twinkle_losses.grpo import GRPOLoss as GRPOLoss
     from twinkle_losses.infonce import InfonceLoss as InfonceLoss
     from twinkle_losses.liger import LigerFusedLinearCrossEntropyLoss as LigerFusedLinearCrossEntropyLoss
     from twinkle_losses.mse import MSELoss as MSELoss

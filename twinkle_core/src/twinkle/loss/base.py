@@ -51,7 +51,8 @@ class Loss(ABC):
 
     A loss never shifts labels (`labels[i]` is already the target of position `i`), never divides, and never looks
     across rows that a caller may split: for any split of the rows the parts' `loss_sum` and `denominator` must add up
-    to the whole's. Anything callable with this signature may stand in for a subclass.
+    to the whole's (a loss of pairs says `rows_together = 2`, and no split cuts a pair). Anything callable with this
+    signature may stand in for a subclass.
 
     Class attributes say what the forward must prepare in `outputs`: `logps` (cheap, the default), `entropies`,
     `uniform_logps`, or whole `logits` (`[B, T, V]`, dear).
@@ -70,6 +71,10 @@ class Loss(ABC):
     """False when the loss compares rows with each other, so that a batch must come in one piece."""
     row_inputs: tuple[str, ...] = ()
     """Its own arguments that have one entry a row, beside the usual ones (`advantages`, `old_logps`, ...)."""
+    rows_together: int = 1
+    """Consecutive rows that must stay in one micro-batch, from the first row on; 2 for pairs."""
+    group_inputs: tuple[str, ...] = ()
+    """Its own arguments that have one entry for each `rows_together` rows."""
 
     @abstractmethod
     def __call__(self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any) -> LossOutput:

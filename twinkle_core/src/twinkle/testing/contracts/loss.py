@@ -52,7 +52,8 @@ class LossCase(Case):
     """A loss and the batch it is called with.
 
     Attributes:
-        inputs: the collated batch, tensors with one entry a row; by default `labels` `[4, 6]` with -100 among them.
+        inputs: the collated batch, tensors with one entry a row; by default `labels` `[4, 6]` with -100 among them
+            (more rows where the loss's `rows_together` asks for them).
         outputs: what the forward gives, one entry a row; by default `logps` and whatever the class attributes ask for.
         row_inputs: per-row arguments of the call; by default made from the manifest's `inputs`.
     """
@@ -69,7 +70,7 @@ class LossCase(Case):
 
         draw = torch.Generator().manual_seed(seed)
         loss = self.build()
-        inputs = {"labels": _labels()} | dict(self.inputs)
+        inputs = {"labels": _labels(_together(loss))} | dict(self.inputs)
         outputs = dict(self.outputs) or _outputs(loss, inputs["labels"], draw)
         arguments = {name: _argument(name, text, inputs["labels"], draw) for name, text in self.declared.items()}
         batch = Batch(inputs, outputs, arguments | dict(self.row_inputs))
@@ -222,7 +223,7 @@ def token_zero(case: LossCase) -> None:
 
 
 def split(case: LossCase) -> None:
-    """Its sums and denominators over any split of the rows add up to the whole's, gradients too."""
+    """Its sums and denominators over any split of the rows (between groups) add up to the whole's, gradients too."""
     import torch
 
     loss = case.build()
@@ -230,8 +231,11 @@ def split(case: LossCase) -> None:
         raise NotApplicable("it says splittable = False: it compares rows with each other")
     batch = case.batch()
     whole, whole_gradients = _gradients(loss, batch)
-    rows = len(batch.inputs["labels"])
-    for parts in ([slice(row, row + 1) for row in range(rows)], [slice(0, 1), slice(1, rows)]):
+    rows, together = len(batch.inputs["labels"]), _together(loss)
+    if rows % together:
+        raise Violation(f"its example has {rows} rows, but it says rows_together = {together}; give whole groups")
+    each = [slice(row, row + together) for row in range(0, rows, together)]
+    for parts in (each, [slice(0, together), slice(together, rows)] if rows > together else each):
         found = [_gradients(loss, batch.rows(part)) for part in parts]
         added = [sum(values) for values in zip(*(numbers(output)[:2] for output, _ in found), strict=True)]
         expected = numbers(whole)
@@ -360,10 +364,16 @@ CHECKS = (
 )
 
 
-def _labels() -> "Tensor":
+def _together(loss: Any) -> int:
+    return int(getattr(loss, "rows_together", 1))
+
+
+def _labels(together: int) -> "Tensor":
     import torch
 
-    labels = torch.randint(0, _VOCABULARY, (_ROWS, _WIDTH), generator=torch.Generator().manual_seed(1))
+    rows = max(_ROWS, 2 * together)
+    rows -= rows % together
+    labels = torch.randint(0, _VOCABULARY, (rows, _WIDTH), generator=torch.Generator().manual_seed(1))
     labels[:, -1] = _IGNORED
     labels[0, 0] = labels[2, 1] = labels[2, 2] = _IGNORED
     return labels

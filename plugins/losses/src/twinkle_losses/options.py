@@ -1,0 +1,42 @@
+"""Checks of the numbers that losses are built with."""
+
+import math
+from typing import Any
+
+from twinkle.errors import ArgumentError
+
+
+def number(
+    loss: object, name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> float:
+    """Return an option as a float.
+
+    Args:
+        loss: whose option; the error names its class.
+        name: the option.
+        value: what was given.
+        least: the smallest value that it may have.
+        above: what it must be above.
+        below: what it must be below.
+
+    Raises:
+        ArgumentError: it is no finite number, or outside its range.
+    """
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if plain and math.isfinite(value) and value >= least and above < value < below:
+        return float(value)
+    bounds = [f"of at least {least:g}"] * (least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
+    bounds += [f"below {below:g}"] * (below < math.inf)
+    wanted = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    raise ArgumentError(f"{type(loss).__name__}: {name}={value!r}; it must be {wanted}")
+
+
+def label_to_ignore(loss: object, value: Any) -> int:
+    """Return `ignore_index`, checked.
+
+    Raises:
+        ArgumentError: it is no whole number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"{type(loss).__name__}: ignore_index={value!r}; it must be a whole number")
+    return value
