@@ -201,7 +201,8 @@ def bottom_right(
     """What flash attention for unequal lengths promises: the last query and the last key belong together."""
     left, right = options["window_size"]
     groups = q.shape[1] // k.shape[1]
-    assert (groups > 1) == options["enable_gqa"] and cu_q.dtype is cu_k.dtype is torch.int32
+    assert (groups > 1) == options["enable_gqa"]
+    assert cu_q.dtype is cu_k.dtype is torch.int32
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     results = []
     for n in range(len(cu_q) - 1):
@@ -263,7 +264,7 @@ def test_parents_that_cannot_be_are_refused(parents: list[int | None], words: st
 
 
 def test_what_runs_on_each_sequence_alone_is_refused() -> None:
-    with pytest.raises(Unsupported, match="gated delta rule.*give each sequence its prefix"):
+    with pytest.raises(Unsupported, match=r"gated delta rule.*give each sequence its prefix"):
         by_segment(lambda x: x, Segments.of([3, 2], parents=[None, 0]), torch.zeros(5))
 
 
