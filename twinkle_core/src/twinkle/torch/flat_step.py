@@ -5,14 +5,14 @@ its moments and step count. Schedulers, `state_dict` and `load_state_dict` are t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
@@ -73,7 +73,8 @@ def measure(grads: Sequence[Tensor]) -> Tensor:
         grads: n dense tensors of one device and any shapes.
 
     Returns:
-        `[n]` on their device: float64 where any is, else float32. Relative error below 1e-6 at any length.
+        `[n]` on their device: float64 where any is, else float32. The relative error is below 1e-6 at any length, for
+        bfloat16 and float16 below 1e-5.
     """
     if not grads:
         return torch.zeros(0)
@@ -123,6 +124,7 @@ def clip_and_step(optimizers: Sequence[Optimizer], denominators: Sequence[float]
 
     Raises:
         ArgumentError: lists of different lengths, an optimizer named twice, a NaN bound, several devices.
+        ExceptionGroup: what an optimizer's own `step()` raised, with a note that names it; all others were stepped.
     """
     tenants = _tenants(optimizers, denominators, max_norms)
     if not tenants:
@@ -240,10 +242,22 @@ def _step_known(tenants: Sequence[_Tenant], plan: _Plan, indices: Sequence[int],
     for index in chosen:
         if index in fused:
             together.setdefault(_options(tenants[index]), []).append(tenants[index])
-        else:
-            tenants[index].optimizer.step()
     for same in together.values():
         _update(same, None, None)
+    _step_alone({index: tenants[index].optimizer for index in chosen if index not in fused})
+
+
+def _step_alone(optimizers: Mapping[int, Optimizer]) -> None:
+    """Call each optimizer's own step; one that fails keeps none of the others from theirs."""
+    errors = []
+    for index, optimizer in optimizers.items():
+        try:
+            optimizer.step()
+        except Exception as error:  # a plugin's optimizer may raise anything
+            error.add_note(f"clip_and_step: optimizer {index}, a {type(optimizer).__name__}")
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup("clip_and_step: some optimizers failed; the others were stepped", errors)
 
 
 def _step_queued(tenants: Sequence[_Tenant], plan: _Plan, fused: Sequence[int]) -> None:
@@ -309,7 +323,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
     """Say whether something else than torch's own code runs in `optimizer.step()`."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return True
-    if torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return True
     own = vars(optimizer)
     if own.get("grad_scale") is not None or own.get("found_inf") is not None:
