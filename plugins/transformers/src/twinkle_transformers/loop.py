@@ -18,32 +18,50 @@ _PADDING = {"predictions": IGNORE}
 
 def needs_of(group: OptimizerGroup, status: Status, return_logits: bool, task: str = "causal_lm") -> Needs:
     """Return what a forward must prepare for the group's loss and metrics."""
-    loss = group.loss_instance
-    training = status is group.train_status
+    return needs_for(group.loss_instance, status.metrics, status is group.train_status, return_logits, task)
+
+
+def needs_for(
+    loss: Any, metrics: Iterable[Any], training: bool, return_logits: bool, task: str, *, fuses: bool = True
+) -> Needs:
+    """Return what a forward must prepare for a loss (None: for none) and metrics; `fuses` lets the loss fuse itself."""
     return Needs(
         logits=return_logits or (bool(getattr(loss, "require_logits", False)) and task != "embedding"),
         entropies=bool(getattr(loss, "require_entropy", False)),
         uniform_logps=bool(getattr(loss, "require_uniform_logps", False)),
-        predictions=any(getattr(metric, "require_predictions", False) for metric in status.metrics),
+        predictions=any(getattr(metric, "require_predictions", False) for metric in metrics),
         embeddings=task == "embedding",
         # Whoever asks for a forward without training may want the log-probability of every label.
         skip_weight_zero=training and bool(getattr(loss, "skips_weight_zero", False)),
         chunk_tokens=getattr(loss, "chunk_tokens", None),
         softcap=getattr(loss, "softcap", None),
-        fuse=getattr(loss, "fuse", None) if training else None,
+        fuse=getattr(loss, "fuse", None) if training and fuses else None,
     )
 
 
-def score(group: OptimizerGroup, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict[str, Any]) -> None:
+def score(loss: Any, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict[str, Any]) -> None:
     """Calculate the loss of one pass and keep it there; `split` and `spread` are those of `call_loss`."""
+    calculate(loss, item, split=split, spread=spread, loss_kwargs=loss_kwargs)
+    if item.loss is not None:
+        write_numbers(item, float(item.loss.loss_sum.detach()))
+
+
+def calculate(loss: Any, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict[str, Any]) -> None:
+    """Calculate the loss of one pass without waiting for the device."""
     if item.inputs.get("labels") is None:
         raise TrainingStateError(
             "calculate_loss: the rows have no `labels`; encode them with a template, or give features with labels"
         )
     item.loss_kwargs = loss_kwargs
     how = {"split": split, "spread": spread}
-    item.loss = call_loss(group.loss_instance, item.inputs, item.outputs, **how, **loss_kwargs)
-    value, count = float(item.loss.loss_sum.detach()), float(item.loss.denominator)
+    item.loss = call_loss(loss, item.inputs, item.outputs, **how, **loss_kwargs)
+
+
+def write_numbers(item: Pass, value: float) -> None:
+    """Put the numbers of a calculated loss, whose sum is `value`, into the outputs of its pass."""
+    if item.loss is None:
+        return
+    count = float(item.loss.denominator)
     item.outputs["loss_sum"], item.outputs["num_tokens"] = value, count
     item.outputs["loss"] = value / count if count else 0.0
     item.outputs["loss_metrics"] = {name: float(number) for name, number in item.loss.metrics.items()}

@@ -219,7 +219,7 @@ class TransformersModel(Components):
         spread = not self.parallel.ranks.alone
         with torch.set_grad_enabled(group.training):
             for item, share in zip(status.passes, shares, strict=True):
-                loop.score(group, item, split=len(status.passes) > 1, spread=spread, loss_kwargs=share)
+                loop.score(group.loss_instance, item, split=len(status.passes) > 1, spread=spread, loss_kwargs=share)
                 if group.training:
                     loop.check_finite(group, item, self.on_nonfinite, self._counts)
         if not group.training:
@@ -292,7 +292,7 @@ class TransformersModel(Components):
         try:
             for part, batch, share in zip(parts, batches, shares, strict=True):
                 item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
-                loop.score(group, item, split=len(parts) > 1, spread=spread, loss_kwargs=share)
+                loop.score(group.loss_instance, item, split=len(parts) > 1, spread=spread, loss_kwargs=share)
                 loop.check_finite(group, item, self.on_nonfinite, self._counts)
                 if item.usable:
                     touched = True

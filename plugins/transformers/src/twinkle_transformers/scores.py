@@ -31,7 +31,7 @@ def score_hidden(
         needs: what to compute beside log-probabilities.
     """
     labels, device = batch["labels"], hidden.device
-    chosen = _trained(batch, needs)
+    chosen = trained_places(batch, needs)
     targets, where = labels.reshape(-1)[chosen].to(device), chosen.to(device)
     rows = hidden.reshape(-1, hidden.shape[-1])[where]
     if needs.fuse is not None and (made := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None:
@@ -46,13 +46,13 @@ def score_hidden(
         predictions=needs.predictions,
         chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
     )
-    return _spread(labels.shape, where, scores)
+    return spread(labels.shape, where, scores)
 
 
 def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
     """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`."""
     labels = batch["labels"]
-    chosen = _trained(batch, needs)
+    chosen = trained_places(batch, needs)
     targets, where = labels.reshape(-1)[chosen].to(logits.device), chosen.to(logits.device)
     log_p = logits.reshape(-1, logits.shape[-1])[where].to(wide(logits.dtype)).log_softmax(-1)
     scores = TokenScores(
@@ -61,10 +61,10 @@ def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOu
         log_p.mean(-1) if needs.uniform_logps else None,
         log_p.argmax(-1) if needs.predictions else None,
     )
-    return _spread(labels.shape, where, scores)
+    return spread(labels.shape, where, scores)
 
 
-def _trained(batch: dict[str, Any], needs: Needs) -> Tensor:
+def trained_places(batch: dict[str, Any], needs: Needs) -> Tensor:
     """Return the indices of the positions to score, found on the CPU: no wait for the device."""
     trained: Tensor = batch["labels"].reshape(-1) != IGNORE
     if needs.skip_weight_zero and (weights := batch.get("loss_scale")) is not None:
@@ -104,7 +104,14 @@ def _fused(
     return output
 
 
-def _spread(shape: torch.Size, where: Tensor, scores: TokenScores) -> ModelOutput:
+def spread(shape: torch.Size, where: Tensor, scores: TokenScores) -> ModelOutput:
+    """Return scores of some positions as outputs `[B, T]`.
+
+    Args:
+        shape: `[B, T]`.
+        where: int64 `[N]`, the positions' places in the flattened batch.
+        scores: of the positions.
+    """
     output: ModelOutput = {"logps": _place(shape, where, scores.logps, 0.0)}
     if scores.entropies is not None:
         output["entropies"] = _place(shape, where, scores.entropies, 0.0)

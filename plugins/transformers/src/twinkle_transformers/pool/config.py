@@ -1,0 +1,209 @@
+"""What a LoRA configuration means for one model: which layers, at which rank and scale."""
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.other import get_pattern_key
+from torch import Tensor
+
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle.torch.layout import Layout, Shape
+from twinkle_registry import check_keywords
+from twinkle_transformers.pool.sites import Site
+
+ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
+"""Names of the modules of a decoder layer that mix tokens; its other layers are its MLP."""
+
+_OWN = ("seed", "train_attn", "train_mlp", "train_unembed")
+_HONOURED = frozenset(
+    {
+        "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "rank_pattern",
+        "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights", "target_parameters",
+        # these say nothing about the weights
+        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "runtime_config", "fan_in_fan_out", "ephemeral_gpu_offload",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """A configuration, read for one model.
+
+    Attributes:
+        config: as PEFT's files will have it.
+        layout: where the matrices lie.
+        dropout: probability.
+        init: "kaiming" (B is 0), "gaussian" (B is 0) or "random" (B is not).
+        seed: given with the configuration, if it was.
+    """
+
+    config: LoraConfig
+    layout: Layout
+    dropout: float
+    init: str
+    seed: int | None = None
+
+
+def read_config(
+    name: str, config: Any, sites: Mapping[str, Site], model: Any, *, rank_multiple: int = 1
+) -> AdapterPlan:
+    """Read a configuration.
+
+    Args:
+        name: of the adapter, for errors.
+        config: a `LoraConfig`, or a mapping of its fields and of `seed`, `train_attn`, `train_mlp`, `train_unembed`
+            (Tinker's words; without them `target_modules` says it).
+        sites: the layers that adapters may adapt.
+        model: the Hugging Face module.
+        rank_multiple: see `Layout.of`.
+
+    Raises:
+        ArgumentError: a value makes no sense, or no layer matches.
+        Unsupported: a field that a pool cannot honour.
+    """
+    own: dict[str, Any] = {}
+    if isinstance(config, Mapping):
+        own = {key: config[key] for key in _OWN if key in config}
+        given = {key: value for key, value in config.items() if key not in _OWN}
+        check_keywords(LoraConfig, given, what=f"adapter {name!r}")
+        try:
+            config = LoraConfig(**given)
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"adapter {name!r}: PEFT refuses the configuration: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise Unsupported(
+            f"adapter {name!r}: {type(config).__name__} is not supported; give a peft.LoraConfig, a dict of its "
+            "fields, or the folder of a saved LoRA adapter"
+        )
+    config = copy.deepcopy(config)
+    _check(name, config)
+    names = _targets(name, config, own, sites, model)
+    shapes = [(key, _shape(name, config, sites[key])) for key in names]
+    init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")  # type: ignore[call-overload]
+    seed = own.get("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ArgumentError(f"adapter {name!r}: seed={seed!r}; it must be a whole number")
+    layout = Layout.of(shapes, rank_multiple=rank_multiple)
+    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), seed)
+
+
+def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
+    """Return the weights of a new adapter, float32 `[P]`: a function of plan and seed alone.
+
+    A is drawn as PEFT draws it: uniform in `+-1/sqrt(fan_in)` (Kaiming's with a = sqrt(5)), or with variance 1/r^2
+    ("gaussian"); B is 0.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    flat = torch.zeros(plan.layout.size)
+    for (_, shape), entry in zip(plan.layout.key, plan.layout.entries.values(), strict=False):
+        down, up = entry.down_of(flat)[..., : shape.rank, :], entry.up_of(flat)[..., : shape.rank, :]
+        if plan.init == "gaussian":
+            down.normal_(0.0, 1.0 / shape.rank, generator=draw)
+        else:
+            down.uniform_(-1.0, 1.0, generator=draw).mul_(entry.fan_in**-0.5)
+        if plan.init == "random":
+            up.uniform_(-1.0, 1.0, generator=draw).mul_(shape.rank**-0.5)
+    return flat.to(device)
+
+
+def _check(name: str, config: LoraConfig) -> None:
+    if isinstance(config.r, bool) or not isinstance(config.r, int) or config.r < 1:
+        raise ArgumentError(f"adapter {name!r}: rank r={config.r!r}; it must be a whole number of at least 1")
+    if not 0.0 <= config.lora_dropout < 1.0:
+        raise ArgumentError(f"adapter {name!r}: lora_dropout={config.lora_dropout!r}; it must be in [0, 1)")
+    if not isinstance(config.lora_alpha, int | float) or not math.isfinite(config.lora_alpha):
+        raise ArgumentError(f"adapter {name!r}: lora_alpha={config.lora_alpha!r}; it must be a finite number")
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise Unsupported(
+            f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} reads or changes the base model, which "
+            "many share; choose True, False or 'gaussian'"
+        )
+    plain = LoraConfig()
+    for field in fields(config):
+        mine = getattr(config, field.name)
+        if field.name not in _HONOURED and mine and mine != getattr(plain, field.name):
+            raise Unsupported(
+                f"adapter {name!r}: {field.name}={mine!r} is not supported where many adapters share one base model; "
+                "leave it out, or train it alone with TransformersModel"
+            )
+
+
+def _targets(name: str, config: LoraConfig, own: Mapping[str, Any], sites: Mapping[str, Site], model: Any) -> list[str]:
+    if any(key in own for key in _OWN[1:]):
+        return _by_family(name, config, own, sites)
+    if config.target_modules is None and not config.target_parameters:
+        kind = model.config.get_text_config().model_type
+        known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+        if known is None:
+            raise ArgumentError(
+                f"adapter {name!r}: PEFT has no target_modules for {kind!r}; give some, such as 'all-linear'"
+            )
+        config.target_modules = set(known)
+    if config.target_modules == "all-linear":
+        found = [key for key, site in sites.items() if not site.head]
+        config.target_modules = _shortest(found, sites)
+        return found
+    found = [key for key in sites if _matches(config, key)]
+    for key, module in model.named_modules():
+        if key not in sites and hasattr(module, "weight") and _matches(config, key):
+            raise Unsupported(
+                f"adapter {name!r}: its targets match {key}, a {type(module).__name__}; a pool adapts the linear "
+                f"layers of the text decoder alone, such as {next(iter(sites))}"
+            )
+    if not found and not config.target_parameters:
+        raise ArgumentError(
+            f"adapter {name!r}: target_modules={config.target_modules!r} matches no layer of "
+            f"{type(model).__name__}; its layers are {', '.join(sorted({key.rpartition('.')[2] for key in sites}))}"
+        )
+    return found
+
+
+def _by_family(name: str, config: LoraConfig, own: Mapping[str, Any], sites: Mapping[str, Site]) -> list[str]:
+    if config.target_modules is not None:
+        raise ArgumentError(
+            f"adapter {name!r}: give target_modules, or train_attn, train_mlp and train_unembed, but not both"
+        )
+    wanted = {"attn": own.get("train_attn", True), "mlp": own.get("train_mlp", True)}
+    wanted["unembed"] = own.get("train_unembed", True)
+    found = [key for key, site in sites.items() if wanted[_family(key, site)]]
+    if not found:
+        raise ArgumentError(f"adapter {name!r}: train_attn, train_mlp and train_unembed are all off; nothing is left")
+    config.target_modules = _shortest(found, sites)
+    return found
+
+
+def _family(key: str, site: Site) -> str:
+    if site.head:
+        return "unembed"
+    return "attn" if ATTENTION & set(key.split(".")) else "mlp"
+
+
+def _shortest(found: list[str], sites: Mapping[str, Site]) -> set[str]:
+    """Return last names that match these layers and no others, or else their whole names."""
+    last = {key.rpartition(".")[2] for key in found}
+    others = {key.rpartition(".")[2] for key in sites.keys() - set(found)}
+    return set(found) if last & others else last
+
+
+def _matches(config: LoraConfig, key: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's advice about other things
+        return bool(config.target_modules) and bool(check_target_module_exists(config, key))
+
+
+def _shape(name: str, config: LoraConfig, site: Site) -> Shape:
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), site.name), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), site.name), config.lora_alpha)
+    if not isinstance(rank, int) or rank < 1:
+        raise ArgumentError(f"adapter {name!r}: rank_pattern gives {site.name} the rank {rank!r}")
+    scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    return Shape(rank, site.fan_in, site.fan_out, float(scale))

@@ -1,0 +1,159 @@
+"""From the hidden states of a pass to what the losses of its parts see."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.data_format import ModelOutput
+from twinkle.errors import ArgumentError, TwinkleError
+from twinkle.torch import lowrank
+from twinkle.torch.grouped import Groups
+from twinkle.torch.head import CHUNK_TOKENS, TokenScores, score_tokens
+from twinkle.torch.logits import LogitTransform
+from twinkle.torch.lowrank import Cohort, Routing
+from twinkle.torch.pooling import embed
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.group import Pass
+from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
+from twinkle_transformers.pool.work import Part
+from twinkle_transformers.scores import has_targets, score_logits, spread, trained_places
+
+
+class Outputs:
+    """Writes the outputs of parts.
+
+    Args:
+        backbone: body, head and what lies between.
+        device: where they are.
+        head: name of the output projection among the places that adapters may adapt.
+    """
+
+    def __init__(self, backbone: Backbone, device: torch.device, head: str | None) -> None:
+        self.backbone, self.device, self.head = backbone, device, head
+
+    def write(self, parts: Sequence[Part], stream: Stream, hidden: Tensor) -> None:
+        """Give each part its outputs; parts that want the same of the same head are scored together.
+
+        Args:
+            parts: of the pass.
+            stream: what was computed.
+            hidden: `[T, H]` hidden states, or `[T, V]` logits of a model whose head cannot be told apart.
+        """
+        rows = {id(part): (cohort, row) for cohort, mine in stream.cohorts for row, part in enumerate(mine)}
+        together: dict[Any, list[Part]] = {}
+        for part in parts:
+            needs, head = part.work.needs, self._head_of(part, rows)
+            whole = needs.embeddings or needs.logits or head is None or not has_targets(part.batch.get("labels"))
+            if whole:
+                self._try([part], partial(self._whole, part, hidden, head))
+            elif isinstance(head, nn.Module):
+                together.setdefault((needs, part.work.temperature), []).append(part)
+            else:
+                self._try([part], partial(self._score, [part], hidden, head))
+        for group in together.values():
+            self._try(group, partial(self._score, group, hidden, self.backbone.head))
+
+    @staticmethod
+    def _try(parts: list[Part], call: Callable[[], None]) -> None:
+        """Keep what goes wrong with the operations that it goes wrong for."""
+        try:
+            call()
+        except (TwinkleError, ValueError, TypeError, LookupError) as error:
+            for part in parts:
+                part.work.error = error
+
+    def _score(self, parts: list[Part], hidden: Tensor, head: Any) -> None:
+        """Score the trained positions of parts with equal needs by one product with the head."""
+        needs, temperature = parts[0].work.needs, parts[0].work.temperature
+        chosen = [trained_places(part.batch, needs) for part in parts]
+        places = torch.cat([p.stream[torch.searchsorted(p.places, c)] for p, c in zip(parts, chosen, strict=True)])
+        targets = torch.cat([p.batch["labels"].reshape(-1)[c] for p, c in zip(parts, chosen, strict=True)])
+        missing = max(0, LEAST_ROWS - len(places))
+        if missing:
+            places, targets = nn.functional.pad(places, (0, missing)), nn.functional.pad(targets, (0, missing))
+        scores = score_tokens(
+            hidden[places.to(self.device)],
+            targets.to(self.device),
+            head,
+            transform=self._transform(parts[0], temperature),
+            entropies=needs.entropies,
+            uniform_logps=needs.uniform_logps,
+            predictions=needs.predictions,
+            chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
+        )
+        sizes = [*map(len, chosen), missing]
+        columns = [
+            [None] * len(sizes) if values is None else torch.split_with_sizes(values, sizes)
+            for values in (scores.logps, scores.entropies, scores.uniform_logps, scores.predictions)
+        ]
+        for part, where, *mine in zip(parts, chosen, *columns, strict=False):
+            self._set(part, spread(part.batch["labels"].shape, where.to(self.device), TokenScores(*mine)))  # type: ignore[arg-type]
+
+    def _whole(self, part: Part, hidden: Tensor, head: Any) -> None:
+        """Compute what only one part wants: whole logits, or one vector a row."""
+        self._set(part, self._made(part, hidden, head))
+
+    def _made(self, part: Part, hidden: Tensor, head: Any) -> ModelOutput:
+        needs, temperature, batch = part.work.needs, part.work.temperature, part.batch
+        rows = hidden[part.stream.to(self.device)]
+        if needs.embeddings:
+            if temperature != 1.0 or needs.logits:
+                raise ArgumentError("task='embedding' makes no logits; leave temperature and return_logits out")
+            return {"embeddings": embed(_padded(part, rows), batch)}
+        if head is not None:
+            rows = self._transform(part, temperature)(head(rows))
+        elif temperature != 1.0:
+            rows = rows / temperature
+        logits = _padded(part, rows)
+        scored = has_targets(batch.get("labels"))
+        outputs: ModelOutput = score_logits(logits, batch, needs) if scored else {}
+        if needs.logits or not scored:
+            outputs["logits"] = logits
+        return outputs
+
+    def _head_of(self, part: Part, rows: dict[int, tuple[Cohort, int]]) -> Any:
+        """Return the head that a part sees; None where logits come out of the model whole."""
+        if not self.backbone.splits:
+            return None
+        tenant = part.work.tenant
+        if tenant is None or self.head is None or self.head not in tenant.plan.layout.entries:
+            return self.backbone.head
+        return _AdaptedHead(self.backbone.head, self.head, *rows[id(part)])
+
+    def _transform(self, part: Part, temperature: float) -> LogitTransform:
+        mine, softcap = self.backbone.transform, part.work.needs.softcap
+        if softcap is not None and softcap != mine.softcap:
+            raise ArgumentError(
+                f"the loss says softcap={softcap}, but the model caps its logits at {mine.softcap}; leave softcap out "
+                "to use the model's own"
+            )
+        return LogitTransform(mine.scale, mine.softcap, temperature)
+
+    @staticmethod
+    def _set(part: Part, outputs: ModelOutput) -> None:
+        part.item = Pass(part.batch, outputs, list(part.rows))  # type: ignore[arg-type]
+
+
+class _AdaptedHead:
+    """The output projection with one adapter's low-rank term."""
+
+    def __init__(self, head: Any, name: str, cohort: Cohort, row: int) -> None:
+        self.head, self.name, self.cohort, self.row = head, name, cohort, slice(row, row + 1)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits `[n, V]` of hidden states `[n, H]`."""
+        cohort, count = self.cohort, len(hidden)
+        grads = None if cohort.grads is None else cohort.grads[self.row]
+        mine = Cohort(cohort.layout, Groups(0, (count,)), cohort.weights[self.row], grads)
+        routing = Routing([mine], count, 0 if grads is None else count)
+        return lowrank.linear(hidden, self.head.weight, self.head.bias, routing, self.name)
+
+
+def _padded(part: Part, rows: Tensor) -> Tensor:
+    """Return `[B, T, ...]` of `[S, ...]`, with 0 where nothing was computed."""
+    shape = part.batch["input_ids"].shape[:2]
+    out = rows.new_zeros((shape.numel(), *rows.shape[1:]))
+    return out.index_put((part.places.to(rows.device),), rows).view(*shape, *rows.shape[1:])

@@ -1,0 +1,106 @@
+"""One pass of the model over the parts of several operations, and its way back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.outputs import Outputs
+from twinkle_transformers.pool.stream import Stream, build
+from twinkle_transformers.pool.work import Part
+from twinkle_transformers.recompute import Recompute
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A pass that went forward: its parts, whose outputs have a graph, and the buffers that the way back fills."""
+
+    parts: list[Part]
+    stream: Stream
+    training: bool
+    recomputed: bool
+
+
+class Passes:
+    """Runs parts through one model.
+
+    Args:
+        backbone: body, head and what lies between.
+        device: where they are.
+        autocast: the context in which forwards run.
+        dtype: of the low-rank products.
+        recompute: decides whether activations are recomputed.
+        head: name of the output projection among the places that adapters may adapt.
+
+    Attributes:
+        share_prefixes: whether prefixes that rows of an operation share are computed once.
+    """
+
+    def __init__(
+        self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
+        dtype: torch.dtype, recompute: Recompute, head: str | None,
+    ) -> None:  # fmt: skip
+        self.backbone, self.device, self.dtype = backbone, device, dtype
+        self.recompute = recompute
+        self._autocast = autocast
+        self._outputs = Outputs(backbone, device, head)
+        self._layers = [m for m in backbone.model.modules() if _can_recompute(m)]
+        self.share_prefixes = False
+
+    def forward(self, parts: Sequence[Part]) -> Flight:
+        """Compute the outputs of parts; with a graph if one of them is trained."""
+        training = any(part.work.training for part in parts)
+        stream = build(parts, self.device, self.dtype, share=self.share_prefixes)
+        with torch.set_grad_enabled(training):
+            if training:
+                self.recompute.prepare(stream.routing.total, stream.segments.longest, masked=False)
+                hidden = self.recompute.run(lambda: self._body(stream))
+            else:
+                hidden = self._body(stream)
+            with self._autocast():
+                self._outputs.write(parts, stream, hidden)
+        return Flight(list(parts), stream, training, training and self.recompute.on)
+
+    def backward(self, flight: Flight) -> None:
+        """Fill the buffers of the cohorts from the losses of usable parts."""
+        roots = []
+        for part in flight.parts:
+            item = part.item
+            if part.work.training and part.work.error is None and item is not None and item.loss is not None:
+                roots.append(item.loss.loss_sum)
+        if roots:
+            torch.autograd.backward(roots)  # type: ignore[no-untyped-call]
+
+    def _body(self, stream: Stream) -> Tensor:
+        given: dict[str, Any] = {"input_ids": stream.ids}
+        if "position_ids" in self.backbone.inputs:
+            given["position_ids"] = stream.positions
+        with self._recomputing(), self._autocast(), self.backbone.segmenter.within(stream.segments, stream.routing):
+            found: Tensor
+            if self.backbone.splits:
+                found = self.backbone.body(**given, use_cache=False).last_hidden_state[0]
+            else:
+                found = self.backbone.model(**given, use_cache=False).logits[0]
+        return found
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Let layers that recompute believe that they train; what is in them goes on as it was."""
+        on = self.recompute.on and torch.is_grad_enabled()
+        for layer in self._layers if on else ():
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in self._layers if on else ():
+                layer.training = False
+
+
+def _can_recompute(layer: nn.Module) -> bool:
+    """Say whether a layer's own forward does nothing else in training than to recompute."""
+    return isinstance(layer, GradientCheckpointingLayer) and "training" not in type(layer).forward.__code__.co_names

@@ -1,0 +1,280 @@
+"""`LoraPool`: adapters of one model, and operations of many of them in one pass."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from twinkle.data_format import ModelOutput
+from twinkle.errors import NonFiniteError, TrainingStateError
+from twinkle.logging import get_logger
+from twinkle.model.pool import (
+    AdapterBytes,
+    AdapterPool,
+    AdapterRef,
+    Operation,
+    OperationError,
+    OperationResult,
+    Usage,
+)
+from twinkle_transformers import loop
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.options import check_adapter
+from twinkle_transformers.pool.config import first_weights, read_config
+from twinkle_transformers.pool.passes import Flight, Passes
+from twinkle_transformers.pool.sites import find_sites, install
+from twinkle_transformers.pool.tenants import Tenant, Tenants
+from twinkle_transformers.pool.work import Part, Work, in_passes, prepare, split
+from twinkle_transformers.recompute import Recompute
+from twinkle_transformers.scoring import loss_name
+
+TOKENS_PER_PASS = 16_384
+
+
+class LoraPool(AdapterPool):
+    """Adapters of one model, and operations of many of them in one pass.
+
+    Args:
+        backbone: the model; it is frozen and put into evaluation mode for good.
+        device: where it is.
+        autocast: the context in which forwards run.
+        dtype: of the low-rank products.
+        recompute: decides whether activations are recomputed.
+        new_group: makes the state of a new adapter.
+        encode: encodes trajectories of an adapter (or of the base) that has no template of its own.
+        tokens_per_pass: a pass has at most so many tokens, unless one row has more.
+        on_nonfinite: "raise" fails an operation whose loss or gradient is not finite; "skip" leaves it out.
+
+    Raises:
+        Unsupported: the model cannot see several sequences in one row, or its layers are not its own.
+    """
+
+    def __init__(
+        self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
+        dtype: torch.dtype, recompute: Recompute, new_group: Callable[[str], OptimizerGroup],
+        encode: Callable[[Any], Any], *, tokens_per_pass: int = TOKENS_PER_PASS, on_nonfinite: str = "raise",
+    ) -> None:  # fmt: skip
+        self.backbone, self.device = backbone, device
+        self.sites = find_sites(backbone.model)
+        install(list(self.sites.values()))
+        backbone.model.requires_grad_(False).eval()
+        head = next((name for name, site in self.sites.items() if site.head), None)
+        self.passes = Passes(backbone, device, autocast, dtype, recompute, head)
+        self.tenants = Tenants()
+        self.base = new_group("")
+        self.tokens_per_pass, self.on_nonfinite = tokens_per_pass, on_nonfinite
+        self._new_group, self._encode = new_group, encode
+
+    # adapters
+
+    def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
+        """Add an adapter; see `AdapterPool.add`."""
+        check_adapter(name, dict.fromkeys(self.tenants.names()))
+        plan = read_config(
+            name, config, self.sites, self.backbone.model, rank_multiple=8 if self.device.type == "cuda" else 1
+        )
+        seed = next((s for s in (seed, plan.seed) if s is not None), None)
+        seed = _seed_of(name) if seed is None else seed
+        flat = torch.nn.Parameter(first_weights(plan, seed, self.device))
+        ref = self.tenants.next_ref(name)
+        group = self._new_group(name)
+        group.adapter_config = plan.config
+        self.tenants.add(Tenant(ref, plan, seed, flat, group))
+        return ref
+
+    def remove(self, adapter: str | AdapterRef) -> None:
+        """Remove an adapter and everything that belongs to it."""
+        self.tenants.remove(adapter)
+
+    # operations
+
+    def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
+        """Do operations together; see `AdapterPool.run`."""
+        works: dict[int, Work] = {}
+        failed: dict[int, OperationError] = {}
+        for index, operation in enumerate(operations):
+            try:
+                works[index] = self.prepare(index, operation)
+            except Exception as error:  # a loss or processor may raise anything, and the others go on
+                name = operation.adapter if isinstance(operation.adapter, str | None) else operation.adapter.name
+                failed[index] = OperationError(error, name, index)
+        for parts in in_passes(list(works.values()), self.tokens_per_pass):
+            self._compute([part for part in parts if part.work.error is None])
+        return [failed[i] if i in failed else self._finish(works[i]) for i in range(len(operations))]
+
+    def prepare(self, index: int, operation: Operation) -> Work:
+        """Read an operation and cut it into parts."""
+        tenant = None if operation.adapter is None else self.tenants[operation.adapter]
+        group = self.base if tenant is None else tenant.group
+        if tenant is not None and operation.kind == "forward_backward":
+            group.begin_backward()
+        work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group))
+        split(work, group.processor, self.backbone, self.tokens_per_pass)
+        return work
+
+    def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
+        return self._encode if group.template is None else group.template.encode
+
+    def _compute(self, parts: list[Part]) -> None:
+        """Do one pass; if it cannot be done, find out whose fault it is by doing halves of it."""
+        if not parts:
+            return
+        try:
+            flight = self.passes.forward(parts)
+            self.score(flight)
+            self.passes.backward(flight)
+            self.collect(flight)
+        except Exception as error:  # whatever it is, it must not cost the others their operations
+            if len(parts) == 1:
+                parts[0].work.error = error
+                return
+            get_logger().warning("a pass of %d operations failed (%s); it is made again in halves", len(parts), error)
+        else:
+            return
+        for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):
+            self._compute([part for part in half if part.work.error is None])
+
+    def score(self, flight: Flight) -> None:
+        """Calculate the losses of a flight, each operation's by its own."""
+        scored: list[Part] = []
+        for part in flight.parts:
+            work, item = part.work, part.item
+            if work.error is not None or work.loss is None or item is None:
+                continue
+            try:
+                with torch.set_grad_enabled(work.training):
+                    many = len(work.parts) > 1
+                    loop.calculate(work.loss, item, split=many, spread=False, loss_kwargs=part.loss_kwargs)
+                if work.training and item.loss is not None and not item.loss.loss_sum.requires_grad:
+                    raise TrainingStateError(f"the result of {loss_name(work.loss)} has no gradient; was it detached?")
+                scored.append(part)
+            except Exception as error:  # a loss may raise anything, and the others go on
+                work.error = error
+        sums = [part.item.loss.loss_sum.detach() for part in scored if part.item and part.item.loss]
+        values = torch.stack([value.double().reshape(()) for value in sums]).tolist() if sums else []
+        for part, value in zip(scored, values, strict=True):
+            assert part.item is not None
+            loop.write_numbers(part.item, value)
+            if value - value != 0.0:
+                self._not_finite(part, f"{loss_name(part.work.loss)} of adapter {part.work.name!r} is {value}")
+
+    def _not_finite(self, part: Part, what: str) -> None:
+        work, item = part.work, part.item
+        if self.on_nonfinite == "raise" or not work.training or item is None:
+            work.error = NonFiniteError(
+                f"{what}; its adapter is as it was, and the rows are in this error's `inputs` "
+                "(on_nonfinite='skip' leaves such rows out)", list(part.rows),
+            )  # fmt: skip
+            return
+        item.usable, item.loss = False, None
+        get_logger().warning("%s; these %d rows are left out", what, len(part.rows))
+
+    def collect(self, flight: Flight) -> None:
+        """Take the gradients of the parts that are finite."""
+        for cohort, parts in flight.stream.cohorts:
+            if cohort.grads is None:
+                continue
+            sizes = torch.linalg.vector_norm(cohort.grads, dim=1).tolist()
+            for row, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+                work, item = part.work, part.item
+                if work.error is not None or item is None or not item.usable:
+                    continue
+                if size - size != 0.0:
+                    self._not_finite(part, f"the gradient of adapter {work.name!r} is {size}")
+                    continue
+                grad = cohort.grads[row]
+                if work.grad is not None:
+                    work.grad.add_(grad)
+                else:
+                    work.grad = grad if len(parts) == 1 else grad.clone()
+        for part in flight.parts:
+            if part.item is not None:
+                loop.detach(part.item)
+            self._count(part, flight)
+
+    def _count(self, part: Part, flight: Flight) -> None:
+        part.work.usage += Usage(part.tokens, part.computed, 0, 0.0)
+
+    def _finish(self, work: Work) -> OperationResult | OperationError:
+        items = [part.item for part in work.parts if part.item is not None]
+        if work.error is not None or len(items) < len(work.parts):
+            error = work.error or TrainingStateError("the operation was not done")
+            return OperationError(error, work.name, work.index)
+        used = [item for item in items if item.usable]
+        if work.training and work.tenant is not None:
+            self._commit(work, work.tenant, used)
+        result = OperationResult(_by_row(work), usage=work.usage)
+        if work.loss is not None and used:
+            result.loss_sum = sum(item.outputs["loss_sum"] for item in used)
+            result.denominator = sum(item.outputs["num_tokens"] for item in used)
+            for item in used:
+                for name, value in item.outputs.get("loss_metrics", {}).items():
+                    result.metrics[name] = result.metrics.get(name, 0.0) + value
+            share = result.loss_sum / result.denominator if result.denominator else 0.0
+            for output in result.outputs:
+                output["loss"], output["num_tokens"] = share, result.denominator
+        return result
+
+    def _commit(self, work: Work, tenant: Tenant, used: list[Any]) -> None:
+        group = tenant.group
+        if work.grad is not None:
+            tenant.add_gradient(work.grad)
+        group.denominator += sum(item.outputs["num_tokens"] for item in used)
+        group.skipped += len(work.parts) - len(used)
+        group.train_status.skipped += len(work.parts) - len(used)
+        group.count_backward(loop.settled(used) if work.own_loss else [])
+        tenant.operations += 1
+
+    # state: see tenants' own modules
+
+    def snapshot(self, adapter: str | AdapterRef) -> dict[str, Any]:
+        """Return a copy of all that an adapter is."""
+        raise NotImplementedError
+
+    def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
+        """Put a snapshot in place of an adapter's state."""
+        raise NotImplementedError
+
+    def page(
+        self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
+    ) -> None:
+        """Move an adapter's state."""
+        raise NotImplementedError
+
+    def version(self, adapter: str | AdapterRef) -> Any:
+        """Return the adapter's weights as they are now."""
+        raise NotImplementedError
+
+    def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
+        """Return how much memory an adapter takes."""
+        raise NotImplementedError
+
+
+def _seed_of(name: str) -> int:
+    """Return a seed for an adapter that was given none: of its name and of torch's own seed."""
+    import zlib
+
+    return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+
+
+def _by_row(work: Work) -> list[ModelOutput]:
+    found: list[ModelOutput] = []
+    for part in work.parts:
+        if part.item is None:
+            continue
+        shape = part.batch["input_ids"].shape[:2]
+        row, column = part.places // shape[1], part.places % shape[1]
+        sizes = torch.bincount(row, minlength=shape[0]).tolist()
+        starts = [int(columns[0]) for columns in torch.split(column, sizes)]
+        for at, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+            output: dict[str, Any] = {}
+            for key, value in part.item.outputs.items():
+                if isinstance(value, Tensor) and value.ndim and len(value) == shape[0]:
+                    wide = value.ndim > 1 and value.shape[1] == shape[1]
+                    output[key] = value[at, start : start + size] if wide else value[at]
+            found.append(output)  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,165 @@
+"""The one stream of tokens that a pass computes, and which part of it belongs to whom."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle.torch.grouped import Groups, runs
+from twinkle.torch.lowrank import Cohort, Routing, stack
+from twinkle.torch.noise import masks_from, token_keys
+from twinkle.torch.prefixes import plan_prefixes
+from twinkle.torch.segments import Segments
+from twinkle_transformers.pool.work import Part
+
+LEAST_ROWS = 8
+"""Products of fewer rows are padded to so many: below that libraries take other kernels, with other rounding."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What a pass computes.
+
+    Attributes:
+        ids: int64 `[1, T]`.
+        positions: int64 `[1, T]`.
+        segments: where the sequences lie.
+        routing: which tokens belong to which adapter.
+        cohorts: the parts of each cohort of `routing`.
+        padding: tokens at the end that belong to nobody.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    segments: Segments
+    routing: Routing
+    cohorts: list[tuple[Cohort, list[Part]]]
+    padding: int = 0
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    """Return parts as they lie in a stream: trained ones first, adapters of one layout together, the base last."""
+    order: dict[Any, int] = {}
+    for part in parts:
+        if (tenant := part.work.tenant) is not None:
+            order.setdefault(tenant.plan.layout, len(order))
+
+    def key(part: Part) -> tuple[Any, ...]:
+        tenant = part.work.tenant
+        place = (len(order), False) if tenant is None else (order[tenant.plan.layout], _drops(part))
+        return (not part.work.training, *place, part.tokens, part.work.index, part.first)
+
+    return sorted(parts, key=key)
+
+
+def build(parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, share: bool = False) -> Stream:
+    """Lay parts out in a stream and tell each where its tokens lie.
+
+    Args:
+        parts: of the pass.
+        device: where the model is.
+        dtype: of the low-rank products.
+        share: compute prefixes that rows of one operation share once.
+    """
+    parts = in_order(parts)
+    ids: list[Tensor] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    parents: list[int | None] = []
+    at = 0
+    for part in parts:
+        begin = at
+        pieces = _pieces(part, share)
+        offset = len(lengths)
+        ids += pieces.ids
+        starts += pieces.starts
+        lengths += (sizes := [len(piece) for piece in pieces.ids])
+        parents += [None if parent is None else parent + offset for parent in pieces.parents]
+        at += sum(sizes)
+        part.computed, part.stream = at - begin, pieces.index + begin
+    padding = max(0, LEAST_ROWS - at)
+    if padding:
+        ids.append(torch.zeros(padding, dtype=torch.int64))
+        starts, lengths, parents = [*starts, 0], [*lengths, padding], [*parents, None]
+    where = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    cohorts = _cohorts(parts, device, dtype)
+    trained = sum(part.computed for part in parts if part.work.training)
+    total = at + padding
+    routing = Routing([c for c, _ in cohorts], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
+    segments = Segments.of(lengths, device, None if not any(p is not None for p in parents) else parents)
+    tokens = torch.cat(ids)[None]
+    return Stream(tokens.to(device), where[None].to(device), segments, routing, cohorts, padding)
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """Tokens of a part in the order of the stream, with their first positions and the pieces that they follow."""
+
+    ids: list[Tensor]
+    starts: list[int]
+    parents: list[int | None]
+    index: Tensor
+
+
+def _pieces(part: Part, share: bool) -> _Pieces:
+    sequences = part.sequences
+    if share and len(sequences) > 1 and not _drops(part):
+        plan = plan_prefixes(sequences)
+        if plan.saved:
+            ids = [sequences[row][start:stop] for row, start, stop in plan.pieces]
+            index = torch.cat([torch.from_numpy(index) for index in plan.indices])
+            return _Pieces(ids, list(plan.starts), list(plan.parents), index)
+    return _Pieces(sequences, [0] * len(sequences), [None] * len(sequences), torch.arange(part.tokens))
+
+
+def _cohorts(parts: Sequence[Part], device: torch.device, dtype: torch.dtype) -> list[tuple[Cohort, list[Part]]]:
+    found: list[tuple[Cohort, list[Part]]] = []
+    bounds = [0, *accumulate(part.computed for part in parts)]
+    kinds = [None if p.work.tenant is None else (p.work.tenant.plan.layout, p.work.training, _drops(p)) for p in parts]
+    for first, last in runs(kinds):
+        tenant = parts[first].work.tenant
+        if tenant is None:
+            continue
+        mine = list(parts[first:last])
+        groups = Groups(bounds[first], tuple(stop - start for start, stop in pairwise(bounds[first : last + 1])))
+        weights = stack([p.work.tenant.flat for p in mine if p.work.tenant is not None], dtype)
+        grads = None
+        if mine[0].work.training:
+            wide = torch.promote_types(dtype, torch.float32)
+            grads = torch.zeros(len(mine), tenant.plan.layout.size, dtype=wide, device=device)
+        mask = _Dropout(mine, device) if _drops(mine[0]) else None
+        found.append((Cohort(tenant.plan.layout, groups, weights, grads, mask), mine))
+    return found
+
+
+def _drops(part: Part) -> bool:
+    return part.work.training and part.work.tenant is not None and part.work.tenant.plan.dropout > 0
+
+
+class _Dropout:
+    """Dropout factors of a cohort: a function of each adapter's seed, the operation's number, row and position."""
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self.lengths = [part.computed for part in parts]
+        self.rates = [part.work.tenant.plan.dropout for part in parts if part.work.tenant is not None]
+        self.keys = torch.cat([self._keys(part) for part in parts]).to(device)
+
+    def __call__(self, name: str, features: int, dtype: torch.dtype) -> Tensor:
+        """Return the factors `[L, features]` of one layer."""
+        site = zlib.crc32(name.encode())
+        if min(self.rates) == max(self.rates):
+            return masks_from(self.keys, site, features, self.rates[0], dtype)
+        keys = torch.split_with_sizes(self.keys, self.lengths)
+        return torch.cat([masks_from(k, site, features, rate, dtype) for k, rate in zip(keys, self.rates, strict=True)])
+
+    @staticmethod
+    def _keys(part: Part) -> Tensor:
+        sizes = torch.tensor([len(s) for s in part.sequences])
+        rows = torch.repeat_interleave(torch.arange(len(sizes)) + part.first, sizes)
+        positions = torch.cat([torch.arange(len(s)) for s in part.sequences])
+        seed = part.work.tenant.seed if part.work.tenant is not None else 0
+        return token_keys(seed, part.work.number, rows, positions)

@@ -1,0 +1,142 @@
+"""The adapters of a pool and all that belongs to each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.model.pool import AdapterRef
+from twinkle_registry import nearest
+from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.pool.config import AdapterPlan
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One adapter.
+
+    Attributes:
+        ref: its name and generation.
+        plan: its configuration.
+        seed: of first weights and dropout.
+        flat: its weights, float32 `[P]`; `flat.grad` are its pending gradients.
+        group: optimizer, scheduler, loss, template, processor, metrics, counters.
+        operations: training operations begun, from which dropout is drawn.
+        matrices: views of `flat` by PEFT's name, once an optimizer wants them one by one.
+        used: when it was last used, in the pool's count.
+    """
+
+    ref: AdapterRef
+    plan: AdapterPlan
+    seed: int
+    flat: nn.Parameter
+    group: OptimizerGroup
+    operations: int = 0
+    matrices: dict[str, nn.Parameter] = field(default_factory=dict)
+    used: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.ref.name
+
+    def add_gradient(self, grad: Tensor) -> None:
+        """Add `[P]` to the pending gradients; the first is kept as it is."""
+        if self.flat.grad is None:
+            self.flat.grad = grad
+            self._share_gradient()
+        else:
+            self.flat.grad.add_(grad)
+
+    def views(self) -> dict[str, nn.Parameter]:
+        """Return A and B of each layer by PEFT's name, sharing memory (and gradients) with the whole."""
+        if not self.matrices:
+            self.matrices = {name: nn.Parameter(view) for name, view in matrices_of(self.plan, self.flat.detach())}
+            self._share_gradient()
+        return self.matrices
+
+    def _share_gradient(self) -> None:
+        if self.matrices and self.flat.grad is not None:
+            for name, view in matrices_of(self.plan, self.flat.grad):
+                self.matrices[name].grad = view
+
+    def moved(self) -> None:
+        """Point the views at the whole again, after its memory has changed."""
+        for name, view in matrices_of(self.plan, self.flat.detach()) if self.matrices else ():
+            self.matrices[name].data, self.matrices[name].grad = view, None
+        self._share_gradient()
+
+
+def matrices_of(plan: AdapterPlan, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield A `[r, in]` and B `[out, r]` of each linear layer as views of `flat`, by PEFT's name."""
+    for (name, shape), entry in zip(plan.layout.key, plan.layout.entries.values(), strict=False):
+        if entry.experts:
+            continue
+        yield f"base_model.model.{name}.lora_A.weight", entry.down_of(flat)[: shape.rank]
+        yield f"base_model.model.{name}.lora_B.weight", entry.up_of(flat)[: shape.rank].t()
+
+
+class Tenants:
+    """The adapters by name."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Tenant] = {}
+        self._generations = 0
+        self._uses = 0
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(list(self._found.values()))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    def names(self) -> list[str]:
+        """Return the names in the order of arrival."""
+        return list(self._found)
+
+    def next_ref(self, name: str) -> AdapterRef:
+        """Return the reference of the adapter that comes next."""
+        self._generations += 1
+        return AdapterRef(name, self._generations)
+
+    def add(self, tenant: Tenant) -> None:
+        """Take an adapter in."""
+        self._found[tenant.name] = tenant
+
+    def remove(self, adapter: str | AdapterRef) -> Tenant:
+        """Let an adapter go and return it."""
+        tenant = self[adapter]
+        del self._found[tenant.name]
+        return tenant
+
+    def __getitem__(self, adapter: str | AdapterRef) -> Tenant:
+        """Return an adapter.
+
+        Raises:
+            ArgumentError: there is none of this name.
+            TrainingStateError: the one that the reference means is gone, whoever has its name now.
+        """
+        name = adapter if isinstance(adapter, str) else adapter.name
+        found = self._found.get(name)
+        if isinstance(adapter, AdapterRef) and (found is None or found.ref != adapter):
+            raise TrainingStateError(f"the adapter {name!r} (the {adapter.generation}. of this pool) was removed")
+        if found is None:
+            hint = nearest(name, self._found) if isinstance(name, str) else []
+            raise ArgumentError(
+                f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; there are "
+                f"{sorted(self._found) or 'none'}; add one with add_adapter_to_model"
+            )
+        self._uses += 1
+        found.used = self._uses
+        return found
+
+
+def bytes_of(tensors: list[Any]) -> int:
+    """Return the bytes of tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

@@ -1,0 +1,235 @@
+"""Operations under way: what each must compute, in pieces that fit into a pass."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle import registry
+from twinkle.data_format import InputFeature
+from twinkle.errors import ArgumentError, DataError
+from twinkle.model.pool import Operation, Usage
+from twinkle_transformers import loop
+from twinkle_transformers.backbone import Backbone, check_batch
+from twinkle_transformers.group import Pass
+from twinkle_transformers.needs import Needs
+from twinkle_transformers.options import check_call
+from twinkle_transformers.packing import PackedBatch, without_padding
+from twinkle_transformers.pool.tenants import Tenant
+from twinkle_transformers.prompts import context_of
+from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
+from twinkle_transformers.scoring import check_loss_arguments
+
+_OPTIONS = ("temperature", "return_logits", "task")
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Rows of an operation that go through the model together.
+
+    Attributes:
+        work: the operation.
+        rows: its rows.
+        batch: the rows as the loss sees them: padded, one sequence a row.
+        places: int64 `[S]`, where the real tokens lie in the flattened batch.
+        sequences: the tokens of each sequence, int64 each.
+        loss_kwargs: these rows' share of the loss's arguments.
+        first: number of its first row in the operation.
+    """
+
+    work: "Work"
+    rows: Sequence[InputFeature]
+    batch: dict[str, Any]
+    places: Tensor
+    sequences: list[Tensor]
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
+    stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 `[S]`, where the tokens at `places` lie in the stream of the pass."""
+    computed: int = 0
+    """Tokens of the stream that are its own."""
+    item: Pass | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of real tokens."""
+        return len(self.places)
+
+    @property
+    def width(self) -> int:
+        """Length of the longest sequence."""
+        return max(len(s) for s in self.sequences)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """An operation under way.
+
+    Attributes:
+        index: its place in the call.
+        operation: what was asked.
+        tenant: whose; None is the base model.
+        loss: the loss, None where none is calculated.
+        needs: what the forward must prepare.
+        temperature: divides the logits.
+        training: whether gradients are added.
+        number: of the operation, for dropout.
+        parts: its rows in pieces.
+        error: why it failed.
+        grad: gradients of the parts that are done.
+    """
+
+    index: int
+    operation: Operation
+    tenant: Tenant | None
+    loss: Any
+    needs: Needs
+    temperature: float
+    training: bool
+    number: int
+    parts: list[Part] = field(default_factory=list)
+    error: Exception | None = None
+    grad: Tensor | None = None
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the adapter."""
+        return None if self.tenant is None else self.tenant.name
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss (and so the metrics) are the adapter's own."""
+        return self.tenant is not None and self.loss is not None and self.operation.loss is None
+
+
+def prepare(
+    index: int, operation: Operation, tenant: Tenant | None, backbone: Backbone, processor: Any,
+    encode: Callable[[Any], Any],
+) -> Work:  # fmt: skip
+    """Read an operation: everything that can be wrong with its rows and arguments is found here.
+
+    Args:
+        index: its place in the call.
+        operation: what is asked.
+        tenant: whose.
+        backbone: the model.
+        processor: collates rows.
+        encode: encodes trajectories.
+    """
+    options = {"temperature": 1.0, "return_logits": False, "task": "causal_lm"} | dict(operation.options)
+    if unknown := sorted(options.keys() - set(_OPTIONS)):
+        raise ArgumentError(f"an operation has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
+    check_call(options["task"], options["temperature"])
+    training = operation.kind == "forward_backward"
+    if operation.kind not in ("forward", "forward_backward"):
+        raise ArgumentError(f"an operation is 'forward' or 'forward_backward', not {operation.kind!r}")
+    if tenant is None and training:
+        raise ArgumentError("the base model is frozen; a 'forward_backward' needs an adapter")
+    loss = _loss_of(operation, tenant, training)
+    if loss is not None:
+        check_loss_arguments(loss, operation.loss_inputs)
+    elif operation.loss_inputs:
+        raise ArgumentError(f"{sorted(operation.loss_inputs)[0]!r} is an argument of a loss, and no loss is calculated")
+    needs = _needs(loss, tenant, training, options, operation.loss is None)
+    number = operation.number if operation.number is not None or tenant is None else tenant.operations
+    work = Work(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
+    if tenant is not None:
+        processor, encode = (
+            tenant.group.processor,
+            encode if tenant.group.template is None else tenant.group.encoder(None),
+        )
+    rows = as_rows(operation.rows, encode)
+    left = getattr(processor, "padding_side", "right") == "left"
+    work.parts = [_part(work, rows, processor, backbone, left)]
+    return work
+
+
+def split(work: Work, processor: Any, backbone: Backbone, budget: int) -> None:
+    """Cut an operation into parts of at most `budget` tokens, where its rows and its loss allow it."""
+    whole = work.parts[0]
+    together = max(1, int(getattr(work.loss, "rows_together", 1)))
+    if whole.tokens <= budget or len(whole.rows) <= together or not getattr(work.loss, "splittable", True):
+        _share(work, processor)
+        return
+    if len(whole.sequences) != len(whole.rows):
+        _share(work, processor)  # rows that hold several sequences stay together
+        return
+    left = getattr(processor, "padding_side", "right") == "left"
+    parts: list[Part] = []
+    start = count = 0
+    for at in range(0, len(whole.rows), together):
+        size = sum(len(s) for s in whole.sequences[at : at + together])
+        if count and count + size > budget:
+            parts.append(_part(work, whole.rows[start:at], processor, backbone, left, start))
+            start, count = at, 0
+        count += size
+    parts.append(_part(work, whole.rows[start:], processor, backbone, left, start))
+    work.parts = parts
+    _share(work, processor)
+
+
+def _share(work: Work, processor: Any) -> None:
+    left = getattr(processor, "padding_side", "right") == "left"
+    if work.loss is None:
+        return
+    sizes = [batch_size(part.batch) for part in work.parts]
+    shares = share_arguments(work.operation.loss_inputs, row_inputs(work.loss), sizes, left=left)
+    for part, share in zip(work.parts, shares, strict=True):
+        part.loss_kwargs = share
+
+
+def _part(work: Work, rows: Sequence[Any], processor: Any, backbone: Backbone, left: bool, first: int = 0) -> Part:
+    batch = processor(rows)
+    check_batch(batch, backbone.model)
+    batch = without_padding(batch, left=left)
+    if extra := [k for k in batch if k in backbone.inputs and k not in _TEXT and batch[k] is not None]:
+        raise DataError(f"rows hold {extra[0]!r}; where many adapters share a pass, rows are text alone")
+    ids = batch["input_ids"].reshape(-1)
+    if isinstance(batch, PackedBatch):
+        places, lengths = batch.places, list(batch.lengths)
+    else:
+        mask = batch["attention_mask"].bool()
+        places, lengths = mask.reshape(-1).nonzero().squeeze(-1), mask.sum(-1).tolist()
+    if 0 in lengths:
+        raise DataError(f"row {first + lengths.index(0)} of the batch has no tokens")
+    context = context_of(backbone.model.config)
+    if context is not None and max(lengths) > context:
+        raise DataError(
+            f"row {first + lengths.index(max(lengths))} has {max(lengths)} tokens, the model's context {context}; cut "
+            "rows with max_length= of the template"
+        )
+    return Part(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first)
+
+
+_TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "loss_scale"})
+
+
+def _loss_of(operation: Operation, tenant: Tenant | None, training: bool) -> Any:
+    if operation.loss is not None:
+        return registry().build(operation.loss, "loss")
+    return tenant.group.loss() if tenant is not None and training else None
+
+
+def _needs(loss: Any, tenant: Tenant | None, training: bool, options: Mapping[str, Any], own: bool) -> Needs:
+    metrics: Sequence[Any] = ()
+    if own and tenant is not None:
+        metrics = (tenant.group.train_status if training else tenant.group.eval_status).metrics
+    return loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
+
+
+def in_passes(works: Sequence[Work], budget: int) -> Iterator[list[Part]]:
+    """Yield the parts of each pass, at most `budget` tokens unless a single part has more; training parts first."""
+    waiting = sorted((p for w in works for p in w.parts), key=lambda p: (not p.work.training, p.work.index, p.first))
+    taken: list[Part] = []
+    size = 0
+    for part in waiting:
+        if taken and size + part.tokens > budget:
+            yield taken
+            taken, size = [], 0
+        taken.append(part)
+        size += part.tokens
+    if taken:
+        yield taken
