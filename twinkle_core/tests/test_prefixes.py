@@ -63,14 +63,14 @@ def check(plan: PrefixPlan, rows: Sequence[Sequence[int]]) -> None:
     assert [start for _, start, _ in plan.pieces] == list(plan.starts)
     assert plan.saved == sum(map(len, rows)) - sum(plan.lengths)
     for number, parent in enumerate(plan.parents):
-        assert plan.starts[number] == (0 if parent is None else plan.lengths[parent])
-        if parent is not None:
-            assert plan.parents[parent] is None
+        assert plan.starts[number] == (0 if parent < 0 else plan.lengths[parent])
+        if parent >= 0:
+            assert plan.parents[parent] == -1
             assert set(plan.parents[parent + 1 : number]) <= {parent}, "children stand directly after their parent"
     tokens = np.concatenate([rows[row][start:stop] for row, start, stop in plan.pieces])
     places = positions(plan).numpy()
     owner = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
-    for row, index in zip(rows, plan.indices, strict=True):
+    for row, index in zip(rows, plan.index, strict=True):
         assert index.dtype == np.int64
         assert tokens[index].tolist() == list(row)
         assert places[index].tolist() == list(range(len(row)))
@@ -92,7 +92,7 @@ def test_every_row_reads_its_own_tokens_from_the_stream(rows: Rows, least: int) 
 @given(rows=forests(most=7), least=st.integers(1, 8))
 def test_no_choice_of_groups_saves_more(rows: Rows, least: int) -> None:
     plan = plan_prefixes(rows, least=least)
-    groups = set(plan.parents) - {None}
+    groups = set(plan.parents) - {-1}
     assert plan.saved - (least - 1) * len(groups) == by_trial(rows, least)
     for group in groups:
         assert (plan.parents.count(group) - 1) * plan.lengths[group] >= least
@@ -105,7 +105,7 @@ def test_a_group_in_a_group_goes_where_more_is_saved() -> None:
     plan = plan_prefixes(rows, least=1)
     check(plan, rows)
     assert plan.saved == 2 * 8 + 4  # two groups: the inner rows share eight tokens, the others four
-    assert plan.parents == (None, 0, 0, None, 3, 3, 3)
+    assert plan.parents == (-1, 0, 0, -1, 3, 3, 3)
     assert plan_prefixes(rows, least=5).saved == 16  # the outer group is too little
     rows = [*outer, *([1, 1, 1, 1, 9, n] for n in range(2))]
     assert plan_prefixes(rows, least=1).saved == 3 * 4  # one token deeper would cost four
@@ -115,16 +115,16 @@ def test_nothing_to_share_leaves_the_rows_as_they_are() -> None:
     rows = [[5, 1], [3], [5, 2, 7]]
     plan = plan_prefixes(rows)
     assert plan.pieces == ((0, 0, 2), (1, 0, 1), (2, 0, 3))
-    assert plan.parents == (None, None, None)
+    assert plan.parents == (-1, -1, -1)
     assert plan.saved == 0
-    assert [index.tolist() for index in plan.indices] == [[0, 1], [2], [3, 4, 5]]
+    assert [index.tolist() for index in plan.index] == [[0, 1], [2], [3, 4, 5]]
 
 
 def test_segments_stand_where_rows_first_need_them() -> None:
     rows = [[9, 9], [4, 4, 4, 1], [8], [4, 4, 4, 2, 2]]
     plan = plan_prefixes(rows, least=3)
     assert plan.pieces == ((0, 0, 2), (1, 0, 3), (1, 3, 4), (3, 3, 5), (2, 0, 1))
-    assert plan.parents == (None, None, 1, 1, None)
+    assert plan.parents == (-1, -1, 1, 1, -1)
     assert plan.starts == (0, 0, 3, 3, 0)
 
 
@@ -133,7 +133,7 @@ def test_equal_rows_and_beginnings_of_others_take_nothing() -> None:
     plan = plan_prefixes(rows)
     assert plan.pieces == ((1, 0, 3),)
     assert plan.saved == 6
-    assert [index.tolist() for index in plan.indices] == [[0, 1], [0, 1, 2], [0, 1, 2], [0]]
+    assert [index.tolist() for index in plan.index] == [[0, 1], [0, 1, 2], [0, 1, 2], [0]]
 
 
 def test_rows_may_be_lists_arrays_and_tensors() -> None:
@@ -204,7 +204,7 @@ def test_attention_over_the_stream_is_attention_of_each_row_alone(rows: Rows, wi
     segments = Segments.of(plan.lengths, parents=plan.parents)
     tokens = torch.tensor([token for row, start, stop in plan.pieces for token in rows[row][start:stop]])
     stream = attended(tables, tokens, segments.positions, segments, window)
-    found = stream[torch.from_numpy(np.concatenate(plan.indices))]
+    found = stream[torch.from_numpy(np.concatenate(plan.index))]
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-12)
     theirs, ours = (torch.autograd.grad((x * up).sum(), tables) for x in (torch.cat(alone), found))
     for a, b in zip(ours, theirs, strict=True):

@@ -15,7 +15,7 @@ from twinkle.torch.prefix_attention import Part, gather
 from twinkle.torch.segments import Segments, by_segment, segment_attention
 
 LENGTHS = (7, 3, 3, 5, 4, 6, 2, 3, 1)
-PARENTS = (None, 0, 0, 0, None, None, 5, 5, 6)
+PARENTS = (-1, 0, 0, 0, -1, -1, 5, 5, 6)
 """A prefix with three children, a sequence of its own, and a tree of three floors whose last has one token."""
 HEADS, GROUPS, SIZE = 4, 2, 8
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
@@ -41,13 +41,13 @@ def tensors(total: int, out: int = SIZE, dtype: torch.dtype = torch.float64) -> 
     return [x.requires_grad_() for x in made]
 
 
-def seen_by(lengths: Sequence[int], parents: Sequence[int | None]) -> Iterator[tuple[list[int], int]]:
+def seen_by(lengths: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[list[int], int]]:
     """For each token the places of what it sees, itself the last, in order."""
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     for number, length in enumerate(lengths):
         before: list[int] = []
         above = parents[number]
-        while above is not None:
+        while above >= 0:
             before = [*range(starts[above], starts[above] + lengths[above]), *before]
             above = parents[above]
         for place in range(starts[number], starts[number] + length):
@@ -59,7 +59,7 @@ def token_by_token(
     k: Tensor,
     v: Tensor,
     lengths: Sequence[int],
-    parents: Sequence[int | None],
+    parents: Sequence[int],
     scale: float = SIZE**-0.5,
     window: int | None = None,
     softcap: float | None = None,
@@ -101,7 +101,7 @@ def test_each_token_sees_its_chain_and_its_own(options: dict[str, Any], out: int
 @given(data=st.data())
 def test_any_forest_and_window(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-    parents = [data.draw(st.none() | st.integers(0, n - 1)) if n else None for n in range(len(lengths))]
+    parents = [data.draw(st.integers(-1, n - 1)) for n in range(len(lengths))]
     window = data.draw(st.none() | st.integers(1, 20))
     q, k, v = tensors(sum(lengths))
     wanted = token_by_token(q, k, v, lengths, parents, window=window)
@@ -173,7 +173,7 @@ def test_dropout_leaves_weights_out_and_keeps_the_mean() -> None:
 
 
 def test_children_of_one_prefix_cost_one_call_and_copy_nothing() -> None:
-    segments = Segments.of((6, 2, 2, 3, 5, 5), parents=(None, 0, 0, 0, None, None))
+    segments = Segments.of((6, 2, 2, 3, 5, 5), parents=(-1, 0, 0, 0, -1, -1))
     assert segments.parts == (
         Part((0, 6), (0, 6)), Part((6, 10), (6, 10), 2), Part((10, 13), (10, 13)), Part((13, 23), (13, 23), 2),
         Part((6, 13), (0, 6)),
@@ -243,7 +243,7 @@ def test_segments_know_what_comes_before_them() -> None:
     assert (segments.total, segments.longest, segments.reach) == (34, 7, 12)
     assert segments.positions.dtype is torch.int64
     assert segments.positions.tolist() == [len(places) - 1 for places, _ in seen_by(LENGTHS, PARENTS)]
-    plain = Segments.of([3, 2], parents=[None, None])
+    plain = Segments.of([3, 2], parents=[-1, -1])
     assert plain.parents == ()
     assert plain.positions.tolist() == [0, 1, 2, 0, 1]
 
@@ -251,21 +251,21 @@ def test_segments_know_what_comes_before_them() -> None:
 @pytest.mark.parametrize(
     ("parents", "words"),
     [
-        ([None, 1], "segment 1 has the parent 1; a parent comes before its children"),
-        ([None, -1], "segment 1 has the parent -1"),
-        ([1, None], "segment 0 has the parent 1"),
-        ([None], "1 parents for 2 segments"),
+        ([-1, 1], "segment 1 has the parent 1; a parent comes before its children"),
+        ([-1, -2], "segment 1 has the parent -2"),
+        ([1, -1], "segment 0 has the parent 1"),
+        ([-1], "1 parents for 2 segments"),
         ([], "0 parents for 2 segments"),
     ],
 )
-def test_parents_that_cannot_be_are_refused(parents: list[int | None], words: str) -> None:
+def test_parents_that_cannot_be_are_refused(parents: list[int], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         Segments.of([3, 2], parents=parents)
 
 
 def test_what_runs_on_each_sequence_alone_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"gated delta rule.*give each sequence its prefix"):
-        by_segment(lambda x: x, Segments.of([3, 2], parents=[None, 0]), torch.zeros(5))
+        by_segment(lambda x: x, Segments.of([3, 2], parents=[-1, 0]), torch.zeros(5))
 
 
 @pytest.mark.gpu

@@ -23,6 +23,9 @@ from twinkle.torch.segments import Segments, by_segment, segment_attention
 NAME = "twinkle_segments"
 _CHECKED = (5, 3, 6, 3)
 """Lengths of the sequences that tell whether a model can do this."""
+_CHECKED_PARENTS = (-1, 0, 0, -1)
+"""Those that go on after another one, to tell whether a model can do that too."""
+_UNTRIED = "whether the model takes sequences that share a prefix was not tried; give each sequence its prefix"
 
 
 class Switch:
@@ -82,6 +85,10 @@ class Scope(AbstractContextManager[None]):
         self.switch.off()
         _ACTIVE.reset(self._tokens.entered.pop())
 
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attend in a layer: `[T, heads, size]` each, options of `segment_attention`; returns `[T, H, E]`."""
+        return segment_attention(q, k, v, self.segments, **options)
+
 
 class _Tokens(local):
     """What each thread needs to leave a scope."""
@@ -118,20 +125,23 @@ class Segmenter:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._refusal: str | None = None
-        self._checked = False
+        self._prefix_refusal: str | None = None
+        self._checked = self._prefixes_checked = False
 
     def within(self, segments: Segments, routing: Routing | None = None) -> AbstractContextManager[None]:
         """Return the context in which the model's body takes one row `[1, T]` of these segments.
+
+        Where sequences go on after a prefix, the body needs `segments.positions[None]` as its `position_ids`.
 
         Args:
             segments: where the sequences lie.
             routing: which of the tokens belong to which adapter of a pool.
 
         Raises:
-            Unsupported: the model would mix the sequences; it names the model.
+            Unsupported: the model would mix the sequences, or cannot go on after a prefix; it names the model.
             TrainingStateError: activations are recomputed in a way that would forget the segments.
         """
-        if refusal := self.check():
+        if refusal := self.check_prefixes() if segments.parents else self.check():
             raise Unsupported(refusal)
         if self.model.training and torch.is_grad_enabled():
             self._check_recomputation()
@@ -143,7 +153,7 @@ class Segmenter:
         Where parameters are sharded over ranks, call it before that: it runs the model.
         """
         if not self._checked:
-            reason = self._try()
+            reason = self._try(())
             if reason is not None:
                 self._refusal = (
                     f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad instead: "
@@ -152,10 +162,39 @@ class Segmenter:
             self._checked = True
         return self._refusal
 
-    def assume(self, refusal: str | None) -> None:
-        """Take over what `check` returned where the same model has its weights."""
+    def check_prefixes(self) -> str | None:
+        """Return why sequences of this model cannot go on after a prefix that they share, None if they can.
+
+        Found out once, on a few tokens, like `check`.
+        """
+        if refusal := self.check():
+            return refusal
+        if not self._prefixes_checked:
+            mixers = sorted({type(mixer).__name__ for mixer in self._switch.mixers})
+            keeps = f"what {', '.join(mixers)} knows at the end of a prefix is not kept"
+            reason = keeps if mixers else self._try(_CHECKED_PARENTS)
+            if reason is not None:
+                self._prefix_refusal = (
+                    f"{type(self.model).__name__} does not take sequences that share a prefix: {reason}; give each "
+                    "sequence its prefix"
+                )
+            self._prefixes_checked = True
+        return self._prefix_refusal
+
+    def shares_prefixes(self) -> bool:
+        """Say whether the model computes right a prefix that lies in the row once for several sequences."""
+        return self.check_prefixes() is None
+
+    def assume(self, refusal: str | None, prefixes: str | None = _UNTRIED) -> None:
+        """Take over what `check`, and `check_prefixes`, returned where the same model has its weights.
+
+        Args:
+            refusal: result of `check`.
+            prefixes: result of `check_prefixes`; by default prefixes are refused.
+        """
         if not self._checked:
             self._refusal, self._checked = refusal, True
+            self._prefix_refusal, self._prefixes_checked = prefixes, True
 
     @cached_property
     def _switch(self) -> Switch:
@@ -180,22 +219,26 @@ class Segmenter:
                 return
 
     @torch.no_grad()
-    def _try(self) -> str | None:
+    def _try(self, parents: tuple[int, ...]) -> str | None:
         """Compare hidden states of packed sequences with those of each alone."""
         body, device = self.model.base_model, self.model.device
-        total = sum(_CHECKED)
+        segments = Segments.of(_CHECKED, device, parents or None)
+        total = segments.total
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = (1 + torch.arange(total, device=device) % (vocabulary - 1))[None]
         given = {"input_ids": ids}
         if "position_ids" in inspect.signature(body.forward).parameters:
-            given["position_ids"] = torch.cat([torch.arange(n, device=device) for n in _CHECKED])[None]
-        scope = Scope(Segments.of(_CHECKED, device), self._switch)
+            given["position_ids"] = segments.positions[None]
+        scope = Scope(segments, self._switch)
         training = self.model.training
         self.model.eval()
         try:
+            parts = torch.split_with_sizes(ids, _CHECKED, dim=1)
             alone = [
-                body(input_ids=part, use_cache=False).last_hidden_state
-                for part in torch.split_with_sizes(ids, _CHECKED, dim=1)
+                body(
+                    input_ids=torch.cat([*(parts[before] for before in chain), part], 1), use_cache=False
+                ).last_hidden_state[:, -part.shape[1] :]
+                for chain, part in zip(segments.chains, parts, strict=True)
             ]
             with scope:
                 packed = body(**given, use_cache=False).last_hidden_state
@@ -263,11 +306,11 @@ def _attend(
         what = "a mask of its own" if attention_mask is not None else f"{strange}" if strange else "no causal order"
         raise Unsupported(f"{name} attends with {what}")
     scope.windows.add(sliding_window)
-    out = segment_attention(
+    out = scope.attend(
+        module,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scope.segments,
         scale=scaling,
         window=sliding_window,
         softcap=softcap,

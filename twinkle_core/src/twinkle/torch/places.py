@@ -19,19 +19,19 @@ class Segments:
     Attributes:
         lengths: tokens of each sequence, in order, each at least 1; of one with a parent, those of its own.
         cu_seqlens: int32 `[n + 1]`, where each sequence begins, and the end; on the device of the tokens.
-        parents: for each sequence the number of the one that it goes on after, or None; empty where none has one.
+        parents: for each sequence the number of the one that it goes on after, or -1; empty where none has one.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
-    parents: tuple[int | None, ...] = ()
+    parents: tuple[int, ...] = ()
 
     @classmethod
     def of(
         cls,
         lengths: Sequence[int],
         device: torch.device | str | None = None,
-        parents: Sequence[int | None] | None = None,
+        parents: Sequence[int] | None = None,
     ) -> "Segments":
         """Return the segments of sequences of these lengths.
 
@@ -39,20 +39,20 @@ class Segments:
             lengths: tokens of each sequence, without those of its parent.
             device: where `cu_seqlens` shall be.
             parents: for each sequence the number of an earlier one whose tokens, and those of that one's own parent,
-                come before its own; None for a sequence that begins by itself.
+                come before its own; -1 for a sequence that begins by itself.
 
         Raises:
             ArgumentError: there are none, or one has no tokens, or a parent does not come before its child.
         """
         if not lengths or min(lengths) < 1:
             raise ArgumentError(f"segments of lengths {list(lengths)}; there must be one, and each needs a token")
-        found = tuple(None if parent is None else int(parent) for parent in parents or ())
+        found = tuple(map(int, parents or ()))
         if parents is not None and len(found) != len(lengths):
-            raise ArgumentError(f"{len(found)} parents for {len(lengths)} segments; give one, or None, for each")
+            raise ArgumentError(f"{len(found)} parents for {len(lengths)} segments; give one for each, -1 for none")
         for number, parent in enumerate(found):
-            if parent is not None and not 0 <= parent < number:
+            if not -1 <= parent < number:
                 raise ArgumentError(f"segment {number} has the parent {parent}; a parent comes before its children")
-        if not any(parent is not None for parent in found):
+        if max(found, default=-1) < 0:
             found = ()
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(tuple(map(int, lengths)), bounds if device is None else bounds.to(device), found)
@@ -76,8 +76,8 @@ class Segments:
     def chains(self) -> tuple[tuple[int, ...], ...]:
         """For each sequence the numbers of those that come before it: its parent last."""
         chains: list[tuple[int, ...]] = []
-        for parent in self.parents or [None] * len(self.lengths):
-            chains.append(() if parent is None else (*chains[parent], parent))
+        for parent in self.parents or [-1] * len(self.lengths):
+            chains.append(() if parent < 0 else (*chains[parent], parent))
         return tuple(chains)
 
     @cached_property
@@ -98,11 +98,11 @@ class Segments:
         return counted.to(self.cu_seqlens.device)
 
     @cached_property
-    def families(self) -> dict[tuple[int | None, int], tuple[int, ...]]:
+    def families(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The numbers of the sequences of each parent and length."""
-        found: dict[tuple[int | None, int], list[int]] = {}
+        found: dict[tuple[int, int], list[int]] = {}
         for number, length in enumerate(self.lengths):
-            found.setdefault((self.parents[number] if self.parents else None, length), []).append(number)
+            found.setdefault((self.parents[number] if self.parents else -1, length), []).append(number)
         return {key: tuple(numbers) for key, numbers in found.items()}
 
     @cached_property

@@ -26,18 +26,18 @@ class PrefixPlan:
 
     Attributes:
         pieces: for each segment of the stream the tokens that it holds: (row, first position, last position + 1).
-        parents: for each segment the number of the prefix that it goes on after, which lies before it, or None.
+        parents: for each segment the number of the prefix that it goes on after, which lies before it, or -1.
         lengths: tokens of each segment, each at least 1.
         starts: position of each segment's first token: the length of its parent, or 0.
-        indices: for each row int64 `[tokens of the row]`: where each of its tokens lies in the stream.
+        index: for each row int64 `[tokens of the row]`: where each of its tokens lies in the stream.
         saved: tokens of all rows less tokens of the stream.
     """
 
     pieces: tuple[tuple[int, int, int], ...]
-    parents: tuple[int | None, ...]
+    parents: tuple[int, ...]
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
-    indices: tuple[NDArray[np.int64], ...]
+    index: tuple[NDArray[np.int64], ...]
     saved: int
 
 
@@ -132,31 +132,31 @@ def _laid_out(lengths: Sequence[int], read_from: Sequence[int], prefixes: Mappin
         if (prefix := prefixes[row]) is not None:
             members.setdefault(prefix, []).append(row)
     pieces: list[tuple[int, int, int]] = []
-    parents: list[int | None] = []
-    indices: dict[int, NDArray[np.int64]] = {}
+    parents: list[int] = []
+    found: dict[int, NDArray[np.int64]] = {}
     end = 0
     for row in read_from:
-        if row in indices:
+        if row in found:
             continue
         prefix = prefixes[row]
-        shared, parent, before = 0, None, np.arange(0)
+        shared, parent, before = 0, -1, np.arange(0)
         if prefix is not None:
             shared, parent = prefix.depth, len(pieces)
             pieces.append((row, 0, shared))
-            parents.append(None)
+            parents.append(-1)
             before = np.arange(end, end + shared)
             end += shared
         for member in (row,) if prefix is None else members[prefix]:
             pieces.append((member, shared, lengths[member]))
             parents.append(parent)
             own = np.arange(end, end + lengths[member] - shared)
-            indices[member] = np.concatenate((before, own))
+            found[member] = np.concatenate((before, own))
             end += len(own)
     return PrefixPlan(
         pieces=tuple(pieces),
         parents=tuple(parents),
         lengths=tuple(stop - start for _, start, stop in pieces),
         starts=tuple(start for _, start, _ in pieces),
-        indices=tuple(indices[whole][:length] for whole, length in zip(read_from, lengths, strict=True)),
+        index=tuple(found[whole][:length] for whole, length in zip(read_from, lengths, strict=True)),
         saved=sum(lengths) - end,
     )
