@@ -443,7 +443,7 @@ def test_an_optimizer_over_several_tensors_is_clipped_by_their_joint_norm() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_buffers_of_other_dtypes_form_calls_of_their_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_of_other_dtypes_take_their_own_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     odd, usual = build_flat(AdamW, nn.Parameter(noise(20, 0).to(dtype))), tenant(20)
     twin = build_flat(AdamW, nn.Parameter(noise(20, 0).to(dtype)))
     seen = calls(monkeypatch)

@@ -109,9 +109,10 @@ def clip_and_step(optimizers: Sequence[Optimizer], denominators: Sequence[float]
     """Divide, clip and step n optimizers: `g /= denominator * max(1, norm / max_norm)`, then the update.
 
     The norm is that of all gradients of one optimizer, after the division by its denominator. Optimizers that are
-    fused Adam or AdamW over one tensor are updated together: on the host one kernel call for each distinct set of
-    options, on a CUDA device one launch each, queued before the host knows any norm. The rest take their own `step()`:
-    other classes, several tensors, hooks, an `lr` that is a tensor, and the first step, in which torch makes the state.
+    fused Adam or AdamW over one float32 tensor are updated together: on the host one kernel call for each distinct set
+    of options, on a CUDA device one launch each, queued before the host knows any norm. The rest take their own
+    `step()`: other classes, dtypes, several tensors, hooks, an `lr` that is a tensor, and the first step, in which
+    torch makes the state.
 
     Args:
         optimizers: n different ones, whose gradients lie on one device. An optimizer without gradients does nothing.
@@ -235,15 +236,17 @@ def _step_known(tenants: Sequence[_Tenant], plan: _Plan, indices: Sequence[int],
         return
     finite, divisors = torch.isfinite(plan.norms).tolist(), plan.divisors.tolist()
     chosen = [index for index in indices if finite[index]]
-    divided = [(grad, divisors[i]) for i in chosen if divisors[i] != 1 for grad in tenants[i].grads]
-    if divided:
-        torch._foreach_div_([grad for grad, _ in divided], [divisor for _, divisor in divided])
-    together: dict[tuple[Any, ...], list[_Tenant]] = {}
+    together: dict[tuple[Any, ...], list[int]] = {}
     for index in chosen:
         if index in fused:
-            together.setdefault(_options(tenants[index]), []).append(tenants[index])
+            together.setdefault(_options(tenants[index]), []).append(index)
+    by_kernel = {same[0] for same in together.values() if len(same) == 1 and divisors[same[0]] != 1}
+    divided = [(g, divisors[i]) for i in chosen if divisors[i] != 1 and i not in by_kernel for g in tenants[i].grads]
+    if divided:
+        torch._foreach_div_([grad for grad, _ in divided], [divisor for _, divisor in divided])
     for same in together.values():
-        _update(same, None, None)
+        divisor = plan.divisors[same[0]].float() if same[0] in by_kernel else None
+        _update([tenants[index] for index in same], divisor, None)
     _step_alone({index: tenants[index].optimizer for index in chosen if index not in fused})
 
 
@@ -263,7 +266,7 @@ def _step_alone(optimizers: Mapping[int, Optimizer]) -> None:
 def _step_queued(tenants: Sequence[_Tenant], plan: _Plan, fused: Sequence[int]) -> None:
     """Step with norms that only the device knows: the kernel divides, and leaves alone what is not finite."""
     skipped = (~torch.isfinite(plan.norms)).float()
-    divisors = plan.divisors.to(plan.norms.dtype)
+    divisors = plan.divisors.float()
     for index in fused:
         _update([tenants[index]], divisors[index], skipped[index])
 
@@ -304,7 +307,7 @@ def _options(tenant: _Tenant) -> tuple[Any, ...]:
     """Return what must be equal for one kernel call."""
     group = tenant.optimizer.param_groups[0]
     names = ("decoupled_weight_decay", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
-    return (tenant.grads[0].dtype, *(group[name] for name in names))
+    return tuple(group[name] for name in names)
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
@@ -315,7 +318,9 @@ def _is_fused(optimizer: Optimizer) -> bool:
     group = groups[0]
     parameter = group["params"][0]
     plain = all(isinstance(value, int | float) for value in (group["lr"], *group["betas"]))
-    ready = parameter.grad is not None and parameter.grad.dtype == parameter.dtype and optimizer.state.get(parameter)
+    grad = parameter.grad
+    # The kernel divides by a float32, which is too coarse for wider numbers and too fine for narrower ones.
+    ready = grad is not None and grad.dtype == parameter.dtype == torch.float32 and optimizer.state.get(parameter)
     return bool(group["fused"] and plain and ready and not _is_watched(optimizer))
 
 
