@@ -238,3 +238,28 @@ def test_the_older_form_is_read(passes: Any) -> None:
 
     skip = {"pickle": "it is made in a test", "nothing_to_train": "0 tokens mean a mean in this form"}
     passes("loss", older, {"declared_inputs", "unknown_argument", "weight_zero", *skip}, skip=skip)
+
+
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_rows_that_belong_together_are_not_split(together: int, passes: Any, catches: Any) -> None:
+    class Groups(Loss):
+        """The square of a group's log-likelihood."""
+
+        rows_together = together
+
+        def __call__(self, inputs: Any, outputs: Any) -> LossOutput:
+            mask = inputs["labels"] != -100
+            by_row = torch.where(mask, outputs["logps"], 0.0).sum(1)
+            groups = by_row.reshape(-1, together).sum(1)
+            return LossOutput(groups.square().sum(), int(mask.any(1).sum()))
+
+    class Forgets(Groups):
+        """The same, cut anywhere."""
+
+        rows_together = 1
+
+    skip = {"pickle": "it is made in a test"}
+    passes("loss", Groups, {"declared_inputs", "weight_zero", *skip}, skip=skip)
+    catches("loss", "split", Groups, inputs={"labels": torch.zeros(together + 1, 3, dtype=torch.int64)})
+    if together == 2:
+        catches("loss", "split", Forgets)

@@ -131,7 +131,7 @@ def test_dpo_updates_alike_however_the_pairs_are_cut(folder: Path, rows: list[di
     sums = [float(r.sum()) for r in ref]
     forms: list[dict[str, Any]] = [
         {"ref_logps": [r.tolist() for r in ref]},
-        {"ref_outputs": {"logps": spread(rows, ref), "loss": 0.0}},
+        {"ref_outputs": {"logps": spread(rows, ref), "loss": torch.tensor(0.0)}},
         {"ref_chosen_logps": sums[::2], "ref_rejected_logps": torch.tensor(sums[1::2])},
     ]
     wanted = dpo_update(reference, ref)

@@ -57,7 +57,7 @@ def row_count(name: str, value: Any, rows: int, together: int = 1) -> None:
     """
     if isinstance(value, Mapping):
         for key, part in value.items():
-            if hasattr(part, "__len__"):
+            if _is_sized(part):
                 row_count(f"{name}[{key!r}]", part, rows, together)
     elif not _is_sized(value) or len(value) * together != rows:
         found = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
@@ -126,7 +126,7 @@ class _Cut:
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: self(entry) if hasattr(entry, "__len__") else entry for key, entry in value.items()}
+            return {key: self(entry) if _is_sized(entry) else entry for key, entry in value.items()}
         if value is None:
             return None
         part = value[self.rows]
