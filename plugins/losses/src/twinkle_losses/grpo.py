@@ -92,7 +92,7 @@ class GRPOLoss(Loss):
         old = where.fill(logps.detach()) if old_logps is None else where.align("old_logps", old_logps, logps)
         log_ratio = self._log_ratio(logps, old, where)
         terms = self._policy_terms(log_ratio.clamp(-_LIMIT, _LIMIT).exp(), weight, logps)
-        numbers = {"clip_ratio": self._clipped(log_ratio, weight), "approx_kl": _kl(-log_ratio)}
+        numbers = {"clip_ratio": self._clipped(log_ratio, weight), "approx_kl": _kl(-log_ratio.detach())}
         if ref_logps is not None:
             numbers["kl"] = _kl(where.fill(where.align("ref_logps", ref_logps, logps) - logps))
             terms = terms + self.beta * numbers["kl"] if self.beta else terms
