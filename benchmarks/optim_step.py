@@ -30,7 +30,7 @@ from _pairs import Ratio, describe_machine, in_turn, ratio
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from twinkle.torch.flat_step import build_flat, clip_and_step
+from twinkle.torch.flat_step import clip_and_step
 
 Shape = tuple[int, ...]
 Call = Callable[[], object]
@@ -71,7 +71,7 @@ class Flat:
         self.flats = [nn.Parameter(torch.cat([weight.flatten() for weight, _ in pairs])) for pairs in matrices]
         for parameter, pairs in zip(self.flats, matrices, strict=True):
             parameter.grad = torch.cat([grad.flatten() for _, grad in pairs])
-        self.optimizers = [build_flat(AdamW, parameter) for parameter in self.flats]
+        self.optimizers = [AdamW([parameter], fused=True) for parameter in self.flats]
         self.steps = 0
 
     def weights(self) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from twinkle.errors import ArgumentError, Unsupported
-from twinkle_registry import check_keywords
+from twinkle.errors import ArgumentError
 
 _FUSED = (Adam, AdamW)
 _ELEMENTWISE = frozenset(
@@ -37,32 +36,6 @@ def is_elementwise(cls: type[Optimizer]) -> bool:
     if declared is not None:
         return bool(declared)
     return cls.__module__.startswith("torch.optim.") and cls.__name__ in _ELEMENTWISE
-
-
-def build_flat(cls: type[Optimizer], flat: Tensor, **options: Any) -> Optimizer:
-    """Build `cls` over one flat parameter; Adam and AdamW are fused unless `options` choose another form.
-
-    Args:
-        cls: an optimizer class for which `is_elementwise` holds.
-        flat: `[P]`, a leaf that requires a gradient.
-        **options: of its constructor.
-
-    Raises:
-        Unsupported: `cls` looks at the shapes of matrices.
-        ArgumentError: an option that `cls` does not have, or a value that it refuses.
-    """
-    if not is_elementwise(cls):
-        raise Unsupported(
-            f"{cls.__name__} looks at the shapes of matrices, which one flat buffer has not; build it over views of "
-            "the buffer, or choose an elementwise one such as AdamW"
-        )
-    check_keywords(cls, {"params": None, **options}, what=f"the optimizer {cls.__name__}")
-    if cls in _FUSED and not options.get("foreach") and not options.get("differentiable"):
-        options = {"fused": True, **options}
-    try:
-        return cls([flat], **options)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ArgumentError(f"{cls.__name__} refuses its arguments: {error}") from error
 
 
 @torch.no_grad()
@@ -213,7 +186,7 @@ def _joint(tenants: Sequence[_Tenant]) -> Tensor:
     counts = [len(tenant.grads) for tenant in tenants]
     if all(count == 1 for count in counts):
         return norms
-    return torch.stack([torch.linalg.vector_norm(part) for part in norms.split(counts)])
+    return torch.stack([torch.linalg.vector_norm(part) for part in torch.split_with_sizes(norms, counts)])
 
 
 def _row_norms(grad: Tensor, dtype: torch.dtype) -> Tensor:
