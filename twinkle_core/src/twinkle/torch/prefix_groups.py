@@ -1,5 +1,6 @@
 """The best choice of shared prefixes: a dynamic programme over the tree of prefixes, exact and in integers."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -95,7 +96,8 @@ class _Gain:
         Returns:
             -1 where it never is.
         """
-        whole = self.base + self.slope * depth + sum(more * (depth - bend) for bend, more in self.bends if bend < depth)
+        self.bends = self.bends[: bisect_left(self.bends, (depth, 0))]  # what lies above has fewer tokens
+        whole = self.base + self.slope * depth + sum(more * (depth - bend) for bend, more in self.bends)
         chosen = whole - depth - (least - 1)
         if chosen <= self.base:
             return -1
