@@ -18,9 +18,11 @@ TwinkleError
 │   └── EncodeError                      a template cannot encode a row
 ├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
 ├── HubError (OSError)                   a hub cannot be reached, refuses, or lacks what was asked
+├── CapacityError (RuntimeError)         no room: how much is needed, for whom, how much there is
 ├── CheckpointError (OSError)            a checkpoint is incomplete or belongs to another model
 ├── OutputError (OSError)                an output folder cannot be written
 ├── NonFiniteError (ArithmeticError)     a loss or a gradient is NaN or infinite
+├── OperationsFailed (ExceptionGroup)    operations of some adapters failed in a call for several
 ├── PatchError (RuntimeError)            a patch clashes with another, or does not know what is installed
 ├── TrainingStateError (RuntimeError)    calls of the loop in an impossible order
 └── Unsupported (NotImplementedError)    a published option that this backend does not have
@@ -44,6 +46,7 @@ from twinkle_registry import (
 
 __all__ = [
     "ArgumentError",
+    "CapacityError",
     "CheckpointError",
     "ComponentConflict",
     "ComponentNotFound",
@@ -57,6 +60,7 @@ __all__ = [
     "ModelLoadError",
     "NonFiniteError",
     "NotTrusted",
+    "OperationsFailed",
     "OutputError",
     "PatchError",
     "PluginBroken",
@@ -116,6 +120,31 @@ class NonFiniteError(TwinkleError, ArithmeticError):
     def __init__(self, message: str, inputs: Any = None) -> None:
         super().__init__(message)
         self.inputs = inputs
+
+
+class CapacityError(TwinkleError, RuntimeError):
+    """There is no room for something; the text says how much it needs, for whom, and how much there is."""
+
+
+class OperationsFailed(TwinkleError, ExceptionGroup):
+    """Operations of some adapters failed in a call for several; those of the others are done.
+
+    Attributes:
+        exceptions: one for each operation that failed; its notes say whose it is.
+        outputs: one a row, in the caller's order; None where the operation failed.
+    """
+
+    def __new__(cls, message: str, errors: "list[Exception]", outputs: "list[Any]") -> "OperationsFailed":
+        """Make it of its message and errors alone, as `ExceptionGroup` wants it."""
+        return super().__new__(cls, message, errors)
+
+    def __init__(self, message: str, errors: "list[Exception]", outputs: "list[Any]") -> None:
+        super().__init__(message, errors)
+        self.outputs = outputs
+
+    def derive(self, excs: "Any") -> "OperationsFailed":
+        """Return a group of some of the errors, as `split` and `except*` do."""
+        return OperationsFailed(self.message, list(excs), self.outputs)
 
 
 class PatchError(TwinkleError, RuntimeError):

@@ -139,7 +139,7 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
         CheckpointError: the file is missing or corrupt, or belongs to another model or rank.
     """
     path = folder / WEIGHTS
-    _compare_configs(model.peft_config[name], read_config(folder), folder)
+    compare_configs(model.peft_config[name], read_config(folder), folder)
     own = get_peft_model_state_dict(model, adapter_name=name)
     try:
         with safe_open(path, framework="pt") as file:
@@ -157,7 +157,12 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
         copy_into(own[key], tensor)
 
 
-def _compare_configs(mine: Any, saved: Any, folder: Path) -> None:
+def compare_configs(mine: Any, saved: Any, folder: Path) -> None:
+    """Refuse weights of a configuration that computes something else with them.
+
+    Raises:
+        CheckpointError: names the field that differs.
+    """
     for field in _MEANING:
         if getattr(mine, field, None) != getattr(saved, field, None):
             raise CheckpointError(

@@ -70,6 +70,8 @@ def take_snapshot(
         "gradient_accumulation_steps": group.gradient_accumulation_steps,
         "consumed_train_samples": consumed_train_samples,
     }
+    if group.seed is not None:
+        state["seed"] = group.seed
     if not optimizer or group.optimizer is None:
         return Snapshot(state)
     keep = parallel.ranks.is_first

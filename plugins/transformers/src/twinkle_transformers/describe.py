@@ -9,10 +9,21 @@ from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.scoring import loss_name
 
 
-def describe(model: nn.Module, group: OptimizerGroup, *, precision: str, source: str) -> str:
-    """Return a few lines: model, adapter, parameters, loss, optimizer, scheduler, accumulation."""
+def describe(
+    model: nn.Module, group: OptimizerGroup, *, precision: str, source: str, trained: int | None = None
+) -> str:
+    """Return a few lines: model, adapter, parameters, loss, optimizer, scheduler, accumulation.
+
+    Args:
+        model: the module.
+        group: whose.
+        precision: of the model.
+        source: where the model is from.
+        trained: number of trained parameters; by default those of the module that take a gradient.
+    """
     total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trained is None:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     first = next(model.parameters())
     lines = {
         "model": f"{source} ({total:,} parameters, {first.dtype}, on {first.device})".replace("torch.", ""),

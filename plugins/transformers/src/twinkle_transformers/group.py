@@ -76,6 +76,8 @@ class OptimizerGroup:
     template: Any = None
     processor: Any = None
     gradient_accumulation_steps: int = 1
+    seed: int | None = None
+    """Of first weights and dropout, where those are drawn from a seed of its own."""
     cur_step: int = 0
     updates: int = 0
     pending: int = 0

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,11 +10,11 @@ import torch
 from twinkle import get_logger, remote_class, remote_function
 from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
-from twinkle.hub import local_folder
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
-from twinkle_transformers import adapters, loop, saving
+from twinkle_transformers import adapters, loop
 from twinkle_transformers.backbone import IGNORE, check_batch
+from twinkle_transformers.checkpoints import Checkpoints
 from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
@@ -26,7 +25,6 @@ from twinkle_transformers.options import (
     check_clipping,
     check_model_id,
     check_model_options,
-    check_name,
 )
 from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
@@ -40,7 +38,7 @@ from twinkle_transformers.stepping import clip_group, schedule, set_accumulation
 
 
 @remote_class()
-class TransformersModel(Components):
+class TransformersModel(Checkpoints, Components):
     """A causal language model from a Hugging Face folder (or GGUF file), on one device or on the ranks of a mesh.
 
     Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods
@@ -435,89 +433,6 @@ class TransformersModel(Components):
         dtype = PRECISION[self.mixed_precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             yield
-
-    # checkpoints
-
-    @remote_function(collect="first")
-    def save(
-        self,
-        name: str | None = None,
-        output_dir: str | None = None,
-        interval: int = 1,
-        *,
-        adapter_name: str | None = None,
-        save_optimizer: bool = False,
-        consumed_train_samples: int = 0,
-    ) -> str | None:
-        """Save a PEFT adapter, or the full model as Hugging Face safetensors, with the tokenizer's files.
-
-        Args:
-            name: folder name, by default `checkpoint-step-<cur_step>`.
-            output_dir: its parent, by default `output`.
-            interval: save only when `cur_step` is a multiple; else return None.
-            adapter_name: which; by default the active one.
-            save_optimizer: also save what `resume_from_checkpoint` needs to go on bit for bit.
-            consumed_train_samples: kept in `trainer_state.json`, from `DataLoader.get_state()`.
-
-        Returns:
-            the directory, which is absent or whole at every moment. An older checkpoint of that name is replaced.
-
-        Raises:
-            OutputError: it cannot be written, or something that is no checkpoint stands there.
-        """
-        group = self._trained(adapter_name, saving=True)
-        name = name or f"checkpoint-step-{group.cur_step}"
-        check_name(name, interval)
-        if group.cur_step % interval:
-            return None
-        target = Path(output_dir or "output", name)
-        saving.save(self, group, target, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples)
-        return str(target)
-
-    @remote_function()
-    def load(
-        self,
-        name: str,
-        output_dir: str | None = None,
-        *,
-        adapter_name: str | None = None,
-        load_optimizer: bool = False,
-        token: str | None = None,
-    ) -> None:
-        """Load weights (and, with `load_optimizer`, the whole training state) that `save` wrote.
-
-        Args:
-            name: a checkpoint's folder, its name below `output_dir`, or its id on a hub.
-            output_dir: parent of `name`.
-            adapter_name: which adapter to load into; by default the active one.
-            load_optimizer: as `resume_from_checkpoint`.
-            token: for a private repository of a hub.
-
-        Raises:
-            CheckpointError: it is missing, incomplete, or belongs to another model; nothing is changed then.
-            HubError: the hub cannot be reached, refuses, or has no such repository.
-        """
-        folder = Path(output_dir, name) if output_dir else local_folder(name, **({"token": token} if token else {}))
-        if load_optimizer:
-            self.resume_from_checkpoint(str(folder), adapter_name=adapter_name)
-        else:
-            saving.load_weights(self, self._trained(adapter_name, saving=True), saving.find(self, folder))
-
-    @remote_function(collect="first")
-    def resume_from_checkpoint(
-        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
-    ) -> dict[str, int]:
-        """Load weights, optimizer, scheduler, counters and random state, adapters and full models alike.
-
-        Args:
-            checkpoint_dir: a folder that `save(save_optimizer=True)` wrote.
-            resume_only_model: weights and counters only.
-            adapter_name: which adapter; by default the active one.
-
-        Returns:
-            `cur_step`, `consumed_train_samples`, `gradient_accumulation_steps`.
-        """
-        return saving.resume(self, self._trained(adapter_name), Path(checkpoint_dir), only_model=resume_only_model)
 
     # inside
 

@@ -17,7 +17,7 @@ from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sharding import copy_into, local
 
 if TYPE_CHECKING:
-    from twinkle_transformers.model import TransformersModel
+    from twinkle_transformers.checkpoints import Checkpoints
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -34,7 +34,7 @@ _TOKENIZER_FILES = (
 
 
 def save(
-    model: "TransformersModel",
+    model: "Checkpoints",
     group: OptimizerGroup,
     target: Path,
     *,
@@ -45,8 +45,8 @@ def save(
     ranks = model.parallel.ranks
     ranks.agree(f"save to {target}", group.cur_step)
     model.parallel.settle()
-    names = dict(adapters.named_parameters(model.model, group.adapter_name))
-    held = adapters.weights(model.model, group.adapter_name) if group.adapter_name else model.model.state_dict()
+    names = model._names(group)
+    held = model._weights(group)
     sharded_or_small = bool(group.adapter_name) or model.parallel.in_lockstep
     tensors = checkpoint.gathered(held, ranks.is_first) if sharded_or_small else None
     snapshot = checkpoint.take_snapshot(
@@ -71,7 +71,7 @@ def save(
     ranks.on_first(f"saving to {target}", write)
 
 
-def find(model: "TransformersModel", folder: Path) -> Path:
+def find(model: "Checkpoints", folder: Path) -> Path:
     """Return the folder, put back by the first rank if a process was killed while replacing it."""
     return model.parallel.ranks.on_first(f"looking for {folder}", lambda: recovered(folder))
 
@@ -87,7 +87,7 @@ def _check_target(target: Path) -> None:
         )
 
 
-def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path) -> None:
+def load_weights(model: "Checkpoints", group: OptimizerGroup, folder: Path) -> None:
     """Load an adapter's or a full model's weights; names and shapes are compared before anything is copied.
 
     Raises:
@@ -96,7 +96,7 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
     model._place(group)
     model.parallel.settle()
     if group.adapter_name:
-        adapters.load_weights(model.model, group.adapter_name, folder)
+        model._load_adapter(group, folder)
         return
     files = _weight_files(folder)
     own = model.model.state_dict()
@@ -121,7 +121,7 @@ def load_weights(model: "TransformersModel", group: OptimizerGroup, folder: Path
             copy_into(own[key], tensor)
 
 
-def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, only_model: bool) -> dict[str, int]:
+def resume(model: "Checkpoints", group: OptimizerGroup, folder: Path, *, only_model: bool) -> dict[str, int]:
     """Load weights, counters and (unless `only_model`) optimizer, scheduler and random state.
 
     Raises:
@@ -131,7 +131,7 @@ def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, o
     folder = find(model, folder)
     model._place(group)
     model.parallel.settle()
-    names = dict(adapters.named_parameters(model.model, group.adapter_name))
+    names = model._names(group)
 
     def read() -> tuple[dict[str, Any], checkpoint.Training | None]:
         state = checkpoint.read_state(folder)
@@ -143,13 +143,16 @@ def resume(model: "TransformersModel", group: OptimizerGroup, folder: Path, *, o
     group.drop_passes()
     group.cur_step, group.updates = state["cur_step"], state["updates"]
     group.scheduled = state["scheduled"]
+    if group.seed is not None:
+        group.seed = state.get("seed", group.seed)
     group.gradient_accumulation_steps = state["gradient_accumulation_steps"]
     if training is not None:
         training.apply(group, names, model.parallel)
+    model._resumed(group)
     return {key: state[key] for key in ("cur_step", "consumed_train_samples", "gradient_accumulation_steps")}
 
 
-def _write_adapter_config(model: "TransformersModel", group: OptimizerGroup, folder: Path) -> None:
+def _write_adapter_config(model: "Checkpoints", group: OptimizerGroup, folder: Path) -> None:
     config = group.adapter_config
     kept = config.base_model_name_or_path, config.inference_mode
     config.base_model_name_or_path, config.inference_mode = _name_for_peft(model), True
@@ -159,7 +162,7 @@ def _write_adapter_config(model: "TransformersModel", group: OptimizerGroup, fol
         config.base_model_name_or_path, config.inference_mode = kept
 
 
-def _name_for_peft(model: "TransformersModel") -> str:
+def _name_for_peft(model: "Checkpoints") -> str:
     """Return what PEFT can load the base model by: the id it has on a hub, or else the local folder."""
     reference = None if Path(model.model_id).expanduser().exists() else reference_of(model.model_id)
     scheme, _, name = (reference or "").partition("://")

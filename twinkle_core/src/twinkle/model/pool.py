@@ -1,4 +1,4 @@
-"""The contract of a pool of adapters on one base model: what a server calls, and what `adapter_name=[...]` stands on."""
+"""The contract of a pool of adapters on one base model, which servers and calls for several adapters stand on."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

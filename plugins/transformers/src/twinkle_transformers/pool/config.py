@@ -88,7 +88,7 @@ def read_config(
     _check(name, config)
     names = _targets(name, config, own, sites, model)
     shapes = [(key, _shape(name, config, sites[key])) for key in names]
-    init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")  # type: ignore[call-overload]
+    init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")
     seed = own.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentError(f"adapter {name!r}: seed={seed!r}; it must be a whole number")

@@ -90,7 +90,7 @@ class Outputs:
             for values in (scores.logps, scores.entropies, scores.uniform_logps, scores.predictions)
         ]
         for part, where, *mine in zip(parts, chosen, *columns, strict=False):
-            self._set(part, spread(part.batch["labels"].shape, where.to(self.device), TokenScores(*mine)))  # type: ignore[arg-type]
+            self._set(part, spread(part.batch["labels"].shape, where.to(self.device), TokenScores(*mine)))
 
     def _whole(self, part: Part, hidden: Tensor, head: Any) -> None:
         """Compute what only one part wants: whole logits, or one vector a row."""

@@ -74,7 +74,7 @@ class Passes:
             if part.work.training and part.work.error is None and item is not None and item.loss is not None:
                 roots.append(item.loss.loss_sum)
         if roots:
-            torch.autograd.backward(roots)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(roots)
 
     def _body(self, stream: Stream) -> Tensor:
         given: dict[str, Any] = {"input_ids": stream.ids}

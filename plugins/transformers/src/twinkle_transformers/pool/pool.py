@@ -27,7 +27,7 @@ from twinkle_transformers.options import check_adapter
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.passes import Flight, Passes
 from twinkle_transformers.pool.sites import find_sites, install
-from twinkle_transformers.pool.tenants import Tenant, Tenants
+from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
 from twinkle_transformers.pool.work import Part, Work, in_passes, prepare, split
 from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.scoring import loss_name
@@ -83,7 +83,8 @@ class LoraPool(AdapterPool):
         ref = self.tenants.next_ref(name)
         group = self._new_group(name)
         group.adapter_config = plan.config
-        self.tenants.add(Tenant(ref, plan, seed, flat, group))
+        group.seed = seed
+        self.tenants.add(Tenant(ref, plan, flat, group))
         return ref
 
     def remove(self, adapter: str | AdapterRef) -> None:
@@ -94,26 +95,41 @@ class LoraPool(AdapterPool):
 
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Do operations together; see `AdapterPool.run`."""
-        works: dict[int, Work] = {}
-        failed: dict[int, OperationError] = {}
+        works: list[Work | OperationError] = []
         for index, operation in enumerate(operations):
             try:
-                works[index] = self.prepare(index, operation)
+                works.append(self.prepare(index, operation))
             except Exception as error:  # a loss or processor may raise anything, and the others go on
-                name = operation.adapter if isinstance(operation.adapter, str | None) else operation.adapter.name
-                failed[index] = OperationError(error, name, index)
-        for parts in in_passes(list(works.values()), self.tokens_per_pass):
-            self._compute([part for part in parts if part.work.error is None])
-        return [failed[i] if i in failed else self._finish(works[i]) for i in range(len(operations))]
+                name = operation.adapter.name if isinstance(operation.adapter, AdapterRef) else operation.adapter
+                works.append(OperationError(error, name, index))
+        self.execute([work for work in works if isinstance(work, Work)])
+        return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
 
-    def prepare(self, index: int, operation: Operation) -> Work:
-        """Read an operation and cut it into parts."""
+    def execute(self, works: Sequence[Work]) -> None:
+        """Compute prepared operations, in as many passes as that takes."""
+        for parts in in_passes(works, self.tokens_per_pass):
+            self._compute([part for part in parts if part.work.error is None])
+
+    def prepare(
+        self, index: int, operation: Operation, *, rows: int | None = None, staged: bool = False,
+        evaluates: Tenant | None = None,
+    ) -> Work:  # fmt: skip
+        """Read an operation and cut it into parts.
+
+        Args:
+            index: its place in the call.
+            operation: what is asked.
+            rows: rows that a part may have.
+            staged: the loss comes later, and all rows are one part.
+            evaluates: whose loss and metrics may be calculated from a forward later.
+        """
         tenant = None if operation.adapter is None else self.tenants[operation.adapter]
-        group = self.base if tenant is None else tenant.group
+        group = next((t.group for t in (tenant, evaluates) if t is not None), self.base)
         if tenant is not None and operation.kind == "forward_backward":
             group.begin_backward()
-        work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group))
-        split(work, group.processor, self.backbone, self.tokens_per_pass)
+        work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group), evaluates)
+        if not staged:
+            split(work, group.processor, self.backbone, self.tokens_per_pass, rows)
         return work
 
     def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
@@ -199,7 +215,8 @@ class LoraPool(AdapterPool):
     def _count(self, part: Part, flight: Flight) -> None:
         part.work.usage += Usage(part.tokens, part.computed, 0, 0.0)
 
-    def _finish(self, work: Work) -> OperationResult | OperationError:
+    def finish(self, work: Work) -> OperationResult | OperationError:
+        """Give an operation's gradients to its adapter, if all of it succeeded, and return what it gave."""
         items = [part.item for part in work.parts if part.item is not None]
         if work.error is not None or len(items) < len(work.parts):
             error = work.error or TrainingStateError("the operation was not done")
@@ -227,7 +244,6 @@ class LoraPool(AdapterPool):
         group.skipped += len(work.parts) - len(used)
         group.train_status.skipped += len(work.parts) - len(used)
         group.count_backward(loop.settled(used) if work.own_loss else [])
-        tenant.operations += 1
 
     # state: see tenants' own modules
 
@@ -245,9 +261,14 @@ class LoraPool(AdapterPool):
         """Move an adapter's state."""
         raise NotImplementedError
 
-    def version(self, adapter: str | AdapterRef) -> Any:
-        """Return the adapter's weights as they are now."""
-        raise NotImplementedError
+    def version(self, adapter: str | AdapterRef) -> AdapterVersion:
+        """Return the adapter's weights as they are now; as long as they do not change it is the same object."""
+        tenant = self.tenants[adapter]
+        state = (tenant.group.updates, tenant.flat._version)
+        if tenant.latest is None or tenant.latest[0] != state:
+            name = f"{tenant.name}@{tenant.ref.generation}.{state[0]}.{state[1]}"
+            tenant.latest = state, AdapterVersion(tenant.plan.layout, tenant.flat.detach().clone(), name)
+        return tenant.latest[1]
 
     def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
         """Return how much memory an adapter takes."""

@@ -87,7 +87,7 @@ def _adapted(site: Site, x: Tensor) -> Tensor:
 def _site(name: str, module: nn.Module, head: bool) -> Site | None:
     if type(module) is nn.Linear:
         return Site(name, module, module.in_features, module.out_features, head=head)
-    if type(module) is Conv1D:
-        fan_in, fan_out = module.weight.shape
-        return Site(name, module, fan_in, fan_out, transposed=True)
+    if isinstance(module, Conv1D):
+        weight: Tensor = module.weight
+        return Site(name, module, weight.shape[0], weight.shape[1], transposed=True)
     return None

@@ -69,7 +69,7 @@ def build(parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, sh
     ids: list[Tensor] = []
     starts: list[int] = []
     lengths: list[int] = []
-    parents: list[int | None] = []
+    parents: list[int] = []
     at = 0
     for part in parts:
         begin = at
@@ -78,19 +78,19 @@ def build(parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, sh
         ids += pieces.ids
         starts += pieces.starts
         lengths += (sizes := [len(piece) for piece in pieces.ids])
-        parents += [None if parent is None else parent + offset for parent in pieces.parents]
+        parents += [parent if parent < 0 else parent + offset for parent in pieces.parents]
         at += sum(sizes)
         part.computed, part.stream = at - begin, pieces.index + begin
     padding = max(0, LEAST_ROWS - at)
     if padding:
         ids.append(torch.zeros(padding, dtype=torch.int64))
-        starts, lengths, parents = [*starts, 0], [*lengths, padding], [*parents, None]
+        starts, lengths, parents = [*starts, 0], [*lengths, padding], [*parents, -1]
     where = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
     cohorts = _cohorts(parts, device, dtype)
     trained = sum(part.computed for part in parts if part.work.training)
     total = at + padding
     routing = Routing([c for c, _ in cohorts], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
-    segments = Segments.of(lengths, device, None if not any(p is not None for p in parents) else parents)
+    segments = Segments.of(lengths, device, parents if max(parents, default=-1) >= 0 else None)
     tokens = torch.cat(ids)[None]
     return Stream(tokens.to(device), where[None].to(device), segments, routing, cohorts, padding)
 
@@ -101,7 +101,7 @@ class _Pieces:
 
     ids: list[Tensor]
     starts: list[int]
-    parents: list[int | None]
+    parents: list[int]
     index: Tensor
 
 
@@ -111,9 +111,9 @@ def _pieces(part: Part, share: bool) -> _Pieces:
         plan = plan_prefixes(sequences)
         if plan.saved:
             ids = [sequences[row][start:stop] for row, start, stop in plan.pieces]
-            index = torch.cat([torch.from_numpy(index) for index in plan.indices])
+            index = torch.cat([torch.from_numpy(index) for index in plan.index])
             return _Pieces(ids, list(plan.starts), list(plan.parents), index)
-    return _Pieces(sequences, [0] * len(sequences), [None] * len(sequences), torch.arange(part.tokens))
+    return _Pieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
 
 
 def _cohorts(parts: Sequence[Part], device: torch.device, dtype: torch.dtype) -> list[tuple[Cohort, list[Part]]]:
@@ -161,5 +161,5 @@ class _Dropout:
         sizes = torch.tensor([len(s) for s in part.sequences])
         rows = torch.repeat_interleave(torch.arange(len(sizes)) + part.first, sizes)
         positions = torch.cat([torch.arange(len(s)) for s in part.sequences])
-        seed = part.work.tenant.seed if part.work.tenant is not None else 0
-        return token_keys(seed, part.work.number, rows, positions)
+        seed = part.work.tenant.group.seed if part.work.tenant is not None else 0
+        return token_keys(seed or 0, part.work.number, rows, positions)

@@ -9,9 +9,25 @@ from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle.model.pool import AdapterRef
+from twinkle.torch.layout import Layout
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterVersion:
+    """Weights of an adapter at one moment, which nothing changes.
+
+    Attributes:
+        layout: where the matrices lie.
+        flat: float32 `[P]`.
+        id: tells versions apart: name, generation and state.
+    """
+
+    layout: Layout
+    flat: Tensor
+    id: str
 
 
 @dataclass(slots=True, eq=False)
@@ -21,22 +37,20 @@ class Tenant:
     Attributes:
         ref: its name and generation.
         plan: its configuration.
-        seed: of first weights and dropout.
         flat: its weights, float32 `[P]`; `flat.grad` are its pending gradients.
         group: optimizer, scheduler, loss, template, processor, metrics, counters.
-        operations: training operations begun, from which dropout is drawn.
         matrices: views of `flat` by PEFT's name, once an optimizer wants them one by one.
         used: when it was last used, in the pool's count.
     """
 
     ref: AdapterRef
     plan: AdapterPlan
-    seed: int
     flat: nn.Parameter
     group: OptimizerGroup
-    operations: int = 0
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
     used: int = 0
+    latest: tuple[tuple[int, int], AdapterVersion] | None = None
+    """The last version that was taken, and of which state."""
 
     @property
     def name(self) -> str:
@@ -57,6 +71,16 @@ class Tenant:
             self.matrices = {name: nn.Parameter(view) for name, view in matrices_of(self.plan, self.flat.detach())}
             self._share_gradient()
         return self.matrices
+
+    def adopt_gradients(self) -> None:
+        """Make the whole gradient of the views' own, if somebody gave them some."""
+        if self.flat.grad is None and any(view.grad is not None for view in self.matrices.values()):
+            whole = torch.zeros_like(self.flat)
+            for name, target in matrices_of(self.plan, whole):
+                if (grad := self.matrices[name].grad) is not None:
+                    target.copy_(grad)
+            self.flat.grad = whole
+        self._share_gradient()
 
     def _share_gradient(self) -> None:
         if self.matrices and self.flat.grad is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from twinkle_transformers.packing import PackedBatch, without_padding
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.prompts import context_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
-from twinkle_transformers.scoring import check_loss_arguments
+from twinkle_transformers.scoring import check_loss_arguments, loss_name
 
 _OPTIONS = ("temperature", "return_logits", "task")
 
@@ -107,7 +108,7 @@ class Work:
 
 def prepare(
     index: int, operation: Operation, tenant: Tenant | None, backbone: Backbone, processor: Any,
-    encode: Callable[[Any], Any],
+    encode: Callable[[Any], Any], evaluates: Tenant | None = None,
 ) -> Work:  # fmt: skip
     """Read an operation: everything that can be wrong with its rows and arguments is found here.
 
@@ -118,8 +119,9 @@ def prepare(
         backbone: the model.
         processor: collates rows.
         encode: encodes trajectories.
+        evaluates: whose loss and metrics may be calculated from a forward later.
     """
-    options = {"temperature": 1.0, "return_logits": False, "task": "causal_lm"} | dict(operation.options)
+    options: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "task": "causal_lm", **operation.options}
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ArgumentError(f"an operation has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
     check_call(options["task"], options["temperature"])
@@ -133,55 +135,70 @@ def prepare(
         check_loss_arguments(loss, operation.loss_inputs)
     elif operation.loss_inputs:
         raise ArgumentError(f"{sorted(operation.loss_inputs)[0]!r} is an argument of a loss, and no loss is calculated")
-    needs = _needs(loss, tenant, training, options, operation.loss is None)
-    number = operation.number if operation.number is not None or tenant is None else tenant.operations
+    needs = _needs(loss, tenant if training else evaluates, training, options, operation.loss is None)
+    number = operation.number if operation.number is not None or tenant is None else tenant.group.cur_step
     work = Work(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
-    if tenant is not None:
-        processor, encode = (
-            tenant.group.processor,
-            encode if tenant.group.template is None else tenant.group.encoder(None),
-        )
     rows = as_rows(operation.rows, encode)
     left = getattr(processor, "padding_side", "right") == "left"
-    work.parts = [_part(work, rows, processor, backbone, left)]
+    work.parts = [_part(rows, work, processor, backbone, left)]
     return work
 
 
-def split(work: Work, processor: Any, backbone: Backbone, budget: int) -> None:
-    """Cut an operation into parts of at most `budget` tokens, where its rows and its loss allow it."""
+def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int | None = None) -> None:
+    """Cut an operation into parts, where its rows and its loss allow it.
+
+    Args:
+        work: the operation, in one part.
+        processor: collates rows.
+        backbone: the model.
+        budget: tokens that a part may have, unless a single row has more.
+        rows: rows that a part may have; None is any number.
+
+    Raises:
+        ArgumentError: `rows` is no number of rows, or cuts what the loss compares.
+    """
     whole = work.parts[0]
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
-    if whole.tokens <= budget or len(whole.rows) <= together or not getattr(work.loss, "splittable", True):
-        _share(work, processor)
-        return
-    if len(whole.sequences) != len(whole.rows):
-        _share(work, processor)  # rows that hold several sequences stay together
-        return
+    if len(whole.rows) % together:
+        raise ArgumentError(
+            f"{loss_name(work.loss)} takes rows {together} by {together}, and there are {len(whole.rows)}"
+        )
+    most = _most_rows(work, rows, together, len(whole.rows))
+    splittable = getattr(work.loss, "splittable", True) and len(whole.sequences) == len(whole.rows)
     left = getattr(processor, "padding_side", "right") == "left"
-    parts: list[Part] = []
-    start = count = 0
-    for at in range(0, len(whole.rows), together):
-        size = sum(len(s) for s in whole.sequences[at : at + together])
-        if count and count + size > budget:
-            parts.append(_part(work, whole.rows[start:at], processor, backbone, left, start))
-            start, count = at, 0
-        count += size
-    parts.append(_part(work, whole.rows[start:], processor, backbone, left, start))
-    work.parts = parts
-    _share(work, processor)
+    if splittable and (whole.tokens > budget or len(whole.rows) > most):
+        bounds, size = [0], 0
+        for at in range(0, len(whole.rows), together):
+            more = sum(len(s) for s in whole.sequences[at : at + together])
+            if at > bounds[-1] and (size + more > budget or at + together - bounds[-1] > most):
+                bounds.append(at)
+                size = 0
+            size += more
+        bounds.append(len(whole.rows))
+        work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+    if work.loss is not None:
+        sizes = [batch_size(part.batch) for part in work.parts]
+        shares = share_arguments(work.operation.loss_inputs, row_inputs(work.loss), sizes, left=left)
+        for part, share in zip(work.parts, shares, strict=True):
+            part.loss_kwargs = share
 
 
-def _share(work: Work, processor: Any) -> None:
-    left = getattr(processor, "padding_side", "right") == "left"
-    if work.loss is None:
-        return
-    sizes = [batch_size(part.batch) for part in work.parts]
-    shares = share_arguments(work.operation.loss_inputs, row_inputs(work.loss), sizes, left=left)
-    for part, share in zip(work.parts, shares, strict=True):
-        part.loss_kwargs = share
+def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
+    if rows is None:
+        return count
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < together:
+        raise ArgumentError(
+            f"micro_batch_size={rows!r}; it must be a whole number of at least {together}, or None for the whole batch"
+        )
+    if rows < count and not getattr(work.loss, "splittable", True):
+        raise ArgumentError(
+            f"the loss {loss_name(work.loss)} compares all rows of a batch with each other, but micro_batch_size cut "
+            "the batch; leave micro_batch_size out"
+        )
+    return rows // together * together
 
 
-def _part(work: Work, rows: Sequence[Any], processor: Any, backbone: Backbone, left: bool, first: int = 0) -> Part:
+def _part(rows: Sequence[Any], work: Work, processor: Any, backbone: Backbone, left: bool, first: int = 0) -> Part:
     batch = processor(rows)
     check_batch(batch, backbone.model)
     batch = without_padding(batch, left=left)
@@ -213,10 +230,11 @@ def _loss_of(operation: Operation, tenant: Tenant | None, training: bool) -> Any
     return tenant.group.loss() if tenant is not None and training else None
 
 
-def _needs(loss: Any, tenant: Tenant | None, training: bool, options: Mapping[str, Any], own: bool) -> Needs:
+def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str, Any], own: bool) -> Needs:
     metrics: Sequence[Any] = ()
-    if own and tenant is not None:
-        metrics = (tenant.group.train_status if training else tenant.group.eval_status).metrics
+    if own and owner is not None:
+        loss = loss or owner.group.loss()
+        metrics = (owner.group.train_status if training else owner.group.eval_status).metrics
     return loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
 
 

@@ -1,0 +1,132 @@
+"""Adapters of a pool as PEFT's files: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from twinkle.errors import ArgumentError, CapacityError, CheckpointError, DataError
+from twinkle_transformers import adapters
+from twinkle_transformers.pool.config import AdapterPlan
+from twinkle_transformers.pool.tenants import Tenant, matrices_of
+from twinkle_transformers.reading import read_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pool refuses although it could do it; None is no limit.
+
+    Attributes:
+        adapters: number of adapters.
+        rank: of an adapter anywhere.
+        length: tokens of a row.
+        targets: last names of the layers that may be adapted, or "all-linear".
+    """
+
+    adapters: int | None = None
+    rank: int | None = None
+    length: int | None = None
+    targets: str | Sequence[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_loras", self.adapters), ("max_r", self.rank), ("max_length", self.length)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1, or None")
+
+    def check_count(self, name: str, have: int) -> None:
+        """Refuse one adapter more than there may be."""
+        if self.adapters is not None and have >= self.adapters:
+            raise CapacityError(
+                f"adapter {name!r}: there are {have} adapters and max_loras is {self.adapters}; remove one with "
+                "remove_adapter, or raise max_loras (None leaves it to memory)"
+            )
+
+    def check(self, name: str, plan: AdapterPlan) -> None:
+        """Refuse ranks and layers that are not allowed."""
+        shapes = [(key, shape) for key, shape in plan.layout.key if key]
+        highest = max(shape.rank for _, shape in shapes)
+        if self.rank is not None and highest > self.rank:
+            raise ArgumentError(f"adapter {name!r}: rank {highest} is above max_r={self.rank} of this model")
+        if isinstance(self.targets, str) and self.targets == "all-linear":
+            return
+        allowed = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        for key, _ in shapes:
+            if key.rpartition(".")[2] not in allowed and key not in allowed:
+                raise ArgumentError(
+                    f"adapter {name!r}: it adapts {key}, and this model allows target_modules={allowed} alone"
+                )
+
+    def check_rows(self, rows: Sequence[Any]) -> None:
+        """Refuse rows that are too long."""
+        if self.length is None:
+            return
+        for number, row in enumerate(rows):
+            if len(row["input_ids"]) > self.length:
+                raise DataError(
+                    f"row {number} has {len(row['input_ids'])} tokens, and max_length is {self.length}; cut rows with "
+                    "max_length= of the template"
+                )
+
+
+def read_config_of(folder: Path) -> Any:
+    """Return the PEFT configuration of a saved adapter; see `adapters.read_config`."""
+    return adapters.read_config(folder)
+
+
+def weights_of(plan: AdapterPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return copies of an adapter's matrices by PEFT's names."""
+    return {name: view.clone(memory_format=torch.contiguous_format) for name, view in matrices_of(plan, flat.detach())}
+
+
+def load_weights(tenant: Tenant, folder: Path) -> None:
+    """Copy a saved adapter's weights into an adapter; names and shapes are compared before anything is copied.
+
+    Raises:
+        CheckpointError: the file is missing or corrupt, or belongs to another model, rank or scale.
+    """
+    adapters.compare_configs(tenant.plan.config, adapters.read_config(folder), folder)
+    flat = read_flat(tenant.plan, folder)
+    with torch.no_grad():
+        tenant.flat.copy_(flat)
+
+
+def read_flat(plan: AdapterPlan, folder: Path) -> torch.Tensor:
+    """Return a saved adapter's weights in the layout of `plan`, float32 `[P]` on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing or corrupt, or holds other matrices.
+    """
+    path = folder / adapters.WEIGHTS
+    flat = torch.zeros(plan.layout.size)
+    own = dict(matrices_of(plan, flat))
+    found = shapes_in(path)
+    for key in sorted(own.keys() | found.keys()):
+        mine = list(own[key].shape) if key in own else None
+        if mine != found.get(key):
+            raise CheckpointError(
+                f"the adapter in {folder} belongs to another model: {key} is {_shape(found.get(key))} in the file and "
+                f"{_shape(mine)} in this model; load the base model that it was trained on"
+            )
+    for key, tensor in read_tensors(path).items():
+        own[key].copy_(tensor)
+    return flat
+
+
+def shapes_in(path: Path) -> Mapping[str, list[int]]:
+    """Return the shapes of the tensors in a file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - not a dict
+    except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
+        raise CheckpointError(f"{path} cannot be read ({error}); the file is missing, truncated or corrupt") from error
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"

@@ -1,0 +1,95 @@
+"""The step of several adapters at once."""
+
+from collections.abc import Sequence
+
+from twinkle.errors import NonFiniteError, OperationsFailed, TrainingStateError
+from twinkle.logging import get_logger
+from twinkle.torch.flat_step import clip_and_step
+from twinkle_transformers import loop
+from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.options import check_clipping
+from twinkle_transformers.parallel import Replicated
+from twinkle_transformers.pool.tenants import Tenant
+from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
+
+
+def step_together(
+    tenants: Sequence[Tenant],
+    parallel: Replicated,
+    max_norm: float,
+    norm_type: float,
+    policy: str,
+    *,
+    gradient_accumulation_steps: int | None = None,
+    flush: bool = False,
+) -> list[float]:
+    """Divide, clip and step the adapters whose accumulation is complete, and forget their gradients.
+
+    Args:
+        tenants: the adapters, each once.
+        parallel: the ranks.
+        max_norm: bound of each adapter's own norm; 0 or less measures only.
+        norm_type: p of the p-norm; 2 goes through one call for all.
+        policy: "raise" or "skip" where a norm is not finite.
+        gradient_accumulation_steps: change the number of backward calls a step.
+        flush: step an unfinished accumulation too.
+
+    Returns:
+        the norm of each adapter's gradient before clipping; 0 where nothing was due.
+
+    Raises:
+        TrainingStateError: an adapter has no gradients; nothing is stepped.
+        OperationsFailed: a norm is not finite and `policy` is "raise"; the other adapters are stepped.
+    """
+    check_clipping(max_norm, norm_type)
+    for tenant in tenants:
+        set_accumulation(tenant.group, gradient_accumulation_steps)
+        if not tenant.group.pending and not flush:
+            raise TrainingStateError(f"step: adapter {tenant.name!r} has no accumulated gradients; call backward first")
+    due = [tenant for tenant in tenants if tenant.group.due(flush)]
+    plain = [t for t in due if norm_type == 2 and parallel.ranks.alone and not t.group.divided]
+    norms: dict[int, float] = {}
+    if plain:
+        found = clip_and_step(
+            [t.group.optimizer for t in plain], [t.group.denominator for t in plain], [max_norm] * len(plain)
+        )
+        norms = {id(t): norm for t, norm in zip(plain, found.tolist(), strict=True)}
+    errors: list[Exception] = []
+    for tenant in due:
+        try:
+            if id(tenant) in norms:
+                _stepped(tenant.group, norms[id(tenant)], policy)
+            else:
+                norms[id(tenant)] = clip_group(tenant.group, parallel, max_norm, norm_type, policy)
+                step_group(tenant.group, parallel, None, flush, policy)
+                tenant.group.clear_gradients()
+                schedule(tenant.group, None)
+        except NonFiniteError as error:
+            error.add_note(f"in the step of adapter {tenant.name!r}")
+            errors.append(error)
+    if errors:
+        if len(tenants) == 1:
+            raise errors[0]
+        raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others are made", errors, [])
+    return [norms.get(id(tenant), 0.0) for tenant in tenants]
+
+
+def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:
+    """Keep account of a step that was made (or, if its norm is not finite, was not)."""
+    group.last_loss = group.loss_sum / group.denominator if group.denominator else 0.0
+    group.last_grad_norm, group.measured = norm, True
+    what = f"step {group.updates + 1} of adapter {group.adapter_name!r}"
+    if group.denominator <= 0 and not group.skipped:
+        get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", what)
+    if norm - norm != 0.0:
+        text = f"the gradient norm of {what} is {norm}"
+        if policy == "raise":
+            group.drop_passes()
+            raise NonFiniteError(f"{text}; the weights are untouched (on_nonfinite='skip' leaves such steps out)")
+        get_logger().warning("%s; this step is left out", text)
+        group.train_status.skipped += 1
+    else:
+        group.updates += 1
+    loop.feed_metrics(group, group.train_status)
+    group.clear_gradients()
+    schedule(group, None)
