@@ -99,13 +99,14 @@ class _InParts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        parts: Sequence[Part] = ctx.parts
         gradient = gradient.contiguous()
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        for part in ctx.parts:
-            rest = (part.of_queries(x) for x in (gradient, out, lse))
+        for part in parts:
+            rest = part.of_queries(gradient), part.of_queries(out), part.of_queries(lse)
             made = _backward(*part.take(q, k, v), *rest, part.own, ctx.scale)
             for whole, piece in zip(part.take(*found), made, strict=True):
                 whole.copy_(piece) if part.own else whole.add_(piece)
@@ -126,7 +127,7 @@ class _Gather(torch.autograd.Function):
         return x[index]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         whole = gradient.new_zeros((ctx.tokens, *gradient.shape[1:]), dtype=wide(gradient.dtype))
@@ -153,4 +154,4 @@ def _backward(
 
 def _stacked(x: Tensor, bounds: tuple[int, int], count: int) -> Tensor:
     start, stop = bounds
-    return x[start:stop].unflatten(0, (count, -1)).transpose(1, 2)
+    return x[start:stop].view(count, -1, *x.shape[1:]).transpose(1, 2)
