@@ -247,7 +247,7 @@ def test_certainty_needs_no_noise(probability: float, value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("block", [1 << 18, 16])
+@pytest.mark.parametrize("block", [1 << 16, 16])
 def test_masks_of_other_dtypes_drop_the_same_elements(
     dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
