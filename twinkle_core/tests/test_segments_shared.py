@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
+from twinkle.torch import prefix_attention as parts
 from twinkle.torch import segments as room
 from twinkle.torch.prefix_attention import Part, gather
 from twinkle.torch.segments import Segments, by_segment, segment_attention
@@ -130,6 +131,10 @@ def test_another_family_changes_no_bit(options: dict[str, Any]) -> None:
     changed = segment_attention(*other, segments, **options)
     assert torch.equal(found[18:], changed[18:])
     assert not torch.equal(found[:18], changed[:18])
+    broken = [x.index_fill(0, torch.tensor([2, 19]), torch.nan) for x in (q, k, v)]
+    harmed = segment_attention(*broken, segments, **options)
+    assert torch.equal(found[22:], harmed[22:])
+    assert harmed[2].isnan().all()
 
 
 def test_half_precision_and_autocast_keep_their_dtype() -> None:
@@ -161,6 +166,12 @@ def test_tensors_may_lie_in_memory_in_any_way(stride: str) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-13)
 
 
+def test_mixed_dtypes_are_an_error_of_torch() -> None:
+    q, k, v = (x.detach() for x in tensors(sum(LENGTHS)))
+    with pytest.raises(RuntimeError, match="dtype"):
+        segment_attention(q, k, v.float(), Segments.of(LENGTHS, parents=PARENTS))
+
+
 def test_dropout_leaves_weights_out_and_keeps_the_mean() -> None:
     q, k, v = (x.detach() for x in tensors(sum(LENGTHS)))
     segments = Segments.of(LENGTHS, parents=PARENTS)
@@ -188,11 +199,26 @@ def test_without_the_kernel_of_torch_the_numbers_are_the_same(monkeypatch: pytes
     q, k, v = tensors(sum(LENGTHS))
     segments = Segments.of(LENGTHS, parents=PARENTS)
     found = segment_attention(q, k, v, segments)
-    monkeypatch.setattr(room, "fits", lambda q: False)
+    monkeypatch.setattr(room, "fits", lambda *tensors: False)
     plain = segment_attention(q, k, v, segments)
     torch.testing.assert_close(plain, found, rtol=0, atol=1e-14)
     for ours, theirs in zip(gradients(plain, [q, k, v]), gradients(found, [q, k, v]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+
+
+def test_a_torch_whose_kernel_is_another_one_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parts.fits(torch.zeros(1))
+    assert not parts.fits(torch.zeros(1, dtype=torch.int64))
+    assert not parts.fits(torch.zeros(1, device="meta"))
+    assert not parts.fits(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
+    forward = parts._forward
+    monkeypatch.setattr(
+        parts, "_forward", lambda *given, scale: (forward(*given, scale=scale)[0], torch.zeros(1, 2, 3))
+    )
+    assert not parts._known.__wrapped__()
+    monkeypatch.setattr(parts, "_NAME", "_of_another_version")
+    monkeypatch.setattr(parts, "_forward", forward)
+    assert not parts._known.__wrapped__()
 
 
 def bottom_right(

@@ -46,7 +46,7 @@ class Segments:
         """
         if not lengths or min(lengths) < 1:
             raise ArgumentError(f"segments of lengths {list(lengths)}; there must be one, and each needs a token")
-        found = tuple(map(int, parents or ()))
+        found = () if parents is None else tuple(map(int, parents))
         if parents is not None and len(found) != len(lengths):
             raise ArgumentError(f"{len(found)} parents for {len(lengths)} segments; give one for each, -1 for none")
         for number, parent in enumerate(found):

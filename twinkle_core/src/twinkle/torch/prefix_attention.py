@@ -7,6 +7,7 @@ log-sum-exp of the whole: with `P = exp(S - lse)` and `D = sum(dO * O)` it is `d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from twinkle.torch.head import wide
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,10 @@ class Part:
         return _stacked(x, self.keys, self.count)
 
 
-def fits(q: Tensor) -> bool:
-    """Say whether torch has the kernel for these tensors."""
-    return q.device.type == "cpu" and q.dtype in _DTYPES and hasattr(torch.ops.aten, _NAME)
+def fits(*tensors: Tensor) -> bool:
+    """Say whether torch has the kernel for these tensors; itself it looks neither at devices nor at dtypes."""
+    dtypes = {x.dtype for x in tensors}
+    return len(dtypes) == 1 and dtypes <= _DTYPES and all(x.device.type == "cpu" for x in tensors) and _known()
 
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Part], scale: float) -> Tensor:
@@ -135,6 +137,22 @@ class _Gather(torch.autograd.Function):
 
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@cache
+def _known() -> bool:
+    """Say whether torch has the kernel, with grouped heads and a log-sum-exp; it is no public one."""
+    q = torch.linspace(-1, 1, 12, dtype=torch.float64, device="cpu").view(1, 2, 3, 2)
+    k = q[:, :1] + 1
+    wanted = (q @ k.mT).logsumexp(-1)
+    try:
+        out, lse = _forward(q, k, k, 0.0, False, scale=1.0)
+        if lse.dtype != wanted.dtype or lse.shape != wanted.shape or not torch.allclose(lse, wanted):
+            return False
+        made = _backward(q, k, k, q, out, lse, False, 1.0)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return [x.shape for x in made] == [q.shape, k.shape, k.shape]
 
 
 def _forward(*tensors: Any, scale: float) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ def segment_attention(
     kernel = _kernel(q, v) if rule.plain and not dropout else None
     if kernel is not None:
         return _by_kernel(kernel, q, k, v, segments, scale, window)
-    if segments.parents and rule.plain and not dropout and window is None and fits(q):
+    if segments.parents and rule.plain and not dropout and window is None and fits(q, k, v):
         return attend_in_parts(q, k, v, segments.parts, scale)
     return _by_family(rule, segments, q, k, v)
 
