@@ -45,8 +45,8 @@ def plan_prefixes(rows: Sequence[Any], *, least: int = 16) -> PrefixPlan:
     """Find the prefixes that rows share, and lay out the rows so that each is there once.
 
     A row that equals another one, or that another one begins with, is read from that one and takes nothing. Of the
-    others, groups are chosen that save most tokens after `least - 1` is taken off for each. No choice of groups with one
-    prefix a row does better; beside sorting the rows it takes a pass over their tree of prefixes.
+    others, groups are chosen that save most tokens after `least - 1` is taken off for each; no choice of groups with
+    one prefix a row does better. Beside sorting the rows it takes one pass over their tree of prefixes.
 
     Args:
         rows: sequences of integers: lists, arrays or tensors on the CPU, all of one adapter.
