@@ -299,6 +299,10 @@ def test_layers_get_their_own_forward_back_and_a_replaced_one_is_refused() -> No
     with pytest.raises(Unsupported, match=r"the forward of model\.layers\.0\.mlp\.experts was replaced"):
         install_experts(sites.values())
     del layer.forward
+    model.model.layers[1].mlp.forward = lambda hidden_states: hidden_states
+    with pytest.raises(Unsupported, match=r"the forward of model\.layers\.1\.mlp was replaced"):
+        install_experts(sites.values())
+    del model.model.layers[1].mlp.forward
     layer._is_expert_parallel = True
     with pytest.raises(Unsupported, match="lie on several devices"):
         install_experts(sites.values())

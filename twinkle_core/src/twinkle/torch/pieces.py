@@ -48,8 +48,8 @@ class Pieces:
         if has_kernel(rows, matrices):
             return self._grouped(self._take(rows), self._gather(matrices).mT)
         out = rows.new_empty(self.pairs, matrices.shape[2])
-        for target, piece, matrix in zip(self._split(out), self._cut(rows), self._each(matrices), strict=True):
-            torch.mm(piece, matrix.t(), out=target)
+        for target, piece, matrix in zip(self._split(out), self._cut(rows), self._each(matrices.mT), strict=True):
+            torch.mm(piece, matrix, out=target)
         return out
 
     def spread(self, target: Tensor, inner: Tensor, matrices: Tensor, scale: float = 1.0) -> None:
@@ -98,11 +98,11 @@ class Pieces:
         return torch.split_with_sizes(inner, self.lengths)
 
     def _each(self, matrices: Tensor) -> Iterator[Tensor]:
-        last, of_expert = -1, ()
+        by_operation, by_expert, *inner = matrices.stride()
+        base = matrices.storage_offset()
         for expert, operation in zip(self.experts, self.operations, strict=True):
-            if expert != last:
-                last, of_expert = expert, matrices.select(1, expert).unbind(0)
-            yield of_expert[operation]
+            at = base + operation * by_operation + expert * by_expert
+            yield matrices.as_strided(matrices.shape[2:], inner, at)
 
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor]:

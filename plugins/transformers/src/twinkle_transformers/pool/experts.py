@@ -25,6 +25,7 @@ class ExpertSite:
     Attributes:
         name: its path in the Hugging Face module, which is its name in PEFT's `target_parameters` too.
         module: the layer of experts.
+        block: what holds it and calls it.
         experts: number of experts.
         fan_in: size of what goes into an expert's product.
         fan_out: size of what comes out.
@@ -34,6 +35,7 @@ class ExpertSite:
 
     name: str
     module: nn.Module
+    block: nn.Module
     experts: int
     fan_in: int
     fan_out: int
@@ -64,7 +66,8 @@ def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
     found: dict[str, ExpertSite] = {}
     for path, module in model.named_modules():
         if id(module) in inside and all(hasattr(module, told) for told in _TOLD):
-            found |= {site.name: site for site in _sites(path, module)}
+            block = model.get_submodule(path.rpartition(".")[0])
+            found |= {site.name: site for site in _sites(path, module, block)}
     return found
 
 
@@ -74,9 +77,10 @@ def install_experts(sites: Iterable[ExpertSite]) -> None:
     Raises:
         Unsupported: a layer's forward was replaced by something else already, or its experts lie on several devices.
     """
-    for path, module in {site.path: site.module for site in sites}.items():
-        _check(path, module)
-        module.__dict__["forward"] = partial(_adapted, module, {site.parameter: site for site in _sites(path, module)})
+    for site in {site.path: site for site in sites}.values():
+        _check(site)
+        every = {other.parameter: other for other in _sites(site.path, site.module, site.block)}
+        site.module.__dict__["forward"] = partial(_adapted, site.module, every)
 
 
 def uninstall_experts(sites: Iterable[ExpertSite]) -> None:
@@ -86,19 +90,20 @@ def uninstall_experts(sites: Iterable[ExpertSite]) -> None:
             del site.module.__dict__["forward"]
 
 
-def _check(path: str, module: Any) -> None:
-    replaced = module.__dict__.get("forward")
-    if replaced is not None and not _is_ours(replaced):
-        raise Unsupported(f"the forward of {path} was replaced (by a patch or kernel); undo that first")
-    if module._is_expert_parallel:
-        raise Unsupported(f"the experts of {path} lie on several devices; adapters need all of them on one")
+def _check(site: ExpertSite) -> None:
+    for path, module in ((site.path, site.module), (site.path.rpartition(".")[0], site.block)):
+        replaced = module.__dict__.get("forward")
+        if replaced is not None and not _is_ours(replaced):
+            raise Unsupported(f"the forward of {path} was replaced (by a patch or kernel); undo that first")
+    if site.module._is_expert_parallel:
+        raise Unsupported(f"the experts of {site.path} lie on several devices; adapters need all of them on one")
 
 
 def _is_ours(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.func is _adapted
 
 
-def _sites(path: str, module: Any) -> list[ExpertSite]:
+def _sites(path: str, module: Any, block: nn.Module) -> list[ExpertSite]:
     wanted = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     there = [name for name, value in module.named_parameters(recurse=False) if name in wanted and _is_stack(value)]
     if len(there) < len(wanted):
@@ -108,7 +113,7 @@ def _sites(path: str, module: Any) -> list[ExpertSite]:
         count, first, second = getattr(module, name).shape
         fan_in, fan_out = (first, second) if module.is_transposed else (second, first)
         later = tuple(f"{path}.{other}" for other in there[number + 1 :])
-        sites.append(ExpertSite(f"{path}.{name}", module, count, fan_in, fan_out, module.is_transposed, later))
+        sites.append(ExpertSite(f"{path}.{name}", module, block, count, fan_in, fan_out, module.is_transposed, later))
     return sites
 
 
