@@ -207,7 +207,7 @@ def test_a_folder_that_was_written_again_is_read_again_and_old_ones_go(folder, s
     for stamp in range(1, 8):
         os.utime(mine / "adapter_model.safetensors", ns=(stamp, stamp))
         assert tokens_of(sampler, adapter_path=mine) == says["second"]
-    assert len(sampler.model.peft_config) == 4
+    assert len(sampler._source._by_path) == 4
 
 
 def test_an_adapter_of_another_model_is_refused_by_its_first_mismatch(saved, tmp_path):

@@ -64,12 +64,14 @@ def sorted_distribution(
     return probs_BK * kept_BK, ids_BK
 
 
-def draw(logits_BV: Tensor, noise_B: Tensor, *, temperature: float, top_k: int = -1, top_p: float = 1.0) -> Tensor:
+def draw(
+    logits_BV: Tensor, noise_B: Tensor | None, *, temperature: float, top_k: int = -1, top_p: float = 1.0
+) -> Tensor:
     """Draw one token a row by inverting the cumulative distribution.
 
     Args:
         logits_BV: `[B, V]`, with any penalty applied.
-        noise_B: float64 `[B]` in [0, 1): where in the distribution each row draws.
+        noise_B: float64 `[B]` in [0, 1): where in the distribution each row draws; None is for greedy draws.
         temperature: 0 is greedy, and the noise is not used.
         top_k: see `sorted_distribution`.
         top_p: see `sorted_distribution`.
@@ -77,7 +79,7 @@ def draw(logits_BV: Tensor, noise_B: Tensor, *, temperature: float, top_k: int =
     Returns:
         token ids int64 `[B]`.
     """
-    if temperature == 0:
+    if temperature == 0 or noise_B is None:
         return logits_BV.argmax(-1)
     if top_k == -1 and top_p >= 1:
         # Any order of tokens serves; a sort of the whole vocabulary would cost more than the rest.

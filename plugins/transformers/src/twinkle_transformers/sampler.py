@@ -1,7 +1,8 @@
 """`TorchSampler`: samples with torch alone, from weights of its own or from the module that is being trained."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 from torch import nn
 
 from twinkle import registry, remote_class, remote_function
-from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams, Trajectory
+from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, SamplingParams, StopReason, Trajectory
 from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
-from twinkle_transformers.cached import CachedModel
-from twinkle_transformers.generation import Draft, Generated, Prompt, generate
+from twinkle_transformers.engine.handle import SampleHandle
+from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.engine.service import Limits, Service
+from twinkle_transformers.generation import Draft, Prompt
 from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms, token_ids
 from twinkle_transformers.sources import OwnWeights, SharedModel, Source
 from twinkle_transformers.stopping import StopRule
@@ -44,6 +47,10 @@ class TorchSampler(Sampler):
         device_mesh: Any = None,
         max_batch_size: int = 32,
         adapter_path: str | Path | None = None,
+        cache_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
+        prefill_tokens: int = 512,
+        batch_invariant: bool = False,
         **kwargs: Any,
     ) -> None:
         """Load weights, or share those of a live model.
@@ -56,6 +63,14 @@ class TorchSampler(Sampler):
             device_mesh: which workers share the rows of a call, under a runtime that places components.
             max_batch_size: sequences decoded at once.
             adapter_path: the folder of a PEFT adapter that calls use by default; own weights only.
+            cache_bytes: memory for keys and values of what is being sampled; by default a third of what is free when
+                the first call begins.
+            prefix_cache_bytes: memory for keys and values of earlier prompts, which a prompt that begins alike need not
+                compute again; by default a quarter of `cache_bytes`, 0 keeps none.
+            prefill_tokens: tokens of prompts that are read beside one token of each running sequence; more at once make
+                prompts faster and what runs beside them slower.
+            batch_invariant: pad every step to a multiple of 8 rows, so that a row's numbers come from the same kernels
+                whatever is beside it. Otherwise they may differ by rounding, about 1e-6.
             **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
 
         Raises:
@@ -65,8 +80,7 @@ class TorchSampler(Sampler):
         """
         if (model_id is None) == (model is None):
             raise ArgumentError("TorchSampler: give either model_id= (weights of its own) or model= (a live model)")
-        if max_batch_size < 1:
-            raise ArgumentError(f"TorchSampler: max_batch_size is {max_batch_size}; it must be at least 1")
+        limits = Limits(max_batch_size, cache_bytes, prefix_cache_bytes, prefill_tokens, 8 if batch_invariant else 1)
         self.device_mesh = device_mesh
         self.max_batch_size = max_batch_size
         self._template: Any = None
@@ -74,6 +88,9 @@ class TorchSampler(Sampler):
         if model_id is not None:
             device = device if device is not None else Platform.get_local_device()
             self._source = OwnWeights(model_id, adapter_path=adapter_path, dtype=dtype, device=device, **kwargs)
+            self._service = Service(self._source, limits)
+            if adapter_path is not None:
+                self._source.pick("", None, self._service.runner)
             return
         given = {"dtype": dtype != "auto", "device": device is not None, "adapter_path": adapter_path is not None}
         if surplus := [*kwargs, *(name for name, is_given in given.items() if is_given)]:
@@ -81,6 +98,7 @@ class TorchSampler(Sampler):
                 f"TorchSampler: {', '.join(surplus)} belong to weights of its own (model_id=); a shared model has them"
             )
         self._source = SharedModel(model)
+        self._service = Service(self._source, limits)
 
     @property
     def model(self) -> nn.Module:
@@ -94,7 +112,7 @@ class TorchSampler(Sampler):
         self,
         inputs: Row | Sequence[Row],
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
-        adapter_name: str = "",
+        adapter_name: str | Sequence[str | None] | None = "",
         adapter_path: str | Path | None = None,
         *,
         use_base_model: bool = False,
@@ -120,26 +138,110 @@ class TorchSampler(Sampler):
             TrainingStateError: text is needed but no template is set.
             NonFiniteError: the model's logits are NaN.
         """
+        handles = self._submit(
+            as_list(inputs), _params(sampling_params, num_samples), adapter_name, adapter_path, use_base_model
+        )
+        try:
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def submit(
+        self,
+        inputs: Row,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        adapter_name: str | None = "",
+        adapter_path: str | Path | None = None,
+        *,
+        use_base_model: bool = False,
+        num_samples: int | None = None,
+    ) -> SampleHandle:
+        """Begin to sample one input, beside whatever else is being sampled, and return a handle on it.
+
+        Args:
+            inputs: one trajectory or one encoded row.
+            sampling_params: see `sample`.
+            adapter_name: see `sample`.
+            adapter_path: see `sample`.
+            use_base_model: see `sample`.
+            num_samples: see `sample`.
+        """
+        rows = as_list(inputs)
+        if len(rows) != 1:
+            raise ArgumentError(f"submit takes one input, not {len(rows)}; call it for each, or use sample")
+        params = _params(sampling_params, num_samples)
+        return self._submit(rows, params, adapter_name, adapter_path, use_base_model)[0]
+
+    def sample_stream(
+        self,
+        inputs: Row,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        adapter_name: str | None = "",
+        adapter_path: str | Path | None = None,
+        *,
+        use_base_model: bool = False,
+    ) -> Iterator[tuple[str, StopReason | None]]:
+        """Sample one input and yield its text as it grows: `(delta_text, finish_reason)`.
+
+        The reason is None but with the last piece. Closing the iterator stops the request.
+
+        Args:
+            inputs: one trajectory or one encoded row.
+            sampling_params: see `sample`; one sample.
+            adapter_name: see `sample`.
+            adapter_path: see `sample`.
+            use_base_model: see `sample`.
+
+        Raises:
+            TrainingStateError: no template is set.
+        """
+        params = _params(sampling_params, None)
+        if params.num_samples != 1:
+            raise ArgumentError(f"sample_stream: num_samples is {params.num_samples}; a stream has one (use submit)")
+        _ = self.template
+        handle = self.submit(inputs, params, adapter_name, adapter_path, use_base_model=use_base_model)
+        return _streamed(handle)
+
+    def _submit(
+        self,
+        rows: list[Any],
+        params: SamplingParams,
+        adapter_name: str | Sequence[str | None] | None,
+        adapter_path: str | Path | None,
+        use_base_model: bool,
+    ) -> list[SampleHandle]:
         if use_base_model and (adapter_name or adapter_path is not None):
             raise ArgumentError("sample: use_base_model=True excludes adapter_name and adapter_path")
-        params = _params(sampling_params, num_samples)
-        adapter = self._source.choose(adapter_name, adapter_path, use_base_model)
-        features = self._encode(as_list(inputs))
+        if adapter_name and adapter_path is not None:
+            raise ArgumentError("sample: give adapter_name or adapter_path, not both")
+        names = [None] * len(rows) if use_base_model else _names(adapter_name, len(rows))
+        runner = self._service.runner
+        features = self._encode(rows)
         stop = self._stop_rule(params)
-        with self._source.ready(adapter) as module:
-            model = CachedModel(module, self._source.base)
-            ids = [token_ids(feature, row, model.vocabulary) for row, feature in enumerate(features)]
-            room = rooms(ids, params.max_tokens, context_of(self._source.base.config))
-            prompts = [Prompt(row, *pair) for row, pair in enumerate(zip(ids, room, strict=True))]
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-            results = generate(model, prompts, params, stop=stop, seed=seed, max_batch_size=self.max_batch_size)
+        base = self._source.base
+        vocabulary = int(base.get_input_embeddings().weight.shape[0])
+        ids = [token_ids(feature, row, vocabulary) for row, feature in enumerate(features)]
+        room = rooms(ids, params.max_tokens, context_of(base.config))
+        if params.max_tokens is None and self._service.engine is not None:
+            longest = self._service.engine.longest
+            room = [max(1, min(n, longest - len(tokens) + 1)) for n, tokens in zip(room, ids, strict=True)]
+        prompts = [Prompt(row, *pair) for row, pair in enumerate(zip(ids, room, strict=True))]
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        picks = {name: self._source.pick(name, adapter_path, runner) for name in dict.fromkeys(names)}
+        served = self._service.submit(prompts, params, stop, seed, [picks[name] for name in names])
         return [
-            self._response(feature, prompt, result, params, stop)
-            for feature, prompt, result in zip(features, prompts, results, strict=True)
+            SampleHandle(request, server, partial(self._response, feature))
+            for (request, server), feature in zip(served, features, strict=True)
         ]
 
     def reset_prefix_cache(self) -> None:
-        """Do nothing: no prefix outlives a call, so new weights are used at once."""
+        """Forget what is kept of earlier prompts.
+
+        Weights that change in place are noticed; only what writes through `Tensor.data` is not.
+        """
+        if (engine := self._service.engine) is not None:
+            engine.forget_prefixes()
 
     # Text
 
@@ -190,6 +292,7 @@ class TorchSampler(Sampler):
         from twinkle.patch import apply_patch
 
         apply_patch(self._source.module, patch_cls, **kwargs)
+        self._service.rebuild()
 
     def add_adapter_to_sampler(self, adapter_name: str, path: str | Path) -> None:
         """Load a PEFT adapter from a folder under a name; own weights only.
@@ -198,7 +301,7 @@ class TorchSampler(Sampler):
             CheckpointError: the folder is missing or holds an adapter of another model; nothing has changed then.
             Unsupported: the sampler shares a live model.
         """
-        self._source.add(adapter_name, path)
+        self._source.add(adapter_name, path, self._service.runner)
 
     def _encode(self, rows: list[Any]) -> list[InputFeature]:
         kinds = {"input_ids" in row for row in rows}
@@ -215,12 +318,11 @@ class TorchSampler(Sampler):
         ids = end_tokens(self._source.base, tokenizer) | frozenset(params.stop_token_ids())
         return StopRule(ids, strings, tokenizer)
 
-    def _response(
-        self, feature: InputFeature, prompt: Prompt, result: Generated, params: SamplingParams, stop: StopRule
-    ) -> SampleResponse:
+    def _response(self, feature: InputFeature, request: Request) -> SampleResponse:
+        result = request.result
         return SampleResponse(
-            sequences=[self._sequence(feature, draft, params, stop) for draft in result.drafts],
-            prompt_token_ids=list(prompt.ids),
+            sequences=[self._sequence(feature, draft, request.params, request.stop) for draft in result.drafts],
+            prompt_token_ids=list(request.prompt.ids),
             prompt_logprobs=result.prompt_logprobs,
             topk_prompt_logprobs=result.topk_prompt_logprobs,
         )
@@ -243,3 +345,20 @@ def _params(given: SamplingParams | Mapping[str, Any] | None, num_samples: int |
     if num_samples is None:
         return params
     return SamplingParams(**{**params.to_dict(), "num_samples": num_samples})
+
+
+def _names(given: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    """Return the adapter of each row."""
+    if given is None or isinstance(given, str):
+        return [given] * count
+    names = list(given)
+    if len(names) != count:
+        raise ArgumentError(f"sample: {len(names)} adapter names for {count} inputs; give one name, or one for each")
+    return names
+
+
+def _streamed(handle: SampleHandle) -> Iterator[tuple[str, StopReason | None]]:
+    try:
+        yield from handle.text()
+    finally:
+        handle.cancel()

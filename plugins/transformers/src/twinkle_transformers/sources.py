@@ -3,24 +3,50 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
+from twinkle.logging import get_logger
 from twinkle_transformers import adapters
+from twinkle_transformers.engine.adapters import LiveAdapters, read_version
+from twinkle_transformers.engine.runner import Runner
+from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.loading import load_model
 
 _KEPT = 4  # adapters given by path that stay loaded; a training loop writes a new one each step
 
 
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The adapter that a row is sampled with.
+
+    Attributes:
+        peft: PEFT's name of it, "" for the base model alone, None to leave all as it is; for the slower path.
+        version: its weights as they are now, None for the base model; for the engine.
+        whole: whether the engine cannot serve it.
+    """
+
+    peft: str | None = ""
+    version: AdapterVersion | None = None
+    whole: bool = False
+
+
 class Source(ABC):
     """A module to sample from, and its adapters."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
 
     @property
     @abstractmethod
@@ -33,11 +59,17 @@ class Source(ABC):
         """Where the tokenizer is, if that is known."""
 
     @abstractmethod
-    def choose(self, adapter_name: str, adapter_path: str | Path | None, use_base_model: bool) -> str | None:
-        """Return the adapter that a call wants: its name, "" for the base model alone, None to leave all as it is."""
+    def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
+        """Return the adapter that a row wants.
+
+        Args:
+            name: its name; "" is the one that rows have by default, None the base model.
+            path: instead of a name, its folder.
+            runner: of the engine; None where there is none.
+        """
 
     @abstractmethod
-    def add(self, adapter_name: str, path: str | Path) -> None:
+    def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """Load an adapter under a name; one of that name is replaced."""
 
     @property
@@ -54,14 +86,15 @@ class Source(ABC):
     def ready(self, adapter: str | None) -> Iterator[nn.Module]:
         """Give the module in evaluation mode, without gradients, the adapter chosen; all of it undone at the end."""
         module = self.module
-        modes = [(part, part.training) for part in module.modules()]
-        module.eval()
-        try:
-            with torch.no_grad(), self.autocast(), _with_adapter(module, adapter):
-                yield module
-        finally:
-            for part, training in modes:
-                part.training = training
+        with self._lock, _evaluating(module), torch.no_grad(), self.autocast(), _with_adapter(module, adapter):
+            yield module
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let an engine run the base model: as `ready`, with PEFT's layers silent."""
+        module = self.module
+        with self._lock, _evaluating(module), torch.no_grad(), self.autocast(), _silent(module):
+            yield
 
 
 class OwnWeights(Source):
@@ -75,15 +108,17 @@ class OwnWeights(Source):
             adapter_path: the folder of a PEFT adapter.
             **options: for `load_model`.
         """
+        super().__init__()
         self._module: nn.Module
         self._module, folder = load_model(model_id, **options)
         self._model_id = str(folder)
         self._module.requires_grad_(False)
-        self._named: dict[str, str] = {}
-        self._by_path: dict[tuple[str, int], str] = {}
+        self._named: dict[str, Pick] = {}
+        self._by_path: dict[tuple[str, int, int], Pick] = {}
         self._count = 0
-        if adapter_path is not None:
-            self._named[""] = self._load(_adapter_folder(adapter_path))
+        self._default = None if adapter_path is None else _adapter_folder(adapter_path)
+        if self._default is not None:
+            adapters.read_config(self._default)
 
     @property
     def module(self) -> nn.Module:
@@ -95,48 +130,54 @@ class OwnWeights(Source):
         """The local folder of the weights."""
         return self._model_id
 
-    def choose(self, adapter_name: str, adapter_path: str | Path | None, use_base_model: bool) -> str | None:
-        """See `Source.choose`; a path is loaded unless it is still there unchanged."""
-        if use_base_model:
-            return ""
-        if adapter_path is not None:
-            if adapter_name:
-                raise ArgumentError("sample: give adapter_name or adapter_path, not both")
-            return self._from_path(adapter_path)
-        if adapter_name and adapter_name not in self._named:
-            known = {name for name in self._named if name}
-            raise _unknown(adapter_name, known, "load it with add_adapter_to_sampler(name, path)")
-        return self._named.get(adapter_name, "")
+    def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
+        """See `Source.pick`; a folder is read unless it is still there unchanged."""
+        if path is not None:
+            return self._from_path(path, runner)
+        if name is None:
+            return Pick()
+        if name and name not in self._named:
+            raise _unknown(name, set(self._named) - {""}, "load it with add_adapter_to_sampler(name, path)")
+        if not name and "" not in self._named and self._default is not None:
+            self._named[""] = self._load(self._default, runner)
+        return self._named.get(name, Pick())
 
-    def add(self, adapter_name: str, path: str | Path) -> None:
+    def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """See `Source.add`; the one that it replaces goes when the new one is in place."""
         if not adapter_name:
             raise ArgumentError("add_adapter_to_sampler: the adapter's name is empty; give it one")
         old = self._named.get(adapter_name)
-        self._named[adapter_name] = self._load(_adapter_folder(path))
+        self._named[adapter_name] = self._load(_adapter_folder(path), runner)
         if old is not None:
             self._drop(old)
 
-    def _from_path(self, path: str | Path) -> str:
+    def _from_path(self, path: str | Path, runner: Runner | None) -> Pick:
         folder = _adapter_folder(path)
         weights = folder / adapters.WEIGHTS
-        key = (str(folder.resolve()), weights.stat().st_mtime_ns if weights.is_file() else 0)
-        if key not in self._by_path:
-            self._by_path[key] = self._load(folder)
-            while len(self._by_path) > _KEPT:
-                self._drop(self._by_path.pop(next(iter(self._by_path))))
-        return self._by_path[key]
+        stat = weights.stat() if weights.is_file() else None
+        key = (str(folder.resolve()), 0 if stat is None else stat.st_mtime_ns, 0 if stat is None else stat.st_ino)
+        found = self._by_path.pop(key, None) or self._load(folder, runner)
+        self._by_path[key] = found
+        while len(self._by_path) > _KEPT:
+            self._drop(self._by_path.pop(next(iter(self._by_path))))
+        return found
 
-    def _load(self, folder: Path) -> str:
-        """Load an adapter under a name that PEFT alone sees."""
+    def _load(self, folder: Path, runner: Runner | None) -> Pick:
+        """Read an adapter for the engine, or load it under a name that PEFT alone sees."""
+        if runner is not None:
+            try:
+                return Pick(version=read_version(folder, runner.sites))
+            except Unsupported as error:
+                get_logger().info("%s; it is sampled with alone, by the slower path", error)
         self._count += 1
         name = f"sampler_{self._count}"
         self._module, _ = adapters.add_adapter(self._module, name, folder)
-        return name
+        return Pick(name, whole=True)
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, pick: Pick) -> None:
         module: Any = self._module
-        module.delete_adapter(name)
+        if pick.peft:
+            module.delete_adapter(pick.peft)
 
 
 class SharedModel(Source):
@@ -151,11 +192,13 @@ class SharedModel(Source):
         Raises:
             ArgumentError: it is neither.
         """
+        super().__init__()
         if not isinstance(model, nn.Module) and not isinstance(getattr(model, "model", None), nn.Module):
             raise ArgumentError(
                 f"model is a {type(model).__name__}; give a TransformersModel, or a module of transformers or PEFT"
             )
         self._model = model
+        self._live = LiveAdapters()
 
     @property
     def module(self) -> nn.Module:
@@ -185,19 +228,40 @@ class SharedModel(Source):
         own = getattr(self._model, "autocast", None)
         return own() if own is not None and not isinstance(self._model, nn.Module) else contextlib.nullcontext()
 
-    def choose(self, adapter_name: str, adapter_path: str | Path | None, use_base_model: bool) -> str | None:
-        """See `Source.choose`; without a name the live model's active adapter stays active."""
-        if adapter_path is not None:
+    def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
+        """See `Source.pick`; by default it is the live model's active adapter."""
+        if path is not None:
             raise Unsupported(_SHARED)
-        if use_base_model:
-            return ""
+        if name is None:
+            return Pick()
+        if hasattr(self._model, "sampler_version"):
+            return self._of_pool(name, runner)
         module = self.module
         known = set(module.peft_config) if isinstance(module, PeftModel) else set()
-        if adapter_name and adapter_name not in known:
-            raise _unknown(adapter_name, known, "add it to the model with add_adapter_to_model")
-        return adapter_name or None
+        if name and name not in known:
+            raise _unknown(name, known, "add it to the model with add_adapter_to_model")
+        if not isinstance(module, PeftModel):
+            return Pick(None, whole=_has_adapters(module))
+        active = _active(module)
+        wanted = name or (active[0] if len(active) == 1 else "")
+        if not wanted and not active:
+            return Pick(None)
+        if wanted and runner is not None:
+            try:
+                return Pick(name or None, self._live.version(module, wanted))
+            except Unsupported as error:
+                get_logger().info("%s; it is sampled with alone, by the slower path", error)
+        return Pick(name or None, whole=True)
 
-    def add(self, adapter_name: str, path: str | Path) -> None:
+    def _of_pool(self, name: str, runner: Runner | None) -> Pick:
+        if not name:
+            return Pick()
+        taken = self._model.sampler_version(name)
+        if runner is None:
+            raise Unsupported("adapters of this model can only be sampled by the engine, which its base model lacks")
+        return Pick(version=self._live.adopt(taken.layout, taken.flat, taken.id))
+
+    def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """Refuse: the adapters of a live model are its own."""
         raise Unsupported(_SHARED)
 
@@ -244,3 +308,46 @@ def _with_adapter(module: nn.Module, adapter: str | None) -> Iterator[None]:
         module.active_adapter = shown
         for parameter, wanted in flags:
             parameter.requires_grad_(wanted)
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode for the duration of a block."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextlib.contextmanager
+def _silent(module: nn.Module) -> Iterator[None]:
+    """Let no adapter of PEFT answer for the duration of a block, without touching what is trained."""
+    if not isinstance(module, PeftModel):
+        yield
+        return
+    layers: list[Any] = [
+        part for part in module.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    ]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def _active(module: PeftModel) -> list[str]:
+    """Return the adapters that answer now."""
+    tuner: Any = module.base_model
+    silent = any(part.disable_adapters for part in module.modules() if isinstance(part, BaseTunerLayer))
+    return [] if silent else list(tuner.active_adapters)
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return any(isinstance(part, BaseTunerLayer) for part in module.modules())

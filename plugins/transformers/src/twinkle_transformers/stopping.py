@@ -83,3 +83,50 @@ def _without_special(text: str, tokenizer: Any) -> str:
     for special in tokenizer.all_special_tokens:
         text = text.replace(special, "")
     return text
+
+
+class TextStream:
+    """Turns tokens into text piece by piece; the pieces together are what `StopRule.trim` says of all tokens."""
+
+    def __init__(self, rule: StopRule) -> None:
+        """Begin without text.
+
+        Args:
+            rule: what ends the text; it has a tokenizer.
+        """
+        self._rule = rule
+        self._tail: list[int] = []
+        self._known = 0
+        self._sent = self._held = ""
+
+    def add(self, token: int) -> str:
+        """Take the next token and return the text that is certain now: no stop string can begin in it."""
+        if token in self._rule.token_ids:
+            return ""
+        self._tail.append(token)
+        before, after = self._decode(self._tail[: self._known]), self._decode(self._tail)
+        finished = not after.endswith(_UNFINISHED) and len(after) > len(before)
+        if not finished and len(self._tail) - self._known <= _PATIENCE:
+            return ""
+        self._tail = self._tail[self._known :]
+        self._known = len(self._tail)
+        text = self._held + after[len(before) :]
+        certain = len(text) - max((_begun(text, string) for string in self._rule.strings), default=0)
+        self._held = text[certain:]
+        self._sent += text[:certain]
+        return text[:certain]
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        """Return the rest of the text of all tokens."""
+        whole = self._rule.trim(tokens)
+        return whole[len(self._sent) :] if whole.startswith(self._sent) else ""
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._rule.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _begun(text: str, string: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `string`, or hold all of it."""
+    if (at := text.find(string)) >= 0:
+        return len(text) - at
+    return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)

@@ -1,0 +1,194 @@
+"""Adapters as an engine takes them: from PEFT's folders, and from the layers of a live model that PEFT wraps."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import get_pattern_key
+from torch import Tensor, nn
+
+from twinkle.errors import ArgumentError, CheckpointError, Unsupported
+from twinkle.torch.layout import Layout, Shape
+from twinkle_transformers.adapters import WEIGHTS, read_config
+from twinkle_transformers.engine.versions import AdapterVersion
+from twinkle_transformers.pool.files import shapes_in
+from twinkle_transformers.pool.sites import Site, find_sites
+from twinkle_transformers.reading import read_tensors
+
+_KEY = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])\.weight$")
+_NUMBERS = count(1)  # no two versions have one key, whatever a folder says about when it was written
+_BEYOND = (
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "target_parameters",
+    "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config", "velora_config",
+    "kasa_config", "monteclora_config",
+)  # fmt: skip
+"""Fields of a configuration that make an adapter more than low-rank terms of linear layers."""
+
+
+def sites_of(model: Any) -> dict[str, Site]:
+    """Return where adapters may act, by the names that layers have without PEFT's wrappers.
+
+    Args:
+        model: the Hugging Face module, whose layers PEFT may have wrapped.
+    """
+    found = {}
+    head = model.get_output_embeddings()
+    inner = getattr(head, "base_layer", head)
+    for name, site in find_sites(model).items():
+        plain = name.replace(".base_layer", "")
+        if ".lora_" in plain or ".modules_to_save" in plain:
+            continue
+        found[plain] = Site(plain, site.module, site.fan_in, site.fan_out, site.transposed, site.module is inner)
+    if isinstance(inner, nn.Linear):
+        name = next((name for name, module in model.named_modules() if module is inner), "").replace(".base_layer", "")
+        found.setdefault(name, Site(name, inner, inner.in_features, inner.out_features, head=True))
+    return found
+
+
+def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
+    """Read a saved adapter.
+
+    Args:
+        folder: as PEFT writes it.
+        sites: of the model.
+
+    Raises:
+        CheckpointError: there is none, or it belongs to another model.
+        Unsupported: it is more than low-rank terms of linear layers.
+    """
+    config = read_config(folder)
+    if not isinstance(config, LoraConfig):
+        raise Unsupported(f"the adapter in {folder} is no LoRA but {type(config).__name__}")
+    if beyond := [name for name in _BEYOND if getattr(config, name, None)] or ["bias"] * (config.bias != "none"):
+        raise Unsupported(f"the adapter in {folder} has {', '.join(beyond)}")
+    path = folder / WEIGHTS
+    shapes = shapes_in(path)
+    names = _names(shapes, folder)
+    layout = Layout.of([(name, _shape(name, shapes, sites, config, folder)) for name in names])
+    tensors = read_tensors(path)
+    pairs = [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
+    device = next(iter(sites.values())).module.weight.device
+    return AdapterVersion(layout, flatten(layout, pairs).to(device), f"{path.resolve()}@{next(_NUMBERS)}")
+
+
+def flatten(layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return one buffer `[P]` with a copy of all matrices, float32.
+
+    Args:
+        layout: of the buffer.
+        pairs: A `[r, in]` and B `[out, r]` of each entry, in the layout's order.
+    """
+    flat = torch.zeros(layout.size, dtype=torch.float32, device=pairs[0][0].device)
+    targets, sources = [], []
+    for entry, (down, up) in zip(layout.entries.values(), pairs, strict=True):
+        targets += [entry.down_of(flat), entry.up_of(flat)]
+        sources += [down.detach(), up.detach().t()]
+    torch._foreach_copy_(targets, sources)
+    return flat
+
+
+def _names(shapes: Mapping[str, list[int]], folder: Path) -> list[str]:
+    found: dict[str, set[str]] = {}
+    for key in shapes:
+        match = _KEY.match(key)
+        if match is None:
+            raise Unsupported(f"the adapter in {folder} has {key}, which is no low-rank term of a linear layer")
+        found.setdefault(match[1], set()).add(match[2])
+    if half := sorted(name for name, kinds in found.items() if len(kinds) != 2):
+        raise CheckpointError(f"the adapter in {folder} has one of the two matrices of {half[0]}; the file is damaged")
+    if not found:
+        raise CheckpointError(f"the adapter in {folder} has no weights")
+    return sorted(found)
+
+
+def _shape(
+    name: str, shapes: Mapping[str, list[int]], sites: Mapping[str, Site], config: LoraConfig, folder: Path
+) -> Shape:
+    site = sites.get(name)
+    down, up = shapes[_key(name, "A")], shapes[_key(name, "B")]
+    rank = down[0]
+    for key, shape, wanted in (
+        (_key(name, "A"), down, None if site is None else [rank, site.fan_in]),
+        (_key(name, "B"), up, None if site is None else [site.fan_out, rank]),
+    ):
+        if shape != wanted:
+            mine = "absent" if wanted is None else f"of shape {wanted}"
+            raise CheckpointError(
+                f"the adapter in {folder} belongs to another model: {key} is of shape {shape} in the file and {mine} "
+                "in this model; load the base model that it was trained on"
+            )
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
+    return Shape(rank, down[1], up[0], alpha / (rank**0.5 if config.use_rslora else rank))
+
+
+def _key(name: str, matrix: str) -> str:
+    return f"base_model.model.{name}.lora_{matrix}.weight"
+
+
+class LiveAdapters:
+    """Copies adapters of a live module that PEFT wraps, once for each state that training leaves them in."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, tuple[tuple[Any, ...], AdapterVersion]] = {}
+        self._adopted: WeakValueDictionary[str, AdapterVersion] = WeakValueDictionary()
+
+    def version(self, model: PeftModel, name: str) -> AdapterVersion:
+        """Return an adapter as it is now.
+
+        Args:
+            model: the wrapped module.
+            name: of the adapter.
+
+        Raises:
+            Unsupported: it is more than low-rank terms of linear layers.
+        """
+        layers = _layers(model, name)
+        weights = [(layer.lora_A[name].weight, layer.lora_B[name].weight) for _, layer in layers]
+        written = tuple((w.data_ptr(), w._version) for pair in weights for w in pair)
+        state = written, tuple(layer.scaling[name] for _, layer in layers)
+        known = self._versions.get(name)
+        if known is not None and known[0] == state:
+            return known[1]
+        layout = Layout.of(
+            (place, Shape(down.shape[0], down.shape[1], up.shape[0], float(layer.scaling[name])))
+            for (place, layer), (down, up) in zip(layers, weights, strict=True)
+        )
+        version = AdapterVersion(layout, flatten(layout, weights), f"{name}@{next(_NUMBERS)}")
+        self._versions[name] = state, version
+        return version
+
+    def adopt(self, layout: Layout, flat: Tensor, key: str) -> AdapterVersion:
+        """Return a version that somebody else took: the same object for the same one."""
+        version = self._adopted.get(key)
+        if version is None:
+            version = self._adopted[key] = AdapterVersion(layout, flat, key)
+        return version
+
+
+def _layers(model: PeftModel, name: str) -> list[tuple[str, LoraLayer]]:
+    found: list[tuple[str, LoraLayer]] = []
+    for place, module in model.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and name in module.modules_to_save:
+            raise Unsupported(f"adapter {name!r} has a {place} of its own")
+        if not isinstance(module, BaseTunerLayer) or not _has(module, name):
+            continue
+        if type(module).__name__ != "Linear" or not isinstance(module, LoraLayer):
+            raise Unsupported(f"adapter {name!r} adapts {place}, a {type(module).__name__}")
+        if name in module.lora_variant or module.lora_bias.get(name) or module.merged:
+            raise Unsupported(f"adapter {name!r} is more than a low-rank term at {place}, or is merged into it")
+        found.append((place, module))
+    if not found:
+        raise ArgumentError(f"adapter {name!r} has no weights in this model")
+    return found
+
+
+def _has(module: Any, name: str) -> bool:
+    return any(name in getattr(module, kind, ()) for kind in module.adapter_layer_names)

@@ -1,0 +1,94 @@
+"""Draws the next tokens of sequences with parameters of their own, those with equal ones together."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import NonFiniteError
+from twinkle_transformers.drawing import draw, log_probs, most_probable, penalize, uniform, with_logprobs
+from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.generation import Draft
+
+Row = tuple[Request, Draft]
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Give each draft its next token; a request with NaN in a row gets its error instead.
+
+    Args:
+        logits: `[n, V]`; one row serves all where there are fewer than drafts.
+        rows: the drafts, and whose they are.
+    """
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for index, (request, _) in enumerate(rows):
+        kinds.setdefault(request.drawing, []).append(index)
+    for indices in kinds.values():
+        mine = [rows[index] for index in indices]
+        if len(logits) == 1:
+            _choose_alike(logits.expand(len(mine), -1), mine)
+        elif len(indices) == len(logits):
+            _choose_alike(logits, mine)
+        else:
+            _choose_alike(logits[torch.tensor(indices, device=logits.device)], mine)
+
+
+def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
+    params = rows[0][0].params
+    logits = raw
+    if params.repetition_penalty != 1:
+        logits = penalize(raw, torch.stack([_seen(*row, raw) for row in rows]), params.repetition_penalty)
+    noise = None
+    if params.temperature > 0:
+        places = [uniform(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows]
+        noise = torch.tensor(places, dtype=torch.float64)
+    tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    # NaN is the greatest of all numbers to amax, so that one pass over the logits finds it.
+    broken = raw.amax(-1).isnan().tolist()
+    pairs = with_logprobs(log_probs(raw, params.temperature), tokens, params.logprobs) if params.logprobs else None
+    for index, ((request, draft), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+        if broken[index]:
+            request.error = request.error or broken_logits(request.prompt.row)
+            continue
+        if pairs is not None:
+            draft.logprobs.append(pairs[index])
+        draft.take(token)
+
+
+def _seen(request: Request, draft: Draft, like: Tensor) -> Tensor:
+    seen = torch.zeros(like.shape[-1], dtype=torch.bool)
+    seen[torch.tensor([*request.prompt.ids, *draft.tokens])] = True
+    return seen.to(like.device)
+
+
+def score(request: Request, start: int, logits: Tensor) -> None:
+    """Score prompt tokens that follow some that were read.
+
+    Args:
+        request: whose prompt it is.
+        start: place in the prompt of the first row.
+        logits: `[n, V]` behind each of `n` tokens; the prompt's last one has no successor to score.
+    """
+    result, ids = request.result, request.prompt.ids
+    if result.prompt_logprobs is None:
+        result.prompt_logprobs = [None]
+        result.topk_prompt_logprobs = [None] if request.params.prompt_logprobs else None
+    del result.prompt_logprobs[start + 1 :]  # a step that was broken off may have come so far
+    targets = ids[start + 1 : start + 1 + len(logits)]
+    if not targets:
+        return
+    table = log_probs(logits[: len(targets)], request.params.temperature)
+    if bool(table.isnan().any()):
+        request.error = request.error or broken_logits(request.prompt.row)
+        return
+    index = torch.tensor(targets, device=table.device)
+    result.prompt_logprobs += table.gather(-1, index[:, None]).squeeze(-1).tolist()
+    if request.params.prompt_logprobs and result.topk_prompt_logprobs is not None:
+        result.topk_prompt_logprobs += most_probable(table, request.params.prompt_logprobs)
+
+
+def broken_logits(row: int) -> NonFiniteError:
+    """Return the error of a row whose logits are NaN."""
+    return NonFiniteError(
+        f"row {row}: the model's logits are NaN; its weights are broken (a diverged run?) or its dtype overflows"
+    )

@@ -1,0 +1,235 @@
+"""Runs a model over a step's stream, with the adapters of its rows, against keys and values that it has."""
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.errors import Unsupported
+from twinkle.torch import lowrank
+from twinkle.torch.head import is_plain, product_of, wide
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.engine.adapters import sites_of
+from twinkle_transformers.engine.attention import CacheScope
+from twinkle_transformers.engine.store import LayerShape, Store
+from twinkle_transformers.engine.stream import Piece, Stream, lay_out, route
+from twinkle_transformers.engine.versions import AdapterVersion, Banks
+from twinkle_transformers.pool.sites import Site, install
+from twinkle_transformers.segments import Scope, Switch
+
+_LIVELY_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that change with the longest sequence of a call."""
+
+
+class Read:
+    """What the model made of a step's stream.
+
+    Attributes:
+        stream: what it read.
+        hidden: last hidden states `[T, H]`.
+    """
+
+    def __init__(self, stream: Stream, hidden: Tensor) -> None:
+        self.stream, self.hidden = stream, hidden
+
+
+class Runner:
+    """One causal language model, and how to run it step by step.
+
+    Attributes:
+        model: the Hugging Face module.
+        device: where it is.
+        vocabulary: size of its embedding.
+    """
+
+    def __init__(self, model: Any, *, row_multiple: int = 1) -> None:
+        """Look at the model, without running it.
+
+        Args:
+            model: the Hugging Face module; layers inside may be wrapped by PEFT.
+            row_multiple: steps are padded to a multiple of so many rows.
+        """
+        self.model, self.row_multiple = model, row_multiple
+        weight = model.get_input_embeddings().weight
+        self.device: torch.device = weight.device
+        self.vocabulary = int(weight.shape[0])
+        self._banks = Banks()
+        self._sites: dict[str, Site] | None = None
+        self._structure: tuple[int, ...] = ()
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """Where adapters may act, by name; from now on steps with adapters go through these layers.
+
+        Raises:
+            Unsupported: a layer's forward was replaced.
+        """
+        if self._sites is None:
+            sites = sites_of(self.model)
+            install(list(sites.values()))
+            self._sites = sites
+        return self._sites
+
+    def changed(self) -> bool:
+        """Say whether weights of the base model were written since the last call; looks at its layers anew.
+
+        What only writes through `.data` is not seen.
+        """
+        state: list[int] = []
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" not in name:
+                state += parameter.data_ptr(), parameter._version
+        structure = tuple(map(id, self.model.modules()))
+        if structure != self._structure[: len(structure)] or len(self._structure) != len(structure) + len(state):
+            self._sites = None
+        before, self._structure = self._structure, (*structure, *state)
+        return before != self._structure
+
+    def store(self) -> Store:
+        """Find out, on a few tokens, whether steps give what the model gives, and return an empty store.
+
+        Raises:
+            Unsupported: they do not, or cannot; it says why.
+        """
+        if reason := self._refusal():
+            raise Unsupported(reason)
+        probe = _Probe(self._switch)
+        try:
+            alone = [self._body(ids, probe) for ids in _CHECKED]
+            store = Store(probe.layers[: len(probe.layers) // len(_CHECKED)], self.device)
+            stepped = self._in_steps(store)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise Unsupported(str(error) or type(error).__name__) from error
+        if not all(_close(a, b) for a, b in zip(stepped, alone, strict=True)):
+            raise Unsupported("its hidden states in steps are not those of a whole sequence")
+        store.resize(0, 0)
+        return store
+
+    def read(self, pieces: Sequence[Piece], store: Store) -> Read:
+        """Read one step; keys and values go to the store, where nothing before a piece's start changes."""
+        if any(piece.version is not None for piece in pieces):
+            _ = self.sites  # installed
+        stream = lay_out(pieces, self.device, self.row_multiple)
+        routing = route(stream.owners, self._stacked)
+        with CacheScope(stream.reach, store, self._switch, routing):
+            hidden = self.model.base_model(
+                input_ids=stream.ids, position_ids=stream.positions, use_cache=False
+            ).last_hidden_state
+        return Read(stream, hidden[0])
+
+    def logits(self, read: Read, rows: Sequence[int]) -> Tensor:
+        """Return the logits `[n, V]` of rows of the stream, in ascending order, float32 or wider."""
+        hidden = read.hidden if len(rows) == len(read.hidden) else read.hidden[torch.tensor(rows, device=self.device)]
+        head: Any = self.backbone.head
+        routing = route([read.stream.owners[row] for row in rows], self._stacked) if self.head_name else None
+        if routing is not None and routing.at(self.head_name):
+            base = getattr(head, "base_layer", head)
+            raw = lowrank.linear(hidden, base.weight, base.bias, routing, self.head_name)
+        else:
+            raw = self._plain_head(hidden, head)
+        return self.backbone.transform.apply_(raw.to(wide(raw.dtype)))
+
+    def _plain_head(self, hidden: Tensor, head: Any) -> Tensor:
+        base = getattr(head, "base_layer", head)
+        if is_plain(base):
+            made: Tensor = nn.functional.linear(*product_of(hidden, base))
+            return made
+        out: Tensor = base(hidden)
+        return out
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        """The model as body and head."""
+        return Backbone.of(self.model)
+
+    @cached_property
+    def head_name(self) -> str:
+        """The head's path in the model."""
+        head = self.model.get_output_embeddings()
+        return next((name for name, module in self.model.named_modules() if module is head), "")
+
+    @cached_property
+    def _switch(self) -> Switch:
+        return self.backbone.segmenter._switch
+
+    def _stacked(self, versions: list[AdapterVersion]) -> Tensor:
+        kind = self.device.type
+        on = torch.is_autocast_enabled(kind)
+        return self._banks.of(versions, torch.get_autocast_dtype(kind) if on else self.model.dtype)
+
+    def _refusal(self) -> str | None:
+        backbone, config = self.backbone, self.model.config.get_text_config()
+        if refusal := backbone.segmenter.check():
+            return refusal
+        if not backbone.splits:
+            return "it does something to its logits that Twinkle does not know"
+        if self._switch.mixers:
+            return f"{type(self._switch.mixers[0]).__name__} keeps a state of its own"
+        if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
+            return "it takes no position_ids"
+        if kinds := sorted(set(_rope_types(getattr(config, "rope_parameters", None))) & set(_LIVELY_ROPE)):
+            return f"its rotary embedding ({kinds[0]}) changes with the longest sequence of a batch"
+        return None
+
+    def _body(self, ids: Sequence[int], scope: "_Probe") -> Tensor:
+        given = torch.tensor([ids], device=self.device)
+        with scope:
+            hidden: Tensor = self.model.base_model(
+                input_ids=given, position_ids=torch.arange(len(ids), device=self.device)[None], use_cache=False
+            ).last_hidden_state
+        return hidden[0]
+
+    def _in_steps(self, store: Store) -> list[Tensor]:
+        store.resize(len(_CHECKED), max(map(len, _CHECKED)))
+        found: list[list[Tensor]] = [[] for _ in _CHECKED]
+        for bounds in zip(*_CUTS, strict=True):
+            pieces = [Piece(slot, start, _CHECKED[slot][start:stop], None) for slot, (start, stop) in enumerate(bounds)]
+            read = self.read(pieces, store)
+            for parts, piece, first in zip(found, pieces, read.stream.firsts, strict=True):
+                parts.append(read.hidden[first : first + len(piece.tokens)])
+        return [torch.cat(parts) for parts in found]
+
+
+_CHECKED = ((1, 2, 3, 4, 5, 6, 7), (5, 4, 3, 2, 1), (3, 3, 4))
+_CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
+
+
+class _Probe(Scope):
+    """Sees what the layers keep of a token."""
+
+    def __init__(self, switch: Switch) -> None:
+        from twinkle.torch.segments import Segments
+
+        super().__init__(Segments.of([1]), switch)
+        self.layers: list[LayerShape] = []
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Note the shapes, and attend."""
+        from twinkle.torch.segments import Segments
+
+        kind = q.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+        self.layers.append(LayerShape((k.shape[1], k.shape[2]), (v.shape[1], v.shape[2]), dtype))
+        self.segments = Segments.of([len(q)], q.device)
+        return super().attend(module, q, k, v, **options)
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """Return the kinds of rotary embedding in `rope_parameters`, perhaps one for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    own = [parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else []
+    return own + [kind for value in parameters.values() for kind in _rope_types(value)]
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Say whether two results `[T, H]` differ by no more than rounding; see `segments`."""
+    precise = ours.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(ours.device.type)
+    error = (ours.double() - theirs.double()).norm(dim=-1)
+    near = error <= (1e-4 if precise else 0.05) * theirs.double().norm(dim=-1)
+    return bool(near.double().mean() >= (1.0 if precise else 0.75))

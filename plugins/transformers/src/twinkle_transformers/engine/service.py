@@ -1,0 +1,145 @@
+"""Serves the prompts of a sampler: by an engine where the model can run step by step, else call by call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+from twinkle.data_format import SamplingParams
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle.logging import get_logger
+from twinkle_transformers.engine.engine import Engine
+from twinkle_transformers.engine.handle import Server
+from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.engine.room import default_budget
+from twinkle_transformers.engine.runner import Runner
+from twinkle_transformers.engine.whole import WholeCalls
+from twinkle_transformers.generation import Prompt
+from twinkle_transformers.sources import Pick, Source
+from twinkle_transformers.stopping import StopRule
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine may take.
+
+    Attributes:
+        batch: sequences at once.
+        cache_bytes: of keys and values; None is a third of the memory that is free when it begins.
+        prefix_bytes: of what is kept of earlier prompts; None is a quarter of `cache_bytes`.
+        prefill_tokens: tokens of prompts that a step reads.
+        row_multiple: a step's rows are padded to a multiple of it.
+    """
+
+    batch: int
+    cache_bytes: int | None = None
+    prefix_bytes: int | None = None
+    prefill_tokens: int = 512
+    row_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"max_batch_size": (self.batch, 1), "prefill_tokens": (self.prefill_tokens, 1)}
+        least |= {"cache_bytes": (self.cache_bytes, 1), "prefix_cache_bytes": (self.prefix_bytes, 0)}
+        for name, (value, low) in least.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise ArgumentError(f"TorchSampler: {name} is {value!r}; it must be a whole number of at least {low}")
+
+
+class Service:
+    """What a sampler samples with.
+
+    Attributes:
+        source: the module and its adapters.
+        whole: serves what the engine cannot.
+    """
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        """Begin; the model runs at the first call.
+
+        Args:
+            source: the module and its adapters.
+            limits: what the engine may take.
+        """
+        self.source, self._limits = source, limits
+        self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch)
+        self._engine: Engine | None = None
+        self._model: Any = None
+        self._lock = RLock()
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, None where the model cannot run step by step; says so once."""
+        with self._lock:
+            model = self.source.base
+            if model is not self._model:
+                self._engine, self._model = self._build(model), model
+            return self._engine
+
+    @property
+    def runner(self) -> Runner | None:
+        """The engine's runner."""
+        engine = self.engine
+        return None if engine is None else engine.runner
+
+    def rebuild(self) -> None:
+        """Look at the model anew, after its code has changed."""
+        with self._lock:
+            self._model = None
+
+    def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, stop: StopRule, seed: int, picks: Sequence[Pick]
+    ) -> list[tuple[Request, Server]]:
+        """Begin with the prompts of a call; returns each one's request and who serves it.
+
+        Args:
+            prompts: of the call.
+            params: how to draw.
+            stop: what ends a sample.
+            seed: of the noise.
+            picks: the adapter of each prompt.
+
+        Raises:
+            CapacityError: a prompt's keys and values could never fit.
+            NonFiniteError: an adapter's weights are NaN or infinite.
+        """
+        engine = self.engine
+        if engine is not None and engine.runner.changed():
+            engine.forget_prefixes()
+        requests = [Request(prompt, params, stop, seed, p.version) for prompt, p in zip(prompts, picks, strict=True)]
+        for request, chosen in zip(requests, picks, strict=True):
+            if engine is not None and not chosen.whole:
+                engine.check(request)
+        served: list[tuple[Request, Server]] = []
+        for request, chosen in zip(requests, picks, strict=True):
+            if engine is None or chosen.whole:
+                self.whole.admit(request, chosen.peft)
+                served.append((request, self.whole))
+            else:
+                engine.admit(request)
+                served.append((request, engine))
+        return served
+
+    def _build(self, model: Any) -> Engine | None:
+        runner = Runner(model, row_multiple=self._limits.row_multiple)
+        try:
+            with self.source.stepping():
+                store = runner.store()
+        except Unsupported as error:
+            get_logger().info(
+                "%s cannot be sampled step by step (%s); each call runs alone with transformers' own cache, which is "
+                "slower",
+                type(model).__name__,
+                error,
+            )
+            return None
+        limits = self._limits
+        budget = default_budget(runner.device) if limits.cache_bytes is None else limits.cache_bytes
+        return Engine(
+            runner,
+            store,
+            slots=limits.batch,
+            budget=budget,
+            prefix_bytes=budget // 4 if limits.prefix_bytes is None else limits.prefix_bytes,
+            prefill_tokens=limits.prefill_tokens,
+            ready=self.source.stepping,
+        )

@@ -1,0 +1,74 @@
+"""Serves the requests of models that cannot run step by step: each call's rows together, to their end."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import RLock
+from typing import Any
+
+from torch import nn
+
+from twinkle_transformers.cached import CachedModel
+from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.generation import generate
+
+Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
+
+
+class WholeCalls:
+    """The slower path: a decode loop with the cache of transformers; what arrives meanwhile waits."""
+
+    def __init__(self, base: Callable[[], Any], ready: Ready, max_batch_size: int) -> None:
+        """Begin without requests.
+
+        Args:
+            base: returns the Hugging Face model.
+            ready: gives the module to call with an adapter of PEFT's chosen.
+            max_batch_size: sequences decoded at once.
+        """
+        self._base, self._ready, self._most = base, ready, max_batch_size
+        self._waiting: list[tuple[Request, str | None]] = []
+        self._lock = RLock()
+
+    def admit(self, request: Request, adapter: str | None) -> None:
+        """Take a request; somebody has to `drive`.
+
+        Args:
+            request: those of one call have the same parameters, stop rule and seed.
+            adapter: PEFT's name of it, "" for the base model, None for what is active.
+        """
+        self._waiting.append((request, adapter))
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request that has not begun; one that runs, runs to its end."""
+        with self._lock:
+            if not request.done:
+                self._waiting = [pair for pair in self._waiting if pair[0] is not request]
+                for draft in request.result.drafts:
+                    draft.reason = draft.reason or "abort"
+                request.done = True
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Serve calls in their order until something is so."""
+        while not until():
+            with self._lock:
+                if not until():
+                    self._next_call()
+
+    def _next_call(self) -> None:
+        first, adapter = self._waiting[0]
+        mine = [r for r, a in self._waiting if a == adapter and r.stop is first.stop and r.params is first.params]
+        try:
+            with self._ready(adapter) as module:
+                model = CachedModel(module, self._base())
+                found = generate(
+                    model, [request.prompt for request in mine], first.params, stop=first.stop, seed=first.seed,
+                    max_batch_size=self._most,
+                )  # fmt: skip
+            for request, result in zip(mine, found, strict=True):
+                request.result = result
+        except Exception as error:  # raised to whoever waits for one of them
+            for request in mine:
+                request.error = error
+        for request in mine:
+            request.done = True
+        self._waiting = [pair for pair in self._waiting if not pair[0].done]
