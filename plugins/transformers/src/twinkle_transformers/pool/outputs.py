@@ -50,7 +50,7 @@ class Outputs:
             if whole:
                 self._try([part], partial(self._whole, part, hidden, head))
             elif isinstance(head, nn.Module):
-                together.setdefault((needs, part.work.temperature), []).append(part)
+                together.setdefault((needs, part.work.temperature, part.work.training), []).append(part)
             else:
                 self._try([part], partial(self._score, [part], hidden, head))
         for group in together.values():
@@ -71,9 +71,13 @@ class Outputs:
         chosen = [trained_places(part.batch, needs) for part in parts]
         places = torch.cat([p.stream[torch.searchsorted(p.places, c)] for p, c in zip(parts, chosen, strict=True)])
         targets = torch.cat([p.batch["labels"].reshape(-1)[c] for p, c in zip(parts, chosen, strict=True)])
-        missing = max(0, LEAST_ROWS - len(places))
+        chunk = needs.chunk_tokens or CHUNK_TOKENS
+        rest = len(places) % chunk
+        missing = LEAST_ROWS - rest if rest < LEAST_ROWS and (rest or not len(places)) else 0
         if missing:
             places, targets = nn.functional.pad(places, (0, missing)), nn.functional.pad(targets, (0, missing))
+        if not parts[0].work.training:
+            hidden = hidden.detach()  # the head computes its gradient with its forward, for whoever wants one
         scores = score_tokens(
             hidden[places.to(self.device)],
             targets.to(self.device),
@@ -82,7 +86,7 @@ class Outputs:
             entropies=needs.entropies,
             uniform_logps=needs.uniform_logps,
             predictions=needs.predictions,
-            chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
+            chunk_tokens=chunk,
         )
         sizes = [*map(len, chosen), missing]
         columns = [
