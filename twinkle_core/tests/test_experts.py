@@ -16,7 +16,7 @@ from twinkle.torch import experts, pieces
 from twinkle.torch.dispatch import Dispatch
 from twinkle.torch.grouped import Groups
 from twinkle.torch.layout import Layout, Shape
-from twinkle.torch.lowrank import Cohort, Routing, stack
+from twinkle.torch.lowrank import Cohort, Routing
 
 EXPERTS, WIDTH, IN, OUT = 5, 2, 16, 24
 
@@ -50,7 +50,7 @@ class Case:
         for rank, lengths in self.cohorts:
             layout = Layout.of([("other", Shape(rank, 3, 3, 1.0)), ("site", Shape(rank, IN, OUT, 1.7, EXPERTS))])
             flats = [torch.randn(layout.size, dtype=self.dtype) * 0.3 for _ in lengths]
-            weights = stack(flats, self.dtype)
+            weights = torch.stack(flats)
             self.built.append(Cohort(layout, Groups(start, tuple(lengths)), weights, torch.zeros_like(weights)))
             for begin, length, flat in zip(accumulate(lengths, initial=start), lengths, flats, strict=False):
                 self.owners[begin : begin + length] = [(layout, flat, torch.zeros_like(flat))] * length

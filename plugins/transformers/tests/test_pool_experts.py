@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.torch.grouped import Groups
 from twinkle.torch.layout import Layout, Shape
-from twinkle.torch.lowrank import Cohort, Routing, stack
+from twinkle.torch.lowrank import Cohort, Routing
 from twinkle.torch.segments import Segments
-from twinkle_transformers.pool.expert_files import from_peft, match_experts, to_peft
+from twinkle_transformers.pool.expert_files import as_peft_reads, expert_views, from_peft, match_experts, to_peft
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts, uninstall_experts
 from twinkle_transformers.pool.sites import find_sites, install, uninstall
 from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now
@@ -156,7 +156,7 @@ def error(mine: Tensor, theirs: Tensor) -> float:
 
 
 def cohort(adapters: Sequence[Adapter], start: int, lengths: Sequence[int]) -> Cohort:
-    weights = stack([adapter.flat for adapter in adapters], adapters[0].flat.dtype)
+    weights = torch.stack([adapter.flat for adapter in adapters])
     return Cohort(adapters[0].layout, Groups(start, tuple(lengths)), weights, torch.zeros_like(weights))
 
 
@@ -349,19 +349,17 @@ def test_peft_loads_what_is_written_here_and_its_files_are_read_here(
     assert torch.equal(back, adapter.flat)
 
 
-def test_ranks_that_are_stored_rounded_up_are_written_as_they_are_and_read_with_zeros() -> None:
+def test_ranks_of_experts_are_never_rounded_up_and_their_matrices_are_views() -> None:
     site = find_expert_sites(make("qwen3-moe"))["model.layers.0.mlp.experts.down_proj"]
-    shapes = [(site.name, Shape(3, site.fan_in, site.fan_out, 1.0, site.experts))]
-    exact, padded = Layout.of(shapes), Layout.of(shapes, rank_multiple=8)
-    tensors = to_peft(site, exact.entries[site.name], torch.randn(exact.size), exact.entries)
-    flat = torch.full((padded.size,), 5.0)
-    entry = padded.entries[site.name]
-    from_peft(site, entry, tensors, flat, padded.entries)
-    assert not entry.down_of(flat)[:, 3:].any()
-    assert not entry.up_of(flat)[:, 3:].any()
-    again = to_peft(site, entry, flat, padded.entries, rank=3)
-    assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[key], tensors[key]) for key in tensors)
+    shapes = [("linear", Shape(3, 8, 8, 1.0)), (site.name, Shape(3, site.fan_in, site.fan_out, 1.0, site.experts))]
+    layout = Layout.of(shapes, rank_multiple=8)
+    entry, flat = layout.entries[site.name], torch.zeros(layout.size)
+    for number, (_, view) in enumerate(expert_views(site, entry, flat, layout.entries), 1):
+        view.fill_(float(number))
+    assert (entry.down_of(flat) == 1.0).all()
+    assert (entry.up_of(flat) == 2.0).all()
+    assert entry.rank == 3
+    assert int((flat != 0).sum()) == 3 * site.experts * (site.fan_in + site.fan_out)
 
 
 def test_files_that_do_not_fit_are_refused_by_name_and_change_nothing() -> None:
@@ -372,7 +370,7 @@ def test_files_that_do_not_fit_are_refused_by_name_and_change_nothing() -> None:
     with pytest.raises(CheckpointError, match=r"no .*experts\.base_layer\.lora_A\.weight; the nearest is .*lora_A"):
         from_peft(site, entry, tensors, flat, [site.name, *site.later])
     larger = {key: torch.cat([value, value], int("lora_B" in key)) for key, value in tensors.items()}
-    with pytest.raises(CheckpointError, match=r"rank r of at most 2 they must be \[6 r, 32\] and \[32, 6 r\]"):
+    with pytest.raises(CheckpointError, match=r"lora_A.weight is \[24, 32\] in the file and \[12, 32\] here"):
         from_peft(site, entry, larger, flat, layout.entries)
     assert not flat.any()
 
@@ -402,3 +400,19 @@ def test_targets_match_as_in_peft() -> None:
         config = LoraConfig(target_modules=[], target_parameters=targets)
         mine = match_experts("a", config, sites, model)
         assert set(mine) == set(quietly_wrapped(make("deepseek-v3"), config).base_model.targeted_parameter_names)
+
+
+def test_names_of_layers_that_became_experts_mean_what_they_mean_to_peft() -> None:
+    model = make("qwen3-moe")
+    given = LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    read = as_peft_reads(given, model)
+    assert given.target_parameters is None
+    assert match_experts("a", read, find_expert_sites(model), model) == list(find_expert_sites(model))
+    theirs = quietly_wrapped(make("qwen3-moe"), given).peft_config["default"]
+    for field in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"):
+        assert getattr(read, field) == getattr(theirs, field), field
+        assert getattr(as_peft_reads(read, model), field) == getattr(read, field), field
+    with pytest.raises(ArgumentError, match=r"gate_proj without also targeting up_proj"):
+        as_peft_reads(LoraConfig(target_modules=["gate_proj"]), model)
+    plain = as_peft_reads(given, make("gpt-oss"))
+    assert plain.target_modules == given.target_modules

@@ -45,7 +45,7 @@ class Pieces:
             rows: `[pairs of the pass, m]`.
             matrices: `[operations, experts, r, m]`.
         """
-        if has_kernel(rows, matrices):
+        if has_kernel(rows, matrices.mT):
             return self._grouped(self._take(rows), self._gather(matrices).mT)
         out = rows.new_empty(self.pairs, matrices.shape[2])
         for target, piece, matrix in zip(self._split(out), self._cut(rows), self._each(matrices.mT), strict=True):
@@ -146,8 +146,11 @@ class Pieces:
 
 
 def has_kernel(*factors: Tensor) -> bool:
-    """Say whether torch has a kernel for grouped products of these: bfloat16 on CUDA, with aligned rows."""
+    """Say whether torch has a kernel for grouped products of these: bfloat16 on CUDA, in aligned rows of 8, 16, ..."""
     return hasattr(nn.functional, "grouped_mm") and all(
-        factor.is_cuda and factor.dtype == torch.bfloat16 and not any(s % 8 for s in factor.stride() if s != 1)
+        factor.is_cuda
+        and factor.dtype == torch.bfloat16
+        and factor.shape[-1] % 8 == 0
+        and not any(s % 8 for s in factor.stride() if s != 1)
         for factor in factors
     )

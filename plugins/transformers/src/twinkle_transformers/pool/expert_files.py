@@ -1,6 +1,7 @@
 """Adapters on experts in PEFT's words: which parameters a configuration means, and how files name and order them."""
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,6 +16,30 @@ from twinkle_transformers.pool.experts import ExpertSite
 _PREFIX = "base_model.model."
 _REFUSED = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
 """Fields that PEFT refuses where `target_parameters` are given."""
+
+
+def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
+    """Return a copy of a configuration as PEFT takes it for this model.
+
+    Where transformers 5 holds experts as parameters that were linear layers before (Qwen-MoE, DeepSeek, Mixtral, ...),
+    PEFT (from 0.19) turns `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`, `w3` and `w2`) in `target_modules` into
+    `target_parameters`, with twice the rank where two became one, and "all-linear" into those, the router and the other
+    linear layers. Linear layers that still have such a name (shared experts, dense layers) are not adapted then, in any
+    spelling, so that files with adapters on them cannot be loaded by PEFT.
+
+    Raises:
+        ArgumentError: PEFT refuses it: only one of two layers that became one is a target.
+    """
+    config = copy.deepcopy(config)
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return config
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError as error:
+        raise ArgumentError(f"PEFT refuses the targets for {type(model).__name__}: {error}") from error
+    return config
 
 
 def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite], model: Any) -> list[str]:
@@ -45,38 +70,37 @@ def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite]
     return [key for key in sites if any(_means(target, key) for target in targets)]
 
 
-def to_peft(
-    site: ExpertSite, entry: Entry, flat: Tensor, adapted: Collection[str], rank: int | None = None
-) -> dict[str, Tensor]:
-    """Return the matrices of one parameter as PEFT's files have them.
+def expert_views(
+    site: ExpertSite, entry: Entry, flat: Tensor, adapted: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield A `[experts r, fan_in]` and B `[fan_out, r experts]` of one parameter as views of `flat`, by PEFT's name.
 
-    PEFT puts one wrapper around the other where several parameters of a module are adapted, the last parameter's
-    outermost, so that the names depend on what else is adapted. `adapter_config.json` needs the names of all adapted
-    parameters (or endings that mean the same ones) as `target_parameters`, and `lora_dropout` 0.
+    In A the rows of an expert lie together, in B the columns of a rank. PEFT puts one wrapper around the other where
+    several parameters of a module are adapted, the last parameter's outermost, so that the names depend on what else is
+    adapted. `adapter_config.json` needs the names of all adapted parameters (or endings that mean the same ones) as
+    `target_parameters`, and no dropout.
 
     Args:
         site: the parameter.
         entry: where its matrices lie.
         flat: buffer `[P]` of the adapter.
         adapted: names of all places that the adapter adapts.
-        rank: rows of each matrix to write, where the entry has more; None is all.
-
-    Returns:
-        A as `[E r, fan_in]` with the rows of an expert together, B as `[fan_out, r E]` with the columns of a rank
-        together; both contiguous copies.
     """
-    down, up = (matrix[:, :rank].detach() for matrix in (entry.down_of(flat), entry.up_of(flat)))
-    a, b = _keys(site, adapted)
-    return {
-        a: down.reshape(-1, site.fan_in).clone(),
-        b: up.permute(2, 1, 0).reshape(site.fan_out, -1).clone(),
-    }
+    path = f"{_PREFIX}{site.path}{'.base_layer' * sum(other in adapted for other in site.later)}"
+    yield f"{path}.lora_A.weight", entry.down_of(flat).view(-1, entry.fan_in)
+    yield f"{path}.lora_B.weight", entry.up_of(flat).transpose(0, 1).view(-1, entry.fan_out).t()
+
+
+def to_peft(site: ExpertSite, entry: Entry, flat: Tensor, adapted: Collection[str]) -> dict[str, Tensor]:
+    """Return contiguous copies of what `expert_views` yields, as PEFT's files have them."""
+    views = expert_views(site, entry, flat.detach(), adapted)
+    return {key: view.clone(memory_format=torch.contiguous_format) for key, view in views}
 
 
 def from_peft(
     site: ExpertSite, entry: Entry, tensors: Mapping[str, Tensor], flat: Tensor, adapted: Collection[str]
 ) -> None:
-    """Write the matrices of one parameter from PEFT's tensors into a buffer; rows that the file lacks become 0.
+    """Copy one parameter's matrices out of PEFT's tensors into a buffer.
 
     Args:
         site: the parameter.
@@ -88,29 +112,18 @@ def from_peft(
     Raises:
         CheckpointError: a matrix is missing or has another shape; the buffer is as it was.
     """
-    a, b = _keys(site, adapted)
-    for key in (a, b):
+    views = dict(expert_views(site, entry, flat.detach(), adapted))
+    for key, view in views.items():
         if key not in tensors:
             near = get_close_matches(key, tensors, 1, 0)
             raise CheckpointError(f"the adapter has no {key}" + (f"; the nearest is {near[0]}" if near else ""))
-    down, up = tensors[a], tensors[b]
-    rank = down.shape[0] // site.experts
-    wanted = (site.experts * rank, site.fan_in), (site.fan_out, site.experts * rank)
-    if (tuple(down.shape), tuple(up.shape)) != wanted or not 0 < rank <= entry.rank:
-        raise CheckpointError(
-            f"{a} is {list(down.shape)} and {b} {list(up.shape)}; for {site.experts} experts and a rank r of at most "
-            f"{entry.rank} they must be [{site.experts} r, {site.fan_in}] and [{site.fan_out}, {site.experts} r]"
-        )
-    with torch.no_grad():
-        mine_down, mine_up = entry.down_of(flat), entry.up_of(flat)
-        mine_down[:, rank:], mine_up[:, rank:] = 0, 0
-        mine_down[:, :rank] = down.reshape(site.experts, rank, site.fan_in).to(flat)
-        mine_up[:, :rank] = up.reshape(site.fan_out, rank, site.experts).permute(2, 1, 0).to(flat)
-
-
-def _keys(site: ExpertSite, adapted: Collection[str]) -> tuple[str, str]:
-    inner = ".base_layer" * sum(other in adapted for other in site.later)
-    return tuple(f"{_PREFIX}{site.path}{inner}.lora_{which}.weight" for which in "AB")  # type: ignore[return-value]
+        if tensors[key].shape != view.shape:
+            raise CheckpointError(
+                f"{key} is {list(tensors[key].shape)} in the file and {list(view.shape)} here, for {site.experts} "
+                f"experts and rank {entry.rank}"
+            )
+    for key, view in views.items():
+        view.copy_(tensors[key])
 
 
 def _means(target: str, key: str) -> bool:
