@@ -22,10 +22,10 @@ def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
     """Return a copy of a configuration as PEFT takes it for this model.
 
     Where transformers 5 holds experts as parameters that were linear layers before (Qwen-MoE, DeepSeek, Mixtral, ...),
-    PEFT (from 0.19) turns `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`, `w3` and `w2`) in `target_modules` into
+    newer PEFT turns `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`, `w3` and `w2`) in `target_modules` into
     `target_parameters`, with twice the rank where two became one, and "all-linear" into those, the router and the other
     linear layers. Linear layers that still have such a name (shared experts, dense layers) are not adapted then, in any
-    spelling, so that files with adapters on them cannot be loaded by PEFT.
+    spelling, so that PEFT cannot load files with adapters on them. Older PEFT leaves the configuration as it is.
 
     Raises:
         ArgumentError: PEFT refuses it: only one of two layers that became one is a target.
