@@ -38,7 +38,7 @@ from twinkle_transformers.stepping import clip_group, schedule, set_accumulation
 
 
 @remote_class()
-class TransformersModel(Checkpoints, Components):
+class TransformersModel(Components, Checkpoints):
     """A causal language model from a Hugging Face folder (or GGUF file), on one device or on the ranks of a mesh.
 
     Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
 from twinkle.logging import get_logger
+from twinkle.torch.flat_step import measure
 from twinkle_transformers import loop
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
@@ -150,6 +151,8 @@ def _joint_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     held = [grad for grad in grads if grad.numel()]
     if not held:
         return torch.zeros((), device=grads[0].device if grads else None)
+    if norm_type == 2:
+        return torch.linalg.vector_norm(measure(held))  # the host's own sum loses digits over long tensors
     short = [grad for grad in held if grad.dtype in (torch.bfloat16, torch.float16)]
     norms: list[Tensor] = list(torch._foreach_norm(short, norm_type, dtype=torch.float32)) if short else []
     if wide := [grad for grad in held if grad.dtype not in (torch.bfloat16, torch.float16)]:

@@ -1,10 +1,10 @@
 """Where the matrices of a LoRA adapter lie in its one flat buffer."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
+from dataclasses import dataclass
+from functools import cache, cached_property
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +25,8 @@ class Entry:
         up: offset of B.
         experts: number of experts, each with matrices of its own; 0 for an ordinary linear layer.
 
-    A lies there as `[r, fan_in]`, B transposed, as `[r, fan_out]`; with experts both have them as first dimension.
+    A lies there as `[r, fan_in]`, B transposed, as `[r, fan_out]`. With experts A lies as `[experts, r, fan_in]` and B
+    as `[r, experts, fan_out]`, so that both can be seen as the matrices that PEFT has; ranks are not rounded up there.
     """
 
     rank: int
@@ -43,7 +44,7 @@ class Entry:
 
     @property
     def up_shape(self) -> tuple[int, ...]:
-        """Shape of B, transposed."""
+        """Shape of B, transposed (with experts not the order in which it lies)."""
         return (self.rank, self.fan_out) if not self.experts else (self.experts, self.rank, self.fan_out)
 
     def down_of(self, flat: Tensor) -> Tensor:
@@ -52,7 +53,9 @@ class Entry:
 
     def up_of(self, flat: Tensor) -> Tensor:
         """Return B, transposed, as a view of one buffer `[P]`, or of several, `[n, P]`."""
-        return _view(flat, self.up, self.up_shape)
+        if not self.experts:
+            return _view(flat, self.up, self.up_shape)
+        return _view(flat, self.up, (self.rank, self.experts, self.fan_out)).transpose(-3, -2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,48 +69,54 @@ class Shape:
     experts: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """All entries of an adapter by the name of the place they adapt. Adapters of one layout can share products.
 
+    Made by `of`, which returns the same object for the same shapes: layouts are equal if they are identical.
+
     Attributes:
-        entries: by name, in the order in which they lie.
+        shapes: what the adapter has at each place, in the order in which they lie.
+        entries: the same with offsets.
         size: numbers in the buffer, what lies between matrices for the sake of alignment included.
+        rank_multiple: ranks are stored rounded up to a multiple of it.
     """
 
-    entries: Mapping[str, Entry] = field(hash=False)
+    shapes: Mapping[str, Shape]
+    entries: Mapping[str, Entry]
     size: int
-    key: tuple[tuple[str, Shape], ...]
+    rank_multiple: int = 1
 
-    @classmethod
-    def of(cls, shapes: Iterable[tuple[str, Shape]], *, rank_multiple: int = 1) -> "Layout":
+    @staticmethod
+    def of(shapes: Iterable[tuple[str, Shape]], *, rank_multiple: int = 1) -> "Layout":
         """Lay matrices out one after the other.
 
         Args:
             shapes: name of the place and what the adapter has there.
             rank_multiple: ranks are stored rounded up to a multiple of it.
         """
-        entries: dict[str, Entry] = {}
-        at = 0
-        key = tuple(shapes)
-        for name, shape in key:
-            rank = -(-shape.rank // rank_multiple) * rank_multiple
-            count = rank * max(1, shape.experts)
-            down, up = at, _aligned(at + count * shape.fan_in)
-            at = _aligned(up + count * shape.fan_out)
-            entries[name] = Entry(rank, shape.fan_in, shape.fan_out, shape.scale, down, up, shape.experts)
-        return cls(MappingProxyType(entries), at, (*key, ("", Shape(rank_multiple, 0, 0, 0.0))))
+        return _layout(tuple(shapes), rank_multiple)
 
     @cached_property
     def parameters(self) -> int:
         """Number of trained numbers, alignment and rounded ranks left out."""
-        return sum(s.rank * (s.fan_in + s.fan_out) * max(1, s.experts) for name, s in self.key if name)
+        return sum(s.rank * (s.fan_in + s.fan_out) * max(1, s.experts) for s in self.shapes.values())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and (self is other or self.key == other.key)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _layout, (tuple(self.shapes.items()), self.rank_multiple)
 
-    def __hash__(self) -> int:
-        return hash(self.key)
+
+@cache
+def _layout(shapes: tuple[tuple[str, Shape], ...], rank_multiple: int) -> Layout:
+    entries: dict[str, Entry] = {}
+    at = 0
+    for name, shape in shapes:
+        rank = shape.rank if shape.experts else -(-shape.rank // rank_multiple) * rank_multiple
+        count = rank * max(1, shape.experts)
+        down, up = at, _aligned(at + count * shape.fan_in)
+        at = _aligned(up + count * shape.fan_out)
+        entries[name] = Entry(rank, shape.fan_in, shape.fan_out, shape.scale, down, up, shape.experts)
+    return Layout(MappingProxyType(dict(shapes)), MappingProxyType(entries), at, rank_multiple)
 
 
 def _aligned(offset: int) -> int:
@@ -115,7 +124,7 @@ def _aligned(offset: int) -> int:
 
 
 def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-    inner = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    inner = (shape[1], 1) if len(shape) == 2 else (shape[1] * shape[2], shape[2], 1)
     base = flat.storage_offset() + start
     if flat.ndim == 1:
         return flat.as_strided(shape, inner, base)

@@ -64,11 +64,18 @@ class Routing:
         return [(c, entry) for c in self.cohorts if (entry := c.layout.entries.get(name)) is not None]
 
 
-def stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the buffers `[P]` of several operations as one `[n, P]`; a single one of this dtype is not copied."""
-    if len(weights) == 1:
-        return weights[0].detach().to(dtype)[None]
-    out = torch.empty(len(weights), weights[0].numel(), dtype=dtype, device=weights[0].device)
+def stack(weights: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return the buffers `[P]` of several operations as one `[n, P]`; a single one of this dtype is not copied.
+
+    Args:
+        weights: of one layout.
+        dtype: of the products.
+        out: memory to use, `[n, P]` of this dtype.
+    """
+    if len(weights) == 1 and weights[0].dtype == dtype:
+        return weights[0].detach()[None]
+    if out is None:
+        out = torch.empty(len(weights), weights[0].numel(), dtype=dtype, device=weights[0].device)
     torch._foreach_copy_(list(out.unbind()), [w.detach() for w in weights])
     return out
 

@@ -104,7 +104,8 @@ def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
     """
     draw = torch.Generator().manual_seed(seed)
     flat = torch.zeros(plan.layout.size)
-    for (_, shape), entry in zip(plan.layout.key, plan.layout.entries.values(), strict=False):
+    for name, entry in plan.layout.entries.items():
+        shape = plan.layout.shapes[name]
         down, up = entry.down_of(flat)[..., : shape.rank, :], entry.up_of(flat)[..., : shape.rank, :]
         if plan.init == "gaussian":
             down.normal_(0.0, 1.0 / shape.rank, generator=draw)

@@ -46,7 +46,7 @@ class Limits:
 
     def check(self, name: str, plan: AdapterPlan) -> None:
         """Refuse ranks and layers that are not allowed."""
-        shapes = [(key, shape) for key, shape in plan.layout.key if key]
+        shapes = plan.layout.shapes.items()
         highest = max(shape.rank for _, shape in shapes)
         if self.rank is not None and highest > self.rank:
             raise ArgumentError(f"adapter {name!r}: rank {highest} is above max_r={self.rank} of this model")

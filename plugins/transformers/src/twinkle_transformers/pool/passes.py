@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.outputs import Outputs
-from twinkle_transformers.pool.stream import Stream, build
+from twinkle_transformers.pool.stream import Scratch, Stream, build
 from twinkle_transformers.pool.work import Part
 from twinkle_transformers.recompute import Recompute
 
@@ -51,11 +51,12 @@ class Passes:
         self._outputs = Outputs(backbone, device, head)
         self._layers = [m for m in backbone.model.modules() if _can_recompute(m)]
         self.share_prefixes = False
+        self.scratch = Scratch()
 
     def forward(self, parts: Sequence[Part]) -> Flight:
         """Compute the outputs of parts; with a graph if one of them is trained."""
         training = any(part.work.training for part in parts)
-        stream = build(parts, self.device, self.dtype, share=self.share_prefixes)
+        stream = build(parts, self.device, self.dtype, share=self.share_prefixes, scratch=self.scratch)
         with torch.set_grad_enabled(training):
             if training:
                 self.recompute.prepare(stream.routing.total, stream.segments.longest, masked=False)

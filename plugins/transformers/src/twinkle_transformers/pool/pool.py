@@ -190,7 +190,7 @@ class LoraPool(AdapterPool):
         get_logger().warning("%s; these %d rows are left out", what, len(part.rows))
 
     def collect(self, flight: Flight) -> None:
-        """Take the gradients of the parts that are finite."""
+        """Take the gradients of the parts that are finite, and give those of whole operations to their adapters."""
         for cohort, parts in flight.stream.cohorts:
             if cohort.grads is None:
                 continue
@@ -202,28 +202,31 @@ class LoraPool(AdapterPool):
                 if size - size != 0.0:
                     self._not_finite(part, f"the gradient of adapter {work.name!r} is {size}")
                     continue
-                grad = cohort.grads[row]
-                if work.grad is not None:
-                    work.grad.add_(grad)
+                if len(work.parts) == 1:
+                    work.grad = cohort.grads[row]
+                elif work.grad is None:
+                    work.grad = cohort.grads[row].clone()
                 else:
-                    work.grad = grad if len(parts) == 1 else grad.clone()
+                    work.grad.add_(cohort.grads[row])
         for part in flight.parts:
             if part.item is not None:
                 loop.detach(part.item)
+            part.done = part.work.error is None
             self._count(part, flight)
+        for work in dict.fromkeys(part.work for part in flight.parts):
+            if all(part.done for part in work.parts) and work.training and work.tenant is not None:
+                self._commit(work, work.tenant, [p.item for p in work.parts if p.item is not None and p.item.usable])
+        self.passes.scratch.give_back(flight.stream.borrowed)
 
     def _count(self, part: Part, flight: Flight) -> None:
         part.work.usage += Usage(part.tokens, part.computed, 0, 0.0)
 
     def finish(self, work: Work) -> OperationResult | OperationError:
-        """Give an operation's gradients to its adapter, if all of it succeeded, and return what it gave."""
-        items = [part.item for part in work.parts if part.item is not None]
-        if work.error is not None or len(items) < len(work.parts):
+        """Return what an operation gave."""
+        if work.error is not None or not all(part.done for part in work.parts):
             error = work.error or TrainingStateError("the operation was not done")
             return OperationError(error, work.name, work.index)
-        used = [item for item in items if item.usable]
-        if work.training and work.tenant is not None:
-            self._commit(work, work.tenant, used)
+        used = [part.item for part in work.parts if part.item is not None and part.item.usable]
         result = OperationResult(_by_row(work), usage=work.usage)
         if work.loss is not None and used:
             result.loss_sum = sum(item.outputs["loss_sum"] for item in used)
@@ -237,9 +240,11 @@ class LoraPool(AdapterPool):
         return result
 
     def _commit(self, work: Work, tenant: Tenant, used: list[Any]) -> None:
+        """Give an operation's gradients to its adapter, once all of it has succeeded."""
         group = tenant.group
         if work.grad is not None:
             tenant.add_gradient(work.grad)
+            work.grad = None
         group.denominator += sum(item.outputs["num_tokens"] for item in used)
         group.skipped += len(work.parts) - len(used)
         group.train_status.skipped += len(work.parts) - len(used)

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from twinkle.torch.prefixes import plan_prefixes
 from twinkle.torch.segments import Segments
 from twinkle_transformers.pool.work import Part
 
+SCRATCH_BYTES = 256 << 20
 LEAST_ROWS = 8
 """Products of fewer rows are padded to so many: below that libraries take other kernels, with other rounding."""
 
@@ -39,6 +40,44 @@ class Stream:
     routing: Routing
     cohorts: list[tuple[Cohort, list[Part]]]
     padding: int = 0
+    borrowed: list[Tensor] = field(default_factory=list)
+    """Memory of the scratch."""
+
+
+class Scratch:
+    """Memory that passes use one after the other: on a CPU new memory costs more than what is done with it.
+
+    Args:
+        most: bytes that are kept between passes.
+    """
+
+    def __init__(self, most: int = SCRATCH_BYTES) -> None:
+        self.most, self._free = most, list[Tensor]()
+
+    def take(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, borrowed: list[Tensor]
+    ) -> Tensor:
+        """Return memory of any content, noted in `borrowed`."""
+        count = shape[0] * shape[1]
+        fits = [f for f in self._free if f.dtype == dtype and f.device == device and count <= f.numel() <= 2 * count]
+        found = min(fits, key=Tensor.numel, default=None)
+        if found is None:
+            found = torch.empty(count, dtype=dtype, device=device)
+        else:
+            self._free = [f for f in self._free if f is not found]
+        borrowed.append(found)
+        return found[:count].view(shape)
+
+    def give_back(self, borrowed: list[Tensor]) -> None:
+        """Take memory back, the latest before older; what is too much is let go."""
+        kept: list[Tensor] = []
+        room = self.most
+        for tensor in (*borrowed, *self._free):
+            room -= tensor.numel() * tensor.element_size()
+            if room >= 0 and tensor.device.type == "cpu":
+                kept.append(tensor)
+        self._free = kept
+        borrowed.clear()
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:
@@ -56,7 +95,10 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=key)
 
 
-def build(parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, share: bool = False) -> Stream:
+def build(
+    parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, share: bool = False,
+    scratch: Scratch | None = None,
+) -> Stream:  # fmt: skip
     """Lay parts out in a stream and tell each where its tokens lie.
 
     Args:
@@ -64,7 +106,10 @@ def build(parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, sh
         device: where the model is.
         dtype: of the low-rank products.
         share: compute prefixes that rows of one operation share once.
+        scratch: lends memory for weights and gradients; by default it is new.
     """
+    scratch = Scratch(0) if scratch is None else scratch
+    borrowed: list[Tensor] = []
     parts = in_order(parts)
     ids: list[Tensor] = []
     starts: list[int] = []
@@ -86,13 +131,13 @@ def build(parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, sh
         ids.append(torch.zeros(padding, dtype=torch.int64))
         starts, lengths, parents = [*starts, 0], [*lengths, padding], [*parents, -1]
     where = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    cohorts = _cohorts(parts, device, dtype)
+    cohorts = _cohorts(parts, device, dtype, scratch, borrowed)
     trained = sum(part.computed for part in parts if part.work.training)
     total = at + padding
     routing = Routing([c for c, _ in cohorts], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
     segments = Segments.of(lengths, device, parents if max(parents, default=-1) >= 0 else None)
     tokens = torch.cat(ids)[None]
-    return Stream(tokens.to(device), where[None].to(device), segments, routing, cohorts, padding)
+    return Stream(tokens.to(device), where[None].to(device), segments, routing, cohorts, padding, borrowed)
 
 
 @dataclass(slots=True)
@@ -116,7 +161,9 @@ def _pieces(part: Part, share: bool) -> _Pieces:
     return _Pieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
 
 
-def _cohorts(parts: Sequence[Part], device: torch.device, dtype: torch.dtype) -> list[tuple[Cohort, list[Part]]]:
+def _cohorts(
+    parts: Sequence[Part], device: torch.device, dtype: torch.dtype, scratch: Scratch, borrowed: list[Tensor]
+) -> list[tuple[Cohort, list[Part]]]:
     found: list[tuple[Cohort, list[Part]]] = []
     bounds = [0, *accumulate(part.computed for part in parts)]
     kinds = [None if p.work.tenant is None else (p.work.tenant.plan.layout, p.work.training, _drops(p)) for p in parts]
@@ -126,11 +173,13 @@ def _cohorts(parts: Sequence[Part], device: torch.device, dtype: torch.dtype) ->
             continue
         mine = list(parts[first:last])
         groups = Groups(bounds[first], tuple(stop - start for start, stop in pairwise(bounds[first : last + 1])))
-        weights = stack([p.work.tenant.flat for p in mine if p.work.tenant is not None], dtype)
+        size = (len(mine), tenant.plan.layout.size)
+        flats = [p.work.tenant.flat for p in mine if p.work.tenant is not None]
+        many = len(flats) > 1 or flats[0].dtype != dtype
+        weights = stack(flats, dtype, scratch.take(size, dtype, device, borrowed) if many else None)
         grads = None
         if mine[0].work.training:
-            wide = torch.promote_types(dtype, torch.float32)
-            grads = torch.zeros(len(mine), tenant.plan.layout.size, dtype=wide, device=device)
+            grads = scratch.take(size, torch.promote_types(dtype, torch.float32), device, borrowed).zero_()
         mask = _Dropout(mine, device) if _drops(mine[0]) else None
         found.append((Cohort(tenant.plan.layout, groups, weights, grads, mask), mine))
     return found

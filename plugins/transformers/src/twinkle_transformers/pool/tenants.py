@@ -49,6 +49,8 @@ class Tenant:
     group: OptimizerGroup
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
     used: int = 0
+    spare: Tensor | None = None
+    """Memory of the last gradients, for the next: new memory costs more than the copy."""
     latest: tuple[tuple[int, int], AdapterVersion] | None = None
     """The last version that was taken, and of which state."""
 
@@ -58,12 +60,14 @@ class Tenant:
         return self.ref.name
 
     def add_gradient(self, grad: Tensor) -> None:
-        """Add `[P]` to the pending gradients; the first is kept as it is."""
-        if self.flat.grad is None:
-            self.flat.grad = grad
-            self._share_gradient()
-        else:
+        """Add `[P]` to the pending gradients."""
+        if self.flat.grad is not None:
             self.flat.grad.add_(grad)
+            return
+        if self.spare is None or self.spare.shape != grad.shape or self.spare.device != grad.device:
+            self.spare = torch.empty_like(grad)
+        self.flat.grad = self.spare.copy_(grad)
+        self._share_gradient()
 
     def views(self) -> dict[str, nn.Parameter]:
         """Return A and B of each layer by PEFT's name, sharing memory (and gradients) with the whole."""
@@ -89,6 +93,7 @@ class Tenant:
 
     def moved(self) -> None:
         """Point the views at the whole again, after its memory has changed."""
+        self.spare = None
         for name, view in matrices_of(self.plan, self.flat.detach()) if self.matrices else ():
             self.matrices[name].data, self.matrices[name].grad = view, None
         self._share_gradient()
@@ -96,7 +101,8 @@ class Tenant:
 
 def matrices_of(plan: AdapterPlan, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield A `[r, in]` and B `[out, r]` of each linear layer as views of `flat`, by PEFT's name."""
-    for (name, shape), entry in zip(plan.layout.key, plan.layout.entries.values(), strict=False):
+    for name, entry in plan.layout.entries.items():
+        shape = plan.layout.shapes[name]
         if entry.experts:
             continue
         yield f"base_model.model.{name}.lora_A.weight", entry.down_of(flat)[: shape.rank]

@@ -71,11 +71,18 @@ def share(arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: 
         ArgumentError: an argument that no loss takes, or with another number of entries than rows.
     """
     total = sum(map(len, rows.values()))
-    per_row = frozenset[str]().union(*(row_inputs(loss) for loss in losses.values()))
+    per_row: dict[str, int] = {}
+    for loss in losses.values():
+        per_row |= row_inputs(loss)
     found: dict[str | None, dict[str, Any]] = {name: {} for name in rows}
     for key, value in arguments.items():
         takers = 0
         if key in per_row and value is not None:
+            if per_row[key] > 1:
+                raise ArgumentError(
+                    f"{key} has one entry for {per_row[key]} rows; where each row names its adapter, give the argument "
+                    "that has one a row"
+                )
             row_count(key, value, total)
             for name, mine in rows.items():
                 part = _rows_of(value, mine)

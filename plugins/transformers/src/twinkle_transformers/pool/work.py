@@ -52,6 +52,8 @@ class Part:
     computed: int = 0
     """Tokens of the stream that are its own."""
     item: Pass | None = None
+    done: bool = False
+    """Whether its pass has succeeded."""
 
     @property
     def tokens(self) -> int:
