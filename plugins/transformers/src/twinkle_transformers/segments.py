@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import TrainingStateError, Unsupported
+from twinkle.torch.excerpts import excerpt
 from twinkle.torch.lowrank import Routing
 from twinkle.torch.segments import Segments, by_segment, segment_attention
 
@@ -76,6 +77,7 @@ class Scope(AbstractContextManager[None]):
         self.windows: set[int | None] = set()
         self.masked: set[int] = set()
         self._tokens = _Tokens()
+        self._excerpts: dict[tuple[int, ...], AbstractContextManager[None]] = {}
 
     def __enter__(self) -> None:
         self._tokens.entered.append(_ACTIVE.set(self))
@@ -88,6 +90,15 @@ class Scope(AbstractContextManager[None]):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attend in a layer: `[T, heads, size]` each, options of `segment_attention`; returns `[T, H, E]`."""
         return segment_attention(q, k, v, self.segments, **options)
+
+    def only(self, numbers: tuple[int, ...]) -> AbstractContextManager[None]:
+        """Return the context of a call that sees these sequences alone, one after the other."""
+        if self.routing is None:
+            return nullcontext()
+        if numbers not in self._excerpts:
+            routing = excerpt(self.routing, [self.segments.bounds[number] for number in numbers])
+            self._excerpts[numbers] = Scope(self.segments, self.switch, routing)
+        return self._excerpts[numbers]
 
 
 class _Tokens(local):
@@ -269,10 +280,12 @@ class _Apart:
         if any(given.get(name) is not None for name in ("cache_params", "past_key_values")):
             raise Unsupported(f"{self.name} takes a cache, which packed rows do not have")
         others = 0
+        families = iter(scope.segments.families.values())  # in this order they are called
 
         def run(stacked: Tensor) -> Tensor:
             nonlocal others
-            out = self.forward(stacked, *rest, **given)
+            with scope.only(next(families)):
+                out = self.forward(stacked, *rest, **given)
             if isinstance(out, tuple):
                 others = len(out) - 1
                 out = out[0]
