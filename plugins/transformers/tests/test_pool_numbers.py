@@ -341,7 +341,7 @@ def test_shared_prefixes_change_nothing_beyond_rounding(tmp_path: Path, architec
         for answer in make_rows(4, (7, 3, 7, 12), seed=10 + group):
             ids = prompt + answer["input_ids"]
             rows.append({"input_ids": ids, "labels": [-100] * (len(prompt) - 1) + ids[len(prompt) :] + [-100]})
-    rows.append({"input_ids": rows[0]["input_ids"][:-2], "labels": rows[0]["labels"][:-3] + [-100]})
+    rows.append({"input_ids": rows[0]["input_ids"][:-2], "labels": [*rows[0]["labels"][:-3], -100]})
     alone = gradients_of(folder, rows, share_prefixes=False)
     shared = gradients_of(folder, rows, share_prefixes=True)
     for one, other in zip(shared, alone, strict=True):

@@ -82,7 +82,7 @@ class MultiLoraTransformersModel(TransformersModel):
             self._backbone, self.device, self.autocast, dtype, self._recompute, self._new_group, self._encode,
             tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite,
         )  # fmt: skip
-        self.pool.passes.share_prefixes = share_prefixes
+        self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
         self._defaults = dict(lora_config or {})
         self._limits = files.Limits(max_loras, max_r, max_length, target_modules)
         self._flights: dict[str, tuple[Tenant, Work, Flight]] = {}
@@ -290,6 +290,8 @@ class MultiLoraTransformersModel(TransformersModel):
                 [self._tenant(adapter_name)], self.parallel, max_grad_norm, norm_type, self.on_nonfinite, **kwargs
             )
             return None
+        if not isinstance(adapter_name, list | tuple):
+            raise ArgumentError(f"adapter_name is a {type(adapter_name).__name__}; give a name or a list of names")
         if len(set(adapter_name)) < len(adapter_name):
             raise ArgumentError("clip_grad_and_step: an adapter is named twice; each has one step")
         tenants = [self._tenant(name) for name in adapter_name]
@@ -360,10 +362,13 @@ class MultiLoraTransformersModel(TransformersModel):
         return rows
 
     def _run(
-        self, operations: Sequence[Operation], rows: int | None, evaluates: Tenant | None = None
+        self, operations: Sequence[Operation | OperationError], rows: int | None, evaluates: Tenant | None = None
     ) -> list[tuple[Work | None, OperationResult | OperationError]]:
         found: list[tuple[Work | None, Any]] = []
         for index, operation in enumerate(operations):
+            if isinstance(operation, OperationError):
+                found.append((None, operation))
+                continue
             try:
                 found.append((self.pool.prepare(index, operation, rows=rows, evaluates=evaluates), None))
             except Exception as error:  # a loss or processor may raise anything, and the others go on
@@ -390,11 +395,15 @@ class MultiLoraTransformersModel(TransformersModel):
             self._ready(tenant.group, training=True)
             losses[name] = tenant.group.loss()
         shares = share(loss_kwargs, losses, rows) if loss_kwargs else {}
-        operations: list[Operation] = []
+        operations: list[Operation | OperationError] = []
         for who, mine in rows.items():
             group = self.pool.base if who is None else tenants[who].group
-            encoded = encode_each([inputs[row] for row in mine], self._encoder(group))
-            self._limits.check_rows(encoded)
+            try:
+                encoded = encode_each([inputs[row] for row in mine], self._encoder(group))
+                self._limits.check_rows(encoded)
+            except Exception as error:  # a template may raise anything, and the others go on
+                operations.append(OperationError(error, who, len(operations)))
+                continue
             if who is None:
                 operations.append(Operation(None, "forward", encoded, options=options))
             else:

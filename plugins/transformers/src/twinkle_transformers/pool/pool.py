@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twinkle.data_format import ModelOutput
-from twinkle.errors import NonFiniteError, TrainingStateError
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle.model.pool import (
     AdapterBytes,
@@ -25,6 +25,7 @@ from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_adapter
 from twinkle_transformers.pool.config import first_weights, read_config
+from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.passes import Flight, Passes
 from twinkle_transformers.pool.sites import find_sites, install
 from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
@@ -58,9 +59,13 @@ class LoraPool(AdapterPool):
         dtype: torch.dtype, recompute: Recompute, new_group: Callable[[str], OptimizerGroup],
         encode: Callable[[Any], Any], *, tokens_per_pass: int = TOKENS_PER_PASS, on_nonfinite: str = "raise",
     ) -> None:  # fmt: skip
+        if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
+            raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
         self.backbone, self.device = backbone, device
         self.sites = find_sites(backbone.model)
+        self.experts = find_expert_sites(backbone.model)
         install(list(self.sites.values()))
+        install_experts(self.experts.values())
         backbone.model.requires_grad_(False).eval()
         head = next((name for name, site in self.sites.items() if site.head), None)
         self.passes = Passes(backbone, device, autocast, dtype, recompute, head)
@@ -75,8 +80,9 @@ class LoraPool(AdapterPool):
         """Add an adapter; see `AdapterPool.add`."""
         check_adapter(name, dict.fromkeys(self.tenants.names()))
         plan = read_config(
-            name, config, self.sites, self.backbone.model, rank_multiple=8 if self.device.type == "cuda" else 1
-        )
+            name, config, self.sites, self.backbone.model, experts=self.experts,
+            rank_multiple=8 if self.device.type == "cuda" else 1,
+        )  # fmt: skip
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
         seed = _seed_of(name) if seed is None else seed
         flat = torch.nn.Parameter(first_weights(plan, seed, self.device))

@@ -11,7 +11,7 @@ from twinkle.errors import ArgumentError, DataError, OperationsFailed
 from twinkle.model.pool import OperationError, OperationResult
 from twinkle_registry import check_keywords
 from twinkle_transformers.rows import as_rows, row_count, row_inputs
-from twinkle_transformers.scoring import loss_name
+from twinkle_transformers.scoring import check_loss_arguments, loss_name
 
 
 def sort_rows(names: Sequence[str | None]) -> dict[str | None, list[int]]:
@@ -28,6 +28,8 @@ def check_names(names: Any, inputs: Any) -> list[str | None]:
     Raises:
         ArgumentError: the names are no list, or there is another number of rows.
     """
+    if not isinstance(names, list | tuple):
+        raise ArgumentError(f"adapter_name is a {type(names).__name__}; give a name, or a list with one name a row")
     if not isinstance(inputs, list | tuple):
         raise ArgumentError(
             f"adapter_name is a list, and inputs a {type(inputs).__name__}; give a list of as many rows"
@@ -94,6 +96,8 @@ def share(arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: 
                 found[name][key] = value
                 takers += 1
         if not takers:
+            for loss in losses.values():
+                check_loss_arguments(loss, {key: value})  # says which name is near
             names = sorted({loss_name(loss) for loss in losses.values()})
             raise ArgumentError(f"none of the losses {', '.join(names)} takes an argument {key!r}")
     return found
