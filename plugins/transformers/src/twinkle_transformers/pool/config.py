@@ -17,6 +17,8 @@ from torch import Tensor
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.torch.layout import Layout, Shape
 from twinkle_registry import check_keywords
+from twinkle_transformers.pool.expert_files import as_peft_reads, match_experts
+from twinkle_transformers.pool.experts import ExpertSite
 from twinkle_transformers.pool.sites import Site
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
@@ -43,6 +45,7 @@ class AdapterPlan:
         layout: where the matrices lie.
         dropout: probability.
         init: "kaiming" (B is 0), "gaussian" (B is 0) or "random" (B is not).
+        experts: the parameters of experts that it adapts, by name.
         seed: given with the configuration, if it was.
     """
 
@@ -50,11 +53,18 @@ class AdapterPlan:
     layout: Layout
     dropout: float
     init: str
+    experts: Mapping[str, ExpertSite]
     seed: int | None = None
 
 
 def read_config(
-    name: str, config: Any, sites: Mapping[str, Site], model: Any, *, rank_multiple: int = 1
+    name: str,
+    config: Any,
+    sites: Mapping[str, Site],
+    model: Any,
+    *,
+    experts: Mapping[str, ExpertSite] | None = None,
+    rank_multiple: int = 1,
 ) -> AdapterPlan:
     """Read a configuration.
 
@@ -64,6 +74,7 @@ def read_config(
             (Tinker's words; without them `target_modules` says it).
         sites: the layers that adapters may adapt.
         model: the Hugging Face module.
+        experts: the parameters of experts that adapters may adapt.
         rank_multiple: see `Layout.of`.
 
     Raises:
@@ -86,14 +97,21 @@ def read_config(
         )
     config = copy.deepcopy(config)
     _check(name, config)
-    names = _targets(name, config, own, sites, model)
+    if any(key in own for key in _OWN[1:]):
+        _by_family(name, config, own, sites, experts or {})
+    config = as_peft_reads(config, model)
+    if config.target_parameters:  # PEFT's "all-linear" adapts routers too; here they stay as they are
+        config.target_parameters = [key for key in config.target_parameters if key != "gate.weight"]
+    found = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
+    names = _targets(name, config, sites, model)
     shapes = [(key, _shape(name, config, sites[key])) for key in names]
+    shapes += [(key, _shape(name, config, site)) for key, site in found.items()]
     init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")
     seed = own.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentError(f"adapter {name!r}: seed={seed!r}; it must be a whole number")
     layout = Layout.of(shapes, rank_multiple=rank_multiple)
-    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), seed)
+    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), found, seed)
 
 
 def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
@@ -112,7 +130,7 @@ def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
         else:
             down.uniform_(-1.0, 1.0, generator=draw).mul_(entry.fan_in**-0.5)
         if plan.init == "random":
-            up.uniform_(-1.0, 1.0, generator=draw).mul_(shape.rank**-0.5)
+            up.uniform_(-1.0, 1.0, generator=draw).mul_((shape.rank * max(1, shape.experts)) ** -0.5)
     return flat.to(device)
 
 
@@ -138,9 +156,7 @@ def _check(name: str, config: LoraConfig) -> None:
             )
 
 
-def _targets(name: str, config: LoraConfig, own: Mapping[str, Any], sites: Mapping[str, Site], model: Any) -> list[str]:
-    if any(key in own for key in _OWN[1:]):
-        return _by_family(name, config, own, sites)
+def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: Any) -> list[str]:
     if config.target_modules is None and not config.target_parameters:
         kind = model.config.get_text_config().model_type
         known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
@@ -168,18 +184,25 @@ def _targets(name: str, config: LoraConfig, own: Mapping[str, Any], sites: Mappi
     return found
 
 
-def _by_family(name: str, config: LoraConfig, own: Mapping[str, Any], sites: Mapping[str, Site]) -> list[str]:
+def _by_family(
+    name: str,
+    config: LoraConfig,
+    own: Mapping[str, Any],
+    sites: Mapping[str, Site],
+    experts: Mapping[str, ExpertSite],
+) -> None:
+    """Write what `train_attn`, `train_mlp` and `train_unembed` mean into a configuration."""
     if config.target_modules is not None:
         raise ArgumentError(
             f"adapter {name!r}: give target_modules, or train_attn, train_mlp and train_unembed, but not both"
         )
-    wanted = {"attn": own.get("train_attn", True), "mlp": own.get("train_mlp", True)}
-    wanted["unembed"] = own.get("train_unembed", True)
+    wanted = {family: own.get(f"train_{family}", True) for family in ("attn", "mlp", "unembed")}
     found = [key for key, site in sites.items() if wanted[_family(key, site)]]
-    if not found:
+    if not found and not (wanted["mlp"] and experts):
         raise ArgumentError(f"adapter {name!r}: train_attn, train_mlp and train_unembed are all off; nothing is left")
     config.target_modules = _shortest(found, sites)
-    return found
+    if wanted["mlp"] and experts:
+        config.target_parameters = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
 
 
 def _family(key: str, site: Site) -> str:
@@ -201,10 +224,10 @@ def _matches(config: LoraConfig, key: str) -> bool:
         return bool(config.target_modules) and bool(check_target_module_exists(config, key))
 
 
-def _shape(name: str, config: LoraConfig, site: Site) -> Shape:
+def _shape(name: str, config: LoraConfig, site: Site | ExpertSite) -> Shape:
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), site.name), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), site.name), config.lora_alpha)
     if not isinstance(rank, int) or rank < 1:
         raise ArgumentError(f"adapter {name!r}: rank_pattern gives {site.name} the rank {rank!r}")
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-    return Shape(rank, site.fan_in, site.fan_out, float(scale))
+    return Shape(rank, site.fan_in, site.fan_out, float(scale), getattr(site, "experts", 0))

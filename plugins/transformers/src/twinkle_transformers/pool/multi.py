@@ -336,9 +336,7 @@ class MultiLoraTransformersModel(TransformersModel):
         """Do nothing: every rank has the whole of an adapter, and made it from the same seed."""
 
     def _names(self, group: OptimizerGroup) -> Mapping[str, torch.nn.Parameter]:
-        tenant = self._tenant(group.adapter_name)
-        flat = group.optimizer is None or any(p is tenant.flat for p in group.parameters())
-        return {"adapter": tenant.flat} if flat else tenant.views()
+        return self._tenant(group.adapter_name).parameters()
 
     def _weights(self, group: OptimizerGroup) -> Mapping[str, torch.Tensor]:
         return self.get_state_dict(adapter_name=group.adapter_name)

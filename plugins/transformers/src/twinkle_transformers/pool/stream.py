@@ -54,9 +54,7 @@ class Scratch:
     def __init__(self, most: int = SCRATCH_BYTES) -> None:
         self.most, self._free = most, list[Tensor]()
 
-    def take(
-        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, borrowed: list[Tensor]
-    ) -> Tensor:
+    def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, borrowed: list[Tensor]) -> Tensor:
         """Return memory of any content, noted in `borrowed`."""
         count = shape[0] * shape[1]
         fits = [f for f in self._free if f.dtype == dtype and f.device == device and count <= f.numel() <= 2 * count]

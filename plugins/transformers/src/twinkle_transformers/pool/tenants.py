@@ -13,6 +13,7 @@ from twinkle.torch.layout import Layout
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
+from twinkle_transformers.pool.expert_files import expert_views
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,12 @@ class Tenant:
             self._share_gradient()
         return self.matrices
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return what its optimizer updates, by saved name: the whole, or its views."""
+        optimizer = self.group.optimizer
+        whole = optimizer is None or any(p is self.flat for p in self.group.parameters())
+        return {"adapter": self.flat} if whole else self.views()
+
     def adopt_gradients(self) -> None:
         """Make the whole gradient of the views' own, if somebody gave them some."""
         if self.flat.grad is None and any(view.grad is not None for view in self.matrices.values()):
@@ -100,10 +107,11 @@ class Tenant:
 
 
 def matrices_of(plan: AdapterPlan, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield A `[r, in]` and B `[out, r]` of each linear layer as views of `flat`, by PEFT's name."""
+    """Yield A `[r, in]` and B `[out, r]` of each layer as views of `flat`, by PEFT's name; experts as PEFT has them."""
     for name, entry in plan.layout.entries.items():
         shape = plan.layout.shapes[name]
         if entry.experts:
+            yield from expert_views(plan.experts[name], entry, flat, plan.layout.entries)
             continue
         yield f"base_model.model.{name}.lora_A.weight", entry.down_of(flat)[: shape.rank]
         yield f"base_model.model.{name}.lora_B.weight", entry.up_of(flat)[: shape.rank].t()
