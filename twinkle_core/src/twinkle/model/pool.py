@@ -31,7 +31,8 @@ class Operation:
         kind: "forward" computes outputs (and the loss, if `loss` is not None); "forward_backward" adds gradients too.
         rows: encoded rows; `labels[i]` is the target of position i.
         loss: a loss, in any form of component argument; None is the adapter's own for "forward_backward".
-        loss_inputs: arguments of the loss; those with one entry a row are cut with the rows.
+        loss_inputs: arguments of the loss; those with one entry a row are cut with the rows. `ref_logps="base"` stands
+            for the base model's log-probabilities of the rows, computed in the same pass.
         options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding").
         number: of the operation, from which dropout is drawn; None takes the adapter's own count.
     """

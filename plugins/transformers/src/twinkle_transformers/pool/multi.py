@@ -26,6 +26,7 @@ from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.pool.together import answers, check_names, encode_each, joined, share, sort_rows
 from twinkle_transformers.pool.work import Work
 from twinkle_transformers.rows import as_rows
+from twinkle_transformers.scoring import loss_name
 from twinkle_transformers.stepping import set_accumulation
 
 Names = str | Sequence[str | None]
@@ -85,7 +86,7 @@ class MultiLoraTransformersModel(TransformersModel):
         self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
         self._defaults = dict(lora_config or {})
         self._limits = files.Limits(max_loras, max_r, max_length, target_modules)
-        self._flights: dict[str, tuple[Tenant, Work, Flight]] = {}
+        self._flights: dict[str, tuple[Tenant, Work, Flight, int]] = {}
         self.optimizer_group, self.active_group = {}, ""
 
     # adapters
@@ -183,7 +184,7 @@ class MultiLoraTransformersModel(TransformersModel):
         flight = self.pool.passes.forward(work.parts)
         if work.error is not None:
             raise work.error
-        self._flights[tenant.name] = (tenant, work, flight)
+        self._flights[tenant.name] = (tenant, work, flight, tenant.flat._version)
         tenant.group.training = True
         tenant.group.train_status.passes = [part.item for part in work.parts if part.item is not None]
         return tenant.group.train_status.passes[0].outputs
@@ -193,13 +194,23 @@ class MultiLoraTransformersModel(TransformersModel):
         """Add the gradients of the last calculated loss of an adapter."""
         tenant = self._tenant(adapter_name)
         tenant.group.begin_backward()
-        owner, work, flight = self._flights.pop(tenant.name, (None, None, None))
+        owner, work, flight, version = self._flights.get(tenant.name, (None, None, None, 0))
         if owner is not tenant or work is None or flight is None:
             raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
-        if any(part.item is not None and part.item.usable and part.item.loss is None for part in work.parts):
+        if version != tenant.flat._version:
             raise TrainingStateError(
-                "backward: no loss was calculated; call calculate_loss() (or forward_backward()) first"
+                f"backward: the weights of adapter {tenant.name!r} have changed since its forward; call forward and "
+                "calculate_loss again"
             )
+        for item in (part.item for part in work.parts if part.item is not None and part.item.usable):
+            if item.loss is None:
+                raise TrainingStateError(
+                    "backward: no loss was calculated; call calculate_loss() (or forward_backward()) first"
+                )
+            if not item.loss.loss_sum.requires_grad:
+                name = loss_name(tenant.group.loss_instance)
+                raise TrainingStateError(f"backward: the result of {name} has no gradient; was it detached?")
+        del self._flights[tenant.name]
         self.pool.passes.backward(flight)
         self.pool.collect(flight)
         if isinstance(result := self.pool.finish(work), OperationError):
@@ -227,7 +238,8 @@ class MultiLoraTransformersModel(TransformersModel):
             return_logits: also return logits.
             task: as in `forward`.
             **loss_kwargs: arguments of the losses; what has one entry a row is cut with the rows, and an entry of None
-                means that its row has none.
+                means that its row has none. `ref_logps="base"` (or "base" as entry of a row) computes the base model's
+                log-probabilities of these rows in the same pass.
 
         Returns:
             for one name `loss`, `num_tokens` and `logps` `[B, T]`; for a list one output a row, in order: `logps`
@@ -409,4 +421,7 @@ class MultiLoraTransformersModel(TransformersModel):
                 arguments = shares.get(who, {})
                 operations.append(Operation(tenants[who].ref, kind, encoded, None, arguments, options))
         results = [result for _, result in self._run(operations, size)]
+        for tenant in tenants.values():  # calculate_loss must not score an earlier forward
+            tenant.group.training = training
+            (tenant.group.train_status if training else tenant.group.eval_status).passes = []
         return answers(rows, results, len(names))

@@ -1,5 +1,6 @@
 """`LoraPool`: adapters of one model, and operations of many of them in one pass."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,6 +25,7 @@ from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_adapter
+from twinkle_transformers.pool import state
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.passes import Flight, Passes
@@ -102,9 +104,14 @@ class LoraPool(AdapterPool):
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Do operations together; see `AdapterPool.run`."""
         works: list[Work | OperationError] = []
+        earlier: Counter[AdapterRef] = Counter()
         for index, operation in enumerate(operations):
             try:
-                works.append(self.prepare(index, operation))
+                work = self.prepare(index, operation)
+                if work.training and work.tenant is not None and operation.number is None:
+                    work.number += earlier[work.tenant.ref]
+                    earlier[work.tenant.ref] += 1
+                works.append(work)
             except Exception as error:  # a loss or processor may raise anything, and the others go on
                 name = operation.adapter.name if isinstance(operation.adapter, AdapterRef) else operation.adapter
                 works.append(OperationError(error, name, index))
@@ -145,17 +152,18 @@ class LoraPool(AdapterPool):
         """Do one pass; if it cannot be done, find out whose fault it is by doing halves of it."""
         if not parts:
             return
+        twins = [part.twin for part in parts if part.twin is not None]
         try:
-            flight = self.passes.forward(parts)
+            flight = self.passes.forward([*parts, *twins])
             self.score(flight)
             self.passes.backward(flight)
-            self.collect(flight)
         except Exception as error:  # whatever it is, it must not cost the others their operations
             if len(parts) == 1:
                 parts[0].work.error = error
                 return
             get_logger().warning("a pass of %d operations failed (%s); it is made again in halves", len(parts), error)
         else:
+            self.collect(flight)
             return
         for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):
             self._compute([part for part in half if part.work.error is None])
@@ -168,6 +176,8 @@ class LoraPool(AdapterPool):
             if work.error is not None or work.loss is None or item is None:
                 continue
             try:
+                if part.twin is not None:
+                    part.loss_kwargs["ref_logps"] = _logps_of(part.twin)
                 with torch.set_grad_enabled(work.training):
                     many = len(work.parts) > 1
                     loop.calculate(work.loss, item, split=many, spread=False, loss_kwargs=part.loss_kwargs)
@@ -233,7 +243,8 @@ class LoraPool(AdapterPool):
             error = work.error or TrainingStateError("the operation was not done")
             return OperationError(error, work.name, work.index)
         used = [part.item for part in work.parts if part.item is not None and part.item.usable]
-        result = OperationResult(_by_row(work), usage=work.usage)
+        usage = sum((part.twin.work.usage for part in work.parts if part.twin is not None), work.usage)
+        result = OperationResult(_by_row(work), usage=usage)
         if work.loss is not None and used:
             result.loss_sum = sum(item.outputs["loss_sum"] for item in used)
             result.denominator = sum(item.outputs["num_tokens"] for item in used)
@@ -259,12 +270,12 @@ class LoraPool(AdapterPool):
     # state: see tenants' own modules
 
     def snapshot(self, adapter: str | AdapterRef) -> dict[str, Any]:
-        """Return a copy of all that an adapter is."""
-        raise NotImplementedError
+        """Return a copy of all that an adapter is; see `state.take`."""
+        return state.take(self.tenants[adapter])
 
     def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
-        """Put a snapshot in place of an adapter's state."""
-        raise NotImplementedError
+        """Put a snapshot in place of an adapter's state, whole or not at all; see `state.put`."""
+        state.put(self.tenants[adapter], snapshot)
 
     def page(
         self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
@@ -275,10 +286,10 @@ class LoraPool(AdapterPool):
     def version(self, adapter: str | AdapterRef) -> AdapterVersion:
         """Return the adapter's weights as they are now; as long as they do not change it is the same object."""
         tenant = self.tenants[adapter]
-        state = (tenant.group.updates, tenant.flat._version)
-        if tenant.latest is None or tenant.latest[0] != state:
-            name = f"{tenant.name}@{tenant.ref.generation}.{state[0]}.{state[1]}"
-            tenant.latest = state, AdapterVersion(tenant.plan.layout, tenant.flat.detach().clone(), name)
+        moment = (tenant.group.updates, tenant.flat._version)
+        if tenant.latest is None or tenant.latest[0] != moment:
+            name = f"{tenant.name}@{tenant.ref.generation}.{moment[0]}.{moment[1]}"
+            tenant.latest = moment, AdapterVersion(tenant.plan.layout, tenant.flat.detach().clone(), name)
         return tenant.latest[1]
 
     def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
@@ -291,6 +302,14 @@ def _seed_of(name: str) -> int:
     import zlib
 
     return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+
+
+def _logps_of(twin: Part) -> Tensor:
+    if twin.work.error is not None:
+        raise twin.work.error
+    if twin.item is None or "logps" not in twin.item.outputs:
+        raise TrainingStateError("ref_logps='base': the rows have no `labels`, so that the base model scored nothing")
+    return twin.item.outputs["logps"].detach()
 
 
 def _by_row(work: Work) -> list[ModelOutput]:

@@ -10,6 +10,7 @@ from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, DataError, OperationsFailed
 from twinkle.model.pool import OperationError, OperationResult
 from twinkle_registry import check_keywords
+from twinkle_transformers.pool.work import asks_for_base
 from twinkle_transformers.rows import as_rows, row_count, row_inputs
 from twinkle_transformers.scoring import check_loss_arguments, loss_name
 
@@ -79,7 +80,7 @@ def share(arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: 
     found: dict[str | None, dict[str, Any]] = {name: {} for name in rows}
     for key, value in arguments.items():
         takers = 0
-        if key in per_row and value is not None:
+        if key in per_row and value is not None and not asks_for_base({key: value}):
             if per_row[key] > 1:
                 raise ArgumentError(
                     f"{key} has one entry for {per_row[key]} rows; where each row names its adapter, give the argument "
@@ -122,6 +123,8 @@ def _rows_of(value: Any, rows: list[int]) -> Any:
     part = [value[row] for row in rows]
     if all(entry is None for entry in part):
         return None
+    if all(isinstance(entry, str) and entry == "base" for entry in part):
+        return "base"
     if any(entry is None for entry in part):
         raise ArgumentError("an argument of the loss is None for some rows of an adapter and not for others")
     return part

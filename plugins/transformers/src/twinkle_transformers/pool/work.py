@@ -52,6 +52,8 @@ class Part:
     computed: int = 0
     """Tokens of the stream that are its own."""
     item: Pass | None = None
+    twin: "Part | None" = None
+    """The same rows without an adapter, where the loss compares with the base model."""
     done: bool = False
     """Whether its pass has succeeded."""
 
@@ -178,11 +180,30 @@ def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int
             size += more
         bounds.append(len(whole.rows))
         work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+    if asks_for_base(work.operation.loss_inputs):
+        for part in work.parts:
+            part.twin = _twin(part)
     if work.loss is not None:
+        arguments = {k: v for k, v in work.operation.loss_inputs.items() if not asks_for_base({k: v})}
         sizes = [batch_size(part.batch) for part in work.parts]
-        shares = share_arguments(work.operation.loss_inputs, row_inputs(work.loss), sizes, left=left)
+        shares = share_arguments(arguments, row_inputs(work.loss), sizes, left=left)
         for part, share in zip(work.parts, shares, strict=True):
             part.loss_kwargs = share
+
+
+def asks_for_base(arguments: Mapping[str, Any]) -> bool:
+    """Say whether the base model's log-probabilities are asked for: `ref_logps="base"`."""
+    reference = arguments.get("ref_logps")
+    return isinstance(reference, str) and reference == "base"
+
+
+def _twin(part: Part) -> Part:
+    work = part.work
+    operation = Operation(None, "forward", part.rows)
+    base = Work(work.index, operation, None, None, Needs(), work.temperature, False, 0)
+    twin = Part(base, part.rows, part.batch, part.places, part.sequences, first=part.first)
+    base.parts = [twin]
+    return twin
 
 
 def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
@@ -246,10 +267,11 @@ def in_passes(works: Sequence[Work], budget: int) -> Iterator[list[Part]]:
     taken: list[Part] = []
     size = 0
     for part in waiting:
-        if taken and size + part.tokens > budget:
+        tokens = part.tokens if part.twin is None else 2 * part.tokens
+        if taken and size + tokens > budget:
             yield taken
             taken, size = [], 0
         taken.append(part)
-        size += part.tokens
+        size += tokens
     if taken:
         yield taken
