@@ -1,12 +1,11 @@
-"""What is wrong with one adapter's rows, loss, weights or configuration harms that adapter's operation and nothing else."""
+"""What is wrong with one adapter's rows, loss or weights harms that adapter's operation and nothing else."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig
+from peft import PromptTuningConfig
 from pools import Row, flat_of, lora, make_rows, moments_of, open_pool
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from twinkle.errors import (
     Unsupported,
 )
 from twinkle.loss import Loss
-from twinkle.model.pool import AdapterRef, Operation, OperationError, OperationResult
+from twinkle.model.pool import AdapterRef, Operation, OperationResult
 from twinkle.testing import tiny_model
 
 GOOD = make_rows(2, 9, seed=0)
@@ -384,6 +383,8 @@ def test_a_micro_batch_size_that_parts_what_a_loss_compares_is_refused(model: An
 
 # configurations
 
+NOTHING = {"target_modules": None, "train_attn": False, "train_mlp": False, "train_unembed": False}
+
 
 @pytest.mark.parametrize(
     ("config", "error", "match"),
@@ -410,7 +411,7 @@ def test_a_micro_batch_size_that_parts_what_a_loss_compares_is_refused(model: An
         ({"trainable_token_indices": [1]}, Unsupported, "trainable_token_indices"),
         ({"rank": 4}, ArgumentError, "rank"),
         ({"train_attn": True, "target_modules": ["q_proj"]}, ArgumentError, "not both"),
-        ({"target_modules": None, "train_attn": False, "train_mlp": False, "train_unembed": False}, ArgumentError, "nothing"),
+        (NOTHING, ArgumentError, "nothing is left"),
         ({"seed": 1.5}, ArgumentError, "seed=1.5"),
     ],
 )  # fmt: skip
@@ -451,7 +452,7 @@ def test_limits_say_how_much_and_for_whom(folder: Path) -> None:
         model.add_adapter_to_model("a", lora(8, target_modules=["q_proj"]))
     with pytest.raises(ArgumentError, match="adapter 'a': rank 5 is above max_r=4"):
         model.add_adapter_to_model("a", lora(2, target_modules=["q_proj"], rank_pattern={"q_proj": 5}))
-    with pytest.raises(ArgumentError, match="adapter 'a': it adapts .*k_proj"):
+    with pytest.raises(ArgumentError, match=r"adapter 'a': it adapts .*k_proj"):
         model.add_adapter_to_model("a", lora(4, target_modules=["k_proj"]))
     model.add_adapter_to_model("a", lora(4, target_modules=["q_proj"]))
     with pytest.raises(CapacityError, match="adapter 'b': there are 1 adapters and max_loras is 1"):

@@ -86,7 +86,7 @@ class MultiLoraTransformersModel(TransformersModel):
         self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
         self._defaults = dict(lora_config or {})
         self._limits = files.Limits(max_loras, max_r, max_length, target_modules)
-        self._flights: dict[str, tuple[Tenant, Work, Flight, int]] = {}
+        self._flights: dict[str, tuple[Tenant, Work, Flight, tuple[int, int]]] = {}
         self.optimizer_group, self.active_group = {}, ""
 
     # adapters
@@ -184,7 +184,7 @@ class MultiLoraTransformersModel(TransformersModel):
         flight = self.pool.passes.forward(work.parts)
         if work.error is not None:
             raise work.error
-        self._flights[tenant.name] = (tenant, work, flight, tenant.flat._version)
+        self._flights[tenant.name] = (tenant, work, flight, tenant.state)
         tenant.group.training = True
         tenant.group.train_status.passes = [part.item for part in work.parts if part.item is not None]
         return tenant.group.train_status.passes[0].outputs
@@ -194,10 +194,10 @@ class MultiLoraTransformersModel(TransformersModel):
         """Add the gradients of the last calculated loss of an adapter."""
         tenant = self._tenant(adapter_name)
         tenant.group.begin_backward()
-        owner, work, flight, version = self._flights.get(tenant.name, (None, None, None, 0))
+        owner, work, flight, state = self._flights.get(tenant.name, (None, None, None, (0, 0)))
         if owner is not tenant or work is None or flight is None:
             raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
-        if version != tenant.flat._version:
+        if state != tenant.state:
             raise TrainingStateError(
                 f"backward: the weights of adapter {tenant.name!r} have changed since its forward; call forward and "
                 "calculate_loss again"

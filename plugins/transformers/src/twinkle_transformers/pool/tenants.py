@@ -1,14 +1,12 @@
 """The adapters of a pool and all that belongs to each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, TrainingStateError
-from twinkle.model.pool import AdapterRef
+from twinkle.model.pool import AdapterRef, Usage
 from twinkle.torch.layout import Layout
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
@@ -41,7 +39,7 @@ class Tenant:
         flat: its weights, float32 `[P]`; `flat.grad` are its pending gradients.
         group: optimizer, scheduler, loss, template, processor, metrics, counters.
         matrices: views of `flat` by PEFT's name, once an optimizer wants them one by one.
-        used: when it was last used, in the pool's count.
+        usage: what its operations have cost.
     """
 
     ref: AdapterRef
@@ -49,7 +47,7 @@ class Tenant:
     flat: nn.Parameter
     group: OptimizerGroup
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
-    used: int = 0
+    usage: Usage = field(default_factory=Usage)
     spare: Tensor | None = None
     """Memory of the last gradients, for the next: new memory costs more than the copy."""
     latest: tuple[tuple[int, int], AdapterVersion] | None = None
@@ -60,13 +58,18 @@ class Tenant:
         """Its name."""
         return self.ref.name
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """What changes with its weights."""
+        return self.group.updates, self.flat._version
+
     def add_gradient(self, grad: Tensor) -> None:
         """Add `[P]` to the pending gradients."""
         if self.flat.grad is not None:
             self.flat.grad.add_(grad)
             return
         if self.spare is None or self.spare.shape != grad.shape or self.spare.device != grad.device:
-            self.spare = torch.empty_like(grad)
+            self.spare = torch.empty_like(self.flat.detach())
         self.flat.grad = self.spare.copy_(grad)
         self._share_gradient()
 
@@ -118,12 +121,16 @@ def matrices_of(plan: AdapterPlan, flat: Tensor) -> Iterator[tuple[str, Tensor]]
 
 
 class Tenants:
-    """The adapters by name."""
+    """The adapters by name.
 
-    def __init__(self) -> None:
+    Args:
+        use: called with each adapter that somebody looks up, before he gets it.
+    """
+
+    def __init__(self, use: Callable[[Tenant], None]) -> None:
         self._found: dict[str, Tenant] = {}
         self._generations = 0
-        self._uses = 0
+        self._use = use
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(list(self._found.values()))
@@ -149,12 +156,23 @@ class Tenants:
 
     def remove(self, adapter: str | AdapterRef) -> Tenant:
         """Let an adapter go and return it."""
-        tenant = self[adapter]
+        tenant = self.find(adapter)
         del self._found[tenant.name]
         return tenant
 
     def __getitem__(self, adapter: str | AdapterRef) -> Tenant:
-        """Return an adapter.
+        """Return an adapter for use: its state is where the model is.
+
+        Raises:
+            CapacityError: there is no room for it there.
+            Exception: as `find`.
+        """
+        found = self.find(adapter)
+        self._use(found)
+        return found
+
+    def find(self, adapter: str | AdapterRef) -> Tenant:
+        """Return an adapter, wherever its state is.
 
         Raises:
             ArgumentError: there is none of this name.
@@ -170,11 +188,4 @@ class Tenants:
                 f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; there are "
                 f"{sorted(self._found) or 'none'}; add one with add_adapter_to_model"
             )
-        self._uses += 1
-        found.used = self._uses
         return found
-
-
-def bytes_of(tensors: list[Any]) -> int:
-    """Return the bytes of tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))

@@ -1,0 +1,483 @@
+"""Every way to call a model of many adapters, and what it returns: losses, metrics, stages, templates, dtypes."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pools import Alone, Row, distance, flat_of, lora, make_rows, open_pool
+
+from twinkle.errors import ArgumentError, TrainingStateError
+from twinkle.model.pool import Operation, OperationResult
+from twinkle.testing import tiny_model
+from twinkle_transformers.model import TransformersModel
+
+ROWS = {name: make_rows(2, (9, 6), seed=at) for at, name in enumerate(("a", "b", "c"))}
+MIXED = [row for name in "abc" for row in ROWS[name]]
+NAMES = ["a", "a", "b", "b", "c", "c"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def three_adapters(folder: Path, **options: Any) -> Any:
+    model = open_pool(folder, **options)
+    for at, name in enumerate(("a", "b", "c")):
+        model.add_adapter_to_model(name, lora(2 + at), seed=at)
+        model.set_optimizer("AdamW", lr=1e-2, adapter_name=name)
+    return model
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return three_adapters(folder)
+
+
+def weights_of(model: Any, name: str) -> dict[str, torch.Tensor]:
+    return model.get_state_dict(adapter_name=name)  # type: ignore[no-any-return]
+
+
+# losses
+
+
+def test_losses_of_three_kinds_in_one_call_are_their_formulas_on_peft_s_logps(folder: Path) -> None:
+    model = three_adapters(folder)
+    model.set_loss("GRPOLoss", epsilon=0.2, adapter_name="b")
+    model.set_loss("DPOLoss", beta=0.1, adapter_name="c")
+    with torch.no_grad():
+        reference = [
+            output["logps"].tolist() for output in model.forward_only(inputs=ROWS["c"], adapter_name=[None] * 2)
+        ]
+    outputs = model.forward_backward(
+        inputs=MIXED, adapter_name=NAMES, advantages=[None, None, 1.5, -0.5, None, None],
+        ref_logps=[None] * 4 + reference,
+    )  # fmt: skip
+    peft = {name: Alone(folder, lora(2 + at), weights_of(model, name)) for at, name in enumerate("abc")}
+    for at, (name, row) in enumerate(zip(NAMES, MIXED, strict=True)):
+        torch.testing.assert_close(outputs[at]["logps"], peft[name].logps(row).detach(), rtol=0, atol=2e-5)
+
+    trained = [torch.cat([peft["a"].logps(row) for row in ROWS["a"]])]
+    losses = {"a": -trained[0].sum() / 13}
+    means = [peft["b"].logps(row).sum() / (len(row["labels"]) - 1) for row in ROWS["b"]]
+    losses["b"] = -(1.5 * (means[0] - means[0].detach() + 1) - 0.5 * (means[1] - means[1].detach() + 1)) / 2
+    chosen, rejected = (peft["c"].logps(row).sum() - sum(old) for row, old in zip(ROWS["c"], reference, strict=True))
+    losses["c"] = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+    counts = {"a": 13, "b": 2, "c": 1}
+    for at, name in enumerate(NAMES):
+        assert outputs[at]["loss"] == pytest.approx(float(losses[name].detach()), rel=2e-5)
+        assert outputs[at]["num_tokens"] == counts[name]
+    for name, loss in losses.items():
+        (loss * counts[name]).backward()  # type: ignore[no-untyped-call]
+        mine = model.pool.tenants[name].views()
+        for key, grad in peft[name].gradients().items():
+            assert distance(mine[key].grad, grad) < 1e-5
+
+
+def test_rows_without_adapter_are_a_reference_in_the_same_pass(folder: Path) -> None:
+    model = three_adapters(folder)
+    outputs = model.forward_backward(inputs=[*MIXED, *MIXED], adapter_name=[*NAMES, *[None] * 6])
+    base = TransformersModel(model_id=str(folder), mixed_precision="no")
+    for row, output in zip(MIXED, outputs[6:], strict=True):
+        expected = base.forward_only(inputs=[row])["logps"][0]
+        torch.testing.assert_close(output["logps"], expected, rtol=0, atol=2e-5)
+        assert "loss" not in output
+        assert not output["logps"].requires_grad
+    disabled = model.forward_only(inputs=MIXED, adapter_name=NAMES, disable_lora=True)
+    alone = model.forward_only(inputs=ROWS["a"], adapter_name="a", disable_lora=True)
+    for row in range(6):
+        assert distance(disabled[row]["logps"], outputs[6 + row]["logps"]) < 2e-6
+    assert distance(alone["logps"][0], outputs[6]["logps"]) < 2e-6
+
+
+def test_a_tensor_of_arguments_is_cut_with_the_rows(folder: Path) -> None:
+    model = three_adapters(folder)
+    for name in "ab":
+        model.set_loss("GRPOLoss", adapter_name=name)
+    rows, names = [ROWS["a"][0], ROWS["b"][0], ROWS["a"][1]], ["a", "b", "a"]
+    old = torch.full((3, 9), -5.0)
+    outputs = model.forward_backward(
+        inputs=rows, adapter_name=names, advantages=torch.tensor([1.0, 2.0, 3.0]), old_logps=old
+    )
+    other = three_adapters(folder)
+    other.set_loss("GRPOLoss", adapter_name="a")
+    alone = other.forward_backward(
+        inputs=ROWS["a"], adapter_name="a", advantages=torch.tensor([1.0, 3.0]), old_logps=old[[0, 2]]
+    )
+    assert outputs[0]["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert distance(flat_of(model, "a").grad, flat_of(other, "a").grad) < 2e-6
+
+
+# what one name returns
+
+
+def test_one_name_returns_what_a_model_with_one_adapter_returns(folder: Path, tmp_path: Path) -> None:
+    model = three_adapters(folder)
+    model.save("a", str(tmp_path), adapter_name="a")
+    plain = TransformersModel(model_id=str(folder), mixed_precision="no")
+    plain.add_adapter_to_model("a", str(tmp_path / "a"))
+    plain.set_optimizer("AdamW", lr=1e-2)
+    rows = make_rows(3, (9, 4), seed=9)
+    for call in ({}, {"return_logits": True}, {"temperature": 0.7}, {"micro_batch_size": 2}):
+        mine = model.forward_backward(inputs=rows, adapter_name="a", **call)
+        other = plain.forward_backward(inputs=rows, **call)
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            if key == "logits":  # what a plain model computes on padding says nothing
+                mine[key][1, 4:] = value[1, 4:] = 0
+            torch.testing.assert_close(torch.as_tensor(mine[key]), torch.as_tensor(value), rtol=1e-5, atol=2e-5)
+        model.clip_grad_and_step(adapter_name="a")
+        plain.clip_grad_and_step()
+        ours, theirs = model.calculate_metric(True, adapter_name="a"), plain.calculate_metric(True)
+        assert ours.keys() == theirs.keys()
+        for key in ("loss", "grad_norm", "accuracy", "learning_rate"):
+            if key in theirs:
+                assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-4), key
+    embedded = model.forward_only(inputs=rows, adapter_name="a", task="embedding")["embeddings"]
+    torch.testing.assert_close(
+        embedded, plain.forward_only(inputs=rows, task="embedding")["embeddings"], rtol=0, atol=2e-5
+    )
+
+
+def test_outputs_of_several_adapters_are_rows_in_the_caller_s_order(model: Any) -> None:
+    order = [3, 0, 5, 2, 4, 1]
+    outputs = model.forward_only(
+        inputs=[MIXED[at] for at in order], adapter_name=[NAMES[at] for at in order], return_logits=True
+    )
+    for at, output in zip(order, outputs, strict=True):
+        length = len(MIXED[at]["input_ids"])
+        assert output["logits"].shape == (length, 264)
+        assert output["logps"].shape == (length,)
+        alone = model.forward_only(inputs=[MIXED[at]], adapter_name=NAMES[at])["logps"][0]
+        assert distance(output["logps"], alone) < 2e-6
+        labels = torch.tensor(MIXED[at]["labels"][:-1])
+        whole = output["logits"].log_softmax(-1)[:-1].gather(-1, labels[:, None])[:, 0]
+        torch.testing.assert_close(whole, output["logps"][:-1], rtol=0, atol=2e-5)
+
+
+def test_embeddings_of_several_adapters_are_each_row_s_own(model: Any) -> None:
+    outputs = model.forward_only(inputs=MIXED, adapter_name=NAMES, task="embedding")
+    for row, name, output in zip(MIXED, NAMES, outputs, strict=True):
+        alone = model.forward_only(inputs=[row], adapter_name=name, task="embedding")["embeddings"][0]
+        assert distance(output["embeddings"], alone) < 2e-6
+
+
+@pytest.mark.parametrize("call", ["forward_only", "forward_backward"])
+def test_no_rows_are_no_outputs_or_an_error_that_says_so(model: Any, call: str) -> None:
+    assert getattr(model, call)(inputs=[], adapter_name=[]) == []
+
+
+# one stage after the other
+
+
+def test_the_stages_one_by_one_are_the_step_in_one_call(folder: Path) -> None:
+    staged, whole = three_adapters(folder), three_adapters(folder)
+    for step in range(3):
+        rows = make_rows(3, (9, 5), seed=step)
+        staged.forward(inputs=rows, adapter_name="a")
+        staged.forward_backward(inputs=ROWS["b"], adapter_name="b")  # others come between
+        loss = staged.calculate_loss(adapter_name="a")
+        staged.backward(adapter_name="a")
+        staged.clip_grad_norm(0.5, adapter_name="a")
+        staged.step(adapter_name="a")
+        staged.zero_grad(adapter_name="a")
+        staged.lr_step(adapter_name="a")
+        assert loss == pytest.approx(whole.forward_backward(inputs=rows, adapter_name="a")["loss"], rel=1e-6)
+        whole.clip_grad_and_step(0.5, adapter_name="a")
+        metrics = staged.calculate_metric(True, adapter_name="a"), whole.calculate_metric(True, adapter_name="a")
+        for key in ("loss", "grad_norm", "accuracy"):
+            assert metrics[0][key] == pytest.approx(metrics[1][key], rel=1e-5)
+    assert distance(flat_of(staged, "a"), flat_of(whole, "a")) < 1e-5
+
+
+def test_two_adapters_may_be_between_forward_and_backward_at_once(folder: Path) -> None:
+    model, other = three_adapters(folder), three_adapters(folder)
+    for name in "ab":
+        model.forward(inputs=ROWS[name], adapter_name=name)
+    for name in "ab":
+        model.calculate_loss(adapter_name=name)
+    for name in "ba":
+        model.backward(adapter_name=name)
+    for name in "ab":
+        other.forward_backward(inputs=ROWS[name], adapter_name=name)
+        assert torch.equal(flat_of(model, name).grad, flat_of(other, name).grad)
+
+
+def test_a_backward_without_its_forward_is_refused(model: Any) -> None:
+    with pytest.raises(TrainingStateError, match="there is no forward"):
+        model.backward(adapter_name="a")
+    model.forward(inputs=ROWS["a"], adapter_name="a")
+    with pytest.raises(TrainingStateError, match="no loss was calculated"):
+        model.backward(adapter_name="a")
+    model.forward(inputs=ROWS["a"], adapter_name="a")
+    model.calculate_loss(adapter_name="a")
+    model.backward(adapter_name="a")
+    with pytest.raises(TrainingStateError, match="there is no forward"):
+        model.backward(adapter_name="a")
+
+
+def test_a_staged_loss_without_a_gradient_is_refused(model: Any) -> None:
+    model.set_loss(lambda inputs, outputs: {"loss": outputs["logps"].detach().sum(), "num_tokens": 1}, adapter_name="a")
+    model.forward(inputs=ROWS["a"], adapter_name="a")
+    model.calculate_loss(adapter_name="a")
+    with pytest.raises(TrainingStateError, match="has no gradient"):
+        model.backward(adapter_name="a")
+    assert flat_of(model, "a").grad is None
+
+
+def test_a_backward_after_the_weights_changed_is_refused(model: Any) -> None:
+    model.forward(inputs=ROWS["a"], adapter_name="a")
+    model.calculate_loss(adapter_name="a")
+    model.forward_backward(inputs=ROWS["a"], adapter_name=["a", "a"])
+    model.clip_grad_and_step(adapter_name="a")
+    with pytest.raises(TrainingStateError, match="weights"):
+        model.backward(adapter_name="a")
+
+
+def test_an_adapter_that_took_the_name_of_a_removed_one_has_no_forward_of_it(model: Any) -> None:
+    model.forward(inputs=ROWS["a"], adapter_name="a")
+    model.calculate_loss(adapter_name="a")
+    model.remove_adapter("a")
+    model.add_adapter_to_model("a", lora(2), seed=0)
+    with pytest.raises(TrainingStateError, match="there is no forward"):
+        model.backward(adapter_name="a")
+
+
+def test_an_evaluation_of_one_adapter_has_metrics_of_its_own(folder: Path) -> None:
+    model = three_adapters(folder)
+    model.forward_backward(inputs=ROWS["a"], adapter_name="a")
+    before = model.optimizer_group["a"].denominator, flat_of(model, "a").grad.clone()
+    losses = []
+    for seed in (1, 2):
+        model.forward_only(inputs=make_rows(2, 9, seed), adapter_name="a", micro_batch_size=seed)
+        losses.append(model.calculate_loss(adapter_name="a"))
+    metrics = model.calculate_metric(False, adapter_name="a")
+    assert float(metrics["loss"]) == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert model.optimizer_group["a"].denominator == before[0]
+    assert torch.equal(flat_of(model, "a").grad, before[1])
+
+
+def test_a_loss_is_never_that_of_an_earlier_forward(model: Any) -> None:
+    model.forward_only(inputs=ROWS["a"], adapter_name="a")
+    first = model.calculate_loss(adapter_name="a")
+    model.forward_only(inputs=[*ROWS["b"], *ROWS["b"]], adapter_name=["a", "a", "b", "b"])
+    with pytest.raises(TrainingStateError, match="there is no forward to score"):
+        model.calculate_loss(adapter_name="a")
+    assert first > 0
+
+
+def test_metrics_are_each_adapter_s_own(folder: Path) -> None:
+    model = three_adapters(folder)
+    outputs = model.forward_backward(inputs=MIXED, adapter_name=NAMES)
+    norms = model.clip_grad_and_step(adapter_name=["a", "b", "c"])
+    for at, name in enumerate("abc"):
+        metrics = model.calculate_metric(True, adapter_name=name)
+        assert float(metrics["loss"]) == pytest.approx(outputs[2 * at]["loss"], rel=1e-5)
+        assert float(metrics["grad_norm"]) == pytest.approx(norms[at], rel=1e-5)
+
+
+def test_steps_of_a_list_wait_for_each_adapter_s_accumulation(folder: Path) -> None:
+    model = three_adapters(folder)
+    for step in range(1, 7):
+        model.forward_backward(inputs=MIXED, adapter_name=NAMES)
+        norms = model.clip_grad_and_step(
+            adapter_name=["a", "b", "c"], gradient_accumulation_steps=None if step > 1 else 2
+        )
+        assert [norm > 0 for norm in norms] == [step % 2 == 0] * 3
+    assert [model.optimizer_group[name].updates for name in "abc"] == [3, 3, 3]
+    model.forward_backward(inputs=ROWS["a"], adapter_name="a")
+    assert model.clip_grad_and_step(adapter_name=["a"], flush=True)[0] > 0
+
+
+# rows, templates, processors
+
+
+def test_each_adapter_encodes_with_its_own_template(folder: Path) -> None:
+    model = three_adapters(folder)
+    model.set_template("Template", max_length=8, truncation_strategy="right", adapter_name="b")
+    talk = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three four five"}]}
+    outputs = model.forward_only(inputs=[talk, talk, talk], adapter_name=["a", "b", None])
+    sizes = [len(output["logps"]) for output in outputs]
+    assert sizes[1] == 8 < sizes[0] == sizes[2]
+
+
+def test_rows_padded_on_the_left_have_the_same_numbers(folder: Path) -> None:
+    right, left = three_adapters(folder), three_adapters(folder)
+    for name in "ab":
+        left.set_processor("InputProcessor", padding_side="left", adapter_name=name)
+    for model in (right, left):
+        for name in "ab":
+            model.set_loss("GRPOLoss", adapter_name=name)
+    rows = make_rows(3, (5, 12, 9), seed=2)
+    old = torch.full((3, 12), -5.0)
+    one = right.forward_backward(
+        inputs=rows, adapter_name="a", advantages=[1.0, -1.0, 0.5], old_logps=old, micro_batch_size=2
+    )
+    two = left.forward_backward(
+        inputs=rows, adapter_name="a", advantages=[1.0, -1.0, 0.5], old_logps=old, micro_batch_size=2
+    )
+    for at, row in enumerate(rows):
+        size = len(row["labels"])
+        torch.testing.assert_close(two["logps"][at, 12 - size :], one["logps"][at, :size], rtol=0, atol=1e-6)
+    assert distance(flat_of(left, "a").grad, flat_of(right, "a").grad) < 2e-6
+    outputs = left.forward_only(inputs=rows, adapter_name=["a", "a", "b"])
+    assert [len(output["logps"]) for output in outputs] == [5, 12, 9]
+
+
+def test_packed_rows_train_as_the_rows_in_them(folder: Path) -> None:
+    rows = make_rows(4, (5, 12, 9, 2), seed=2)
+    plain, packed = three_adapters(folder), three_adapters(folder)
+    packed.set_processor("InputProcessor", padding_free=True, adapter_name="a")
+    one = plain.forward_backward(inputs=rows, adapter_name="a")
+    two = packed.forward_backward(inputs=rows, adapter_name="a")
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert distance(flat_of(packed, "a").grad, flat_of(plain, "a").grad) < 2e-6
+
+
+# dropout and dtypes
+
+
+DROPS: dict[str, Any] = {"lora_dropout": 0.25}
+
+
+def test_dropout_is_a_function_of_seed_operation_row_and_position(folder: Path, tmp_path: Path) -> None:
+    rows = make_rows(3, 9, seed=1)
+
+    def train(neighbours: int, **call: Any) -> Any:
+        model = open_pool(folder)
+        model.add_adapter_to_model("a", lora(3, **DROPS), seed=7)
+        model.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
+        for number in range(neighbours):
+            model.add_adapter_to_model(f"n{number}", lora(3, lora_dropout=0.25 * (number % 2)), seed=number)
+            model.set_optimizer("AdamW", lr=1e-2, adapter_name=f"n{number}")
+        torch.manual_seed(neighbours)  # the global generator has no part in it
+        found = []
+        for _ in range(2):
+            names = [f"n{number}" for number in range(neighbours)] + ["a"] * 3
+            output = model.forward_backward(inputs=rows[:1] * neighbours + rows, adapter_name=names, **call)
+            found.append(torch.stack([o["logps"] for o in output[neighbours:]]))
+            found.append(flat_of(model, "a").grad.clone())
+            model.clip_grad_and_step(adapter_name=["a"])
+        return model, found
+
+    model, alone = train(0)
+    assert all(torch.equal(one, other) for one, other in zip(train(4)[1], alone, strict=True))
+    assert all(distance(one, other) < 2e-6 for one, other in zip(train(3, micro_batch_size=2)[1], alone, strict=True))
+    assert not torch.equal(alone[0], alone[2])
+
+    model.save("a", str(tmp_path), adapter_name="a", save_optimizer=True)
+    next_one = model.forward_backward(inputs=rows, adapter_name="a")["logps"]
+    again = open_pool(folder)
+    again.add_adapter_to_model("a", str(tmp_path / "a"), seed=99)
+    again.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
+    again.resume_from_checkpoint(str(tmp_path / "a"), adapter_name="a")
+    assert torch.equal(again.forward_backward(inputs=rows, adapter_name="a")["logps"], next_one)
+
+
+def test_two_operations_of_one_adapter_in_one_call_drop_other_features(folder: Path) -> None:
+    rows = make_rows(1, 9, seed=1)
+    model, serial = open_pool(folder), open_pool(folder)
+    for pool in (model, serial):
+        pool.add_adapter_to_model("a", lora(3, **DROPS), seed=7)
+    operation = Operation("a", "forward_backward", rows)
+    results = model.pool.run([operation, operation])
+    one_by_one = [serial.pool.run([operation])[0] for _ in range(2)]
+    for result, expected in zip(results, one_by_one, strict=True):
+        assert torch.equal(result.outputs[0]["logps"], expected.outputs[0]["logps"])
+    assert torch.equal(flat_of(model, "a").grad, flat_of(serial, "a").grad)
+
+
+def test_dropout_keeps_the_mean_and_is_off_without_training(folder: Path) -> None:
+    model = open_pool(folder)
+    model.add_adapter_to_model("drops", lora(4, lora_alpha=1, target_modules=["v_proj"], **DROPS), seed=3)
+    model.add_adapter_to_model("keeps", lora(4, lora_alpha=1, target_modules=["v_proj"]), seed=3)
+    row = make_rows(1, 9, seed=1)
+    sums = torch.zeros(9)
+    for number in range(100):
+        [result] = model.pool.run([Operation("drops", "forward_backward", row, number=number)])
+        assert isinstance(result, OperationResult)
+        sums += result.outputs[0]["logps"]
+    kept = model.forward_only(inputs=row, adapter_name="keeps")["logps"][0]
+    base = model.forward_only(inputs=row, adapter_name=[None])[0]["logps"]
+    assert distance(sums / 100 - base, kept - base) < 0.15
+    assert torch.equal(model.forward_only(inputs=row, adapter_name="drops")["logps"][0], kept)
+
+
+def test_dropout_s_gradient_is_that_of_the_masked_function(folder: Path) -> None:
+    """A small step along the gradient changes the loss by its squared length."""
+    model = open_pool(folder)
+    model.add_adapter_to_model("a", lora(4, **DROPS), seed=3)
+    operation = Operation("a", "forward_backward", make_rows(2, 9, seed=1), number=5)
+    [before] = model.pool.run([operation])
+    flat = flat_of(model, "a")
+    step, square = flat.grad.clone(), float(flat.grad.double().square().sum())
+    losses = []
+    for sign in (1, -1):
+        flat.data.add_(step, alpha=sign * 1e-3 / math.sqrt(square))
+        losses.append(model.pool.run([operation])[0].loss_sum)
+        flat.data.sub_(step, alpha=sign * 1e-3 / math.sqrt(square))
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(math.sqrt(square), rel=2e-2)
+    assert losses[1] < before.loss_sum < losses[0]
+
+
+def test_in_bf16_adapters_train_in_float32_and_no_farther_from_it_than_peft(folder: Path, tmp_path: Path) -> None:
+    half, full = three_adapters(folder, mixed_precision="bf16"), three_adapters(folder)
+    full.save("b", str(tmp_path), adapter_name="b")
+    plain = TransformersModel(model_id=str(folder), mixed_precision="bf16")
+    plain.add_adapter_to_model("b", str(tmp_path / "b"))
+    for model in (half, full):
+        outputs = model.forward_backward(inputs=MIXED, adapter_name=NAMES)
+        assert outputs[0]["logps"].dtype == torch.float32
+        assert flat_of(model, "b").grad.dtype == flat_of(model, "b").dtype == torch.float32
+    plain.forward_backward(inputs=ROWS["b"])
+    peft = {n.replace(".b.", "."): p.grad.ravel() for n, p in plain.model.named_parameters() if p.grad is not None}
+    mine, exact = (
+        {name: view.grad.ravel() for name, view in model.pool.tenants["b"].views().items()} for model in (half, full)
+    )
+    gaps = [distance(torch.cat([g[n] for n in exact]), torch.cat(list(exact.values()))) for g in (mine, peft)]
+    assert 1e-6 < gaps[0] < 1.2 * gaps[1]
+
+
+def test_a_base_in_float64_trains_adapters_in_float32(folder: Path) -> None:
+    model, plain = three_adapters(folder, dtype=torch.float64), three_adapters(folder)
+    for each in (model, plain):
+        each.forward_backward(inputs=MIXED, adapter_name=NAMES)
+    for name in "abc":
+        assert distance(flat_of(model, name).grad, flat_of(plain, name).grad) < 2e-5  # of float32's own rounding
+    model.clip_grad_and_step(adapter_name=["a", "b", "c"])
+
+
+# sampling settings, names
+
+
+def test_calls_name_their_adapter(model: Any) -> None:
+    for call in (
+        lambda: model.forward_only(inputs=ROWS["a"]),
+        lambda: model.clip_grad_and_step(),
+        lambda: model.set_optimizer("AdamW"),
+        lambda: model.calculate_metric(True),
+        lambda: model.zero_grad(),
+        lambda: model.save("x"),
+    ):
+        with pytest.raises(ArgumentError, match=r"adapter_name is required.*\['a', 'b', 'c'\]"):
+            call()
+
+
+def test_temperature_divides_the_logits(model: Any) -> None:
+    row: list[Row] = ROWS["a"][:1]
+    cold = model.forward_only(inputs=row, adapter_name=["a"], temperature=0.5)[0]
+    whole = model.forward_only(inputs=row, adapter_name=["a"], return_logits=True)[0]["logits"]
+    labels = torch.tensor(row[0]["labels"][:-1])
+    expected = (whole / 0.5).log_softmax(-1)[:-1].gather(-1, labels[:, None])[:, 0]
+    torch.testing.assert_close(cold["logps"][:-1], expected, rtol=0, atol=5e-5)
