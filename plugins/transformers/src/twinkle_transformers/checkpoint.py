@@ -75,7 +75,7 @@ def take_snapshot(
     if not optimizer or group.optimizer is None:
         return Snapshot(state)
     keep = parallel.ranks.is_first
-    tensors, state["optimizer"] = _pack_optimizer(group.optimizer, names)
+    tensors, state["optimizer"] = pack_optimizer(group.optimizer, names)
     packed = gathered(tensors, keep)
     if (scheduler := group.lr_scheduler) is not None:
         name = type(scheduler).__name__
@@ -141,7 +141,7 @@ class Training:
 
     def apply(self, group: OptimizerGroup, names: Names, parallel: Replicated) -> None:
         """Make it the state of `group`, whose pending gradients are gone already."""
-        _unpack_optimizer(group.optimizer, self.optimizer, self.tensors, names)
+        unpack_optimizer(group.optimizer, self.optimizer, self.tensors, names)
         if self.scheduler is not None:
             group.lr_scheduler.load_state_dict(self.scheduler)
         for field, value in self.accumulation.items():
@@ -172,8 +172,8 @@ def read_training(
             f"{folder} has weights but no optimizer state; resume with resume_only_model=True, or from a checkpoint "
             "saved with save_optimizer=True"
         )
-    _compare_optimizers(folder, saved, group.optimizer, names)
-    _compare_schedulers(folder, state.get("scheduler"), group.lr_scheduler)
+    compare_optimizers(folder, saved, group.optimizer, names)
+    compare_schedulers(folder, state.get("scheduler"), group.lr_scheduler)
     if group.loss_scale is not None and state.get("loss_scale") is not None:
         copy.copy(group.loss_scale).load_state_dict(state["loss_scale"])  # raises before anything is changed
     accumulation = state.get("accumulation", {})
@@ -204,7 +204,12 @@ def _random_of(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> RandomSt
     return read_random(folder, ranks.index)
 
 
-def _compare_optimizers(folder: Path, saved: Mapping[str, Any], optimizer: Any, names: Names) -> None:
+def compare_optimizers(folder: Path | str, saved: Mapping[str, Any], optimizer: Any, names: Names) -> None:
+    """Refuse packed state that is not for this optimizer; `folder` says where it comes from.
+
+    Raises:
+        CheckpointError: it is of another class, or for other parameters.
+    """
     have = None if optimizer is None else type(optimizer).__name__
     if have != saved["class"]:
         raise CheckpointError(
@@ -226,7 +231,12 @@ def _compare_optimizers(folder: Path, saved: Mapping[str, Any], optimizer: Any, 
         )
 
 
-def _compare_schedulers(folder: Path, saved: Mapping[str, Any] | None, scheduler: Any) -> None:
+def compare_schedulers(folder: Path | str, saved: Mapping[str, Any] | None, scheduler: Any) -> None:
+    """Refuse the state of another scheduler; `folder` says where it comes from.
+
+    Raises:
+        CheckpointError: it is of another class, or only one of both exists.
+    """
     have = None if scheduler is None else type(scheduler).__name__
     theirs = None if saved is None else saved["class"]
     if have != theirs:
@@ -236,7 +246,8 @@ def _compare_schedulers(folder: Path, saved: Mapping[str, Any] | None, scheduler
         )
 
 
-def _pack_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def pack_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return an optimizer's tensors by `field/name`, not copied, and the rest of its state."""
     name_of = {id(parameter): name for name, parameter in names.items()}
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -255,9 +266,10 @@ def _pack_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dic
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 
-def _unpack_optimizer(
+def unpack_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], names: Names
 ) -> None:
+    """Put packed state, which was compared, in place of an optimizer's; it keeps tensors that need not be moved."""
     optimizer.state.clear()
     on_device = {
         id(p)

@@ -48,6 +48,9 @@ class MultiLoraTransformersModel(TransformersModel):
         target_modules: what adapters may adapt: "all-linear", or last names of layers.
         tokens_per_pass: rows are computed so many tokens at a time; the update does not depend on it.
         share_prefixes: compute a prompt that several rows of an adapter begin with once.
+        adapter_memory: bytes that adapters may take where the model is, beyond which those that were idle longest wait
+            in host memory; by default 40 % of what is free.
+        host_memory: bytes that those may take there, beyond which they wait on disk; by default 25 % of what is free.
         **kwargs: those of `TransformersModel`.
 
     Raises:
@@ -69,6 +72,8 @@ class MultiLoraTransformersModel(TransformersModel):
         target_modules: str | Sequence[str] = "all-linear",
         tokens_per_pass: int = TOKENS_PER_PASS,
         share_prefixes: bool = True,
+        adapter_memory: int | None = None,
+        host_memory: int | None = None,
         **kwargs: Any,
     ) -> None:
         if mixed_precision not in ("no", "bf16"):
@@ -81,7 +86,8 @@ class MultiLoraTransformersModel(TransformersModel):
         dtype = PRECISION[self.mixed_precision] or self.model.dtype
         self.pool = LoraPool(
             self._backbone, self.device, self.autocast, dtype, self._recompute, self._new_group, self._encode,
-            tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite,
+            tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite, adapter_memory=adapter_memory,
+            host_memory=host_memory,
         )  # fmt: skip
         self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
         self._defaults = dict(lora_config or {})
@@ -257,7 +263,8 @@ class MultiLoraTransformersModel(TransformersModel):
             work = self._run([operation], micro_batch_size)[0]
             tenant.group.training, tenant.group.train_status.passes = True, []
             return self._joined(tenant.group, work)
-        return self._mixed(inputs, adapter_name, options, loss_kwargs, micro_batch_size, training=True)
+        with self.pool.paging.together():
+            return self._mixed(inputs, adapter_name, options, loss_kwargs, micro_batch_size, training=True)
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_only(
@@ -285,7 +292,8 @@ class MultiLoraTransformersModel(TransformersModel):
             tenant.group.eval_status.passes = [p.item for p in work.parts if p.item is not None] if work else []
             return self._joined(tenant.group, (work, result))
         names = [None] * len(adapter_name) if disable_lora else adapter_name
-        return self._mixed(inputs, names, options, {}, micro_batch_size, training=False)
+        with self.pool.paging.together():
+            return self._mixed(inputs, names, options, {}, micro_batch_size, training=False)
 
     # the step
 
@@ -306,8 +314,9 @@ class MultiLoraTransformersModel(TransformersModel):
             raise ArgumentError(f"adapter_name is a {type(adapter_name).__name__}; give a name or a list of names")
         if len(set(adapter_name)) < len(adapter_name):
             raise ArgumentError("clip_grad_and_step: an adapter is named twice; each has one step")
-        tenants = [self._tenant(name) for name in adapter_name]
-        return step_together(tenants, self.parallel, max_grad_norm, norm_type, self.on_nonfinite, **kwargs)
+        with self.pool.paging.together():
+            tenants = [self._tenant(name) for name in adapter_name]
+            return step_together(tenants, self.parallel, max_grad_norm, norm_type, self.on_nonfinite, **kwargs)
 
     # numbers
 
@@ -382,7 +391,7 @@ class MultiLoraTransformersModel(TransformersModel):
             try:
                 found.append((self.pool.prepare(index, operation, rows=rows, evaluates=evaluates), None))
             except Exception as error:  # a loss or processor may raise anything, and the others go on
-                name = None if operation.adapter is None else self.pool.tenants[operation.adapter].name
+                name = None if operation.adapter is None else self.pool.tenants.find(operation.adapter).name
                 found.append((None, OperationError(error, name, index)))
         self.pool.execute([work for work, _ in found if work is not None])
         return [(work, failed if work is None else self.pool.finish(work)) for work, failed in found]

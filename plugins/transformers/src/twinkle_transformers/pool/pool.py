@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from twinkle_transformers.options import check_adapter
 from twinkle_transformers.pool import state
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
+from twinkle_transformers.pool.paging import Paging
 from twinkle_transformers.pool.passes import Flight, Passes
 from twinkle_transformers.pool.sites import find_sites, install
 from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
@@ -51,6 +53,8 @@ class LoraPool(AdapterPool):
         encode: encodes trajectories of an adapter (or of the base) that has no template of its own.
         tokens_per_pass: a pass has at most so many tokens, unless one row has more.
         on_nonfinite: "raise" fails an operation whose loss or gradient is not finite; "skip" leaves it out.
+        adapter_memory: bytes that adapters may take where the model is; who was idle longest is paged out.
+        host_memory: bytes that those may take in host memory, beyond which they go to disk; see `Paging`.
 
     Raises:
         Unsupported: the model cannot see several sequences in one row, or its layers are not its own.
@@ -60,6 +64,7 @@ class LoraPool(AdapterPool):
         self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
         dtype: torch.dtype, recompute: Recompute, new_group: Callable[[str], OptimizerGroup],
         encode: Callable[[Any], Any], *, tokens_per_pass: int = TOKENS_PER_PASS, on_nonfinite: str = "raise",
+        adapter_memory: int | None = None, host_memory: int | None = None,
     ) -> None:  # fmt: skip
         if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
             raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
@@ -71,7 +76,8 @@ class LoraPool(AdapterPool):
         backbone.model.requires_grad_(False).eval()
         head = next((name for name, site in self.sites.items() if site.head), None)
         self.passes = Passes(backbone, device, autocast, dtype, recompute, head)
-        self.tenants = Tenants()
+        self.paging = Paging(device, adapter_memory, host_memory)
+        self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
         self.tokens_per_pass, self.on_nonfinite = tokens_per_pass, on_nonfinite
         self._new_group, self._encode = new_group, encode
@@ -87,22 +93,30 @@ class LoraPool(AdapterPool):
         )  # fmt: skip
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
         seed = _seed_of(name) if seed is None else seed
+        self.paging.make_room(name, plan.layout.size * 4)
         flat = torch.nn.Parameter(first_weights(plan, seed, self.device))
         ref = self.tenants.next_ref(name)
         group = self._new_group(name)
         group.adapter_config = plan.config
         group.seed = seed
-        self.tenants.add(Tenant(ref, plan, flat, group))
+        group.left_out = [flat]
+        tenant = Tenant(ref, plan, flat, group)
+        self.tenants.add(tenant)
+        self.paging.take(tenant)
         return ref
 
     def remove(self, adapter: str | AdapterRef) -> None:
         """Remove an adapter and everything that belongs to it."""
-        self.tenants.remove(adapter)
+        self.paging.forget(self.tenants.remove(adapter))
 
     # operations
 
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Do operations together; see `AdapterPool.run`."""
+        with self.paging.together():
+            return self._run(operations)
+
+    def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         works: list[Work | OperationError] = []
         earlier: Counter[AdapterRef] = Counter()
         for index, operation in enumerate(operations):
@@ -140,6 +154,7 @@ class LoraPool(AdapterPool):
         group = next((t.group for t in (tenant, evaluates) if t is not None), self.base)
         if tenant is not None and operation.kind == "forward_backward":
             group.begin_backward()
+            self.paging.use(tenant, trained=True)
         work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group), evaluates)
         if not staged:
             split(work, group.processor, self.backbone, self.tokens_per_pass, rows)
@@ -280,8 +295,8 @@ class LoraPool(AdapterPool):
     def page(
         self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
     ) -> None:
-        """Move an adapter's state."""
-        raise NotImplementedError
+        """Move an adapter's state; see `Paging.page`."""
+        self.paging.page(self.tenants.find(adapter), to, folder)
 
     def version(self, adapter: str | AdapterRef) -> AdapterVersion:
         """Return the adapter's weights as they are now; as long as they do not change it is the same object."""
@@ -293,8 +308,12 @@ class LoraPool(AdapterPool):
         return tenant.latest[1]
 
     def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
-        """Return how much memory an adapter takes."""
-        raise NotImplementedError
+        """Return how much memory an adapter takes, and where."""
+        return self.paging.bytes_of(self.tenants.find(adapter))
+
+    def usage(self, adapter: str | AdapterRef) -> Usage:
+        """Return what all operations of an adapter have cost; those that failed are not counted."""
+        return replace(self.tenants.find(adapter).usage)
 
 
 def _seed_of(name: str) -> int:

@@ -128,12 +128,13 @@ def _compare_shapes(tenant: Tenant, state: Mapping[str, Any]) -> None:
     for name in mine | theirs:
         if name not in mine or name not in theirs:
             has, lacks = (_WHERE, "the adapter") if name in theirs else ("the adapter", _WHERE)
-            raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: {has} adapts {name}, {lacks} not")
+            raise CheckpointError(
+                f"{_WHERE} is of another adapter than {tenant.name!r}: {has} adapts {name}, {lacks} not"
+            )
         for field, here, there in zip_longest(what, mine[name], theirs[name]):
             if here != there:
-                raise CheckpointError(
-                    f"{_WHERE} is of another adapter than {tenant.name!r}: at {name} its {field} is {there}, here {here}"
-                )
+                told = f"at {name} its {field} is {there}, here {here}"
+                raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: {told}")
     for name, here in (("rank_multiple", tenant.plan.layout.rank_multiple), ("dropout", tenant.plan.dropout)):
         if state[name] != here:
             raise CheckpointError(

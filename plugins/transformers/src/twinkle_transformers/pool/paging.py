@@ -1,0 +1,289 @@
+"""Where each adapter's state is: on the device, in host memory or on disk; who was idle longest goes first."""
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from twinkle.errors import ArgumentError, CapacityError, OutputError, TrainingStateError
+from twinkle.logging import get_logger
+from twinkle.model.pool import AdapterBytes
+from twinkle_transformers.memory import free_bytes, free_host_bytes
+from twinkle_transformers.pool.pages import Page, bytes_in, bytes_of_optimizer
+from twinkle_transformers.pool.tenants import Tenant
+
+DEVICE_SHARE, HOST_SHARE = 0.4, 0.25
+"""Of the memory that is free when a pool is made: what adapters may take if nobody says."""
+
+
+class Paging:
+    """Moves idle adapters out of the way and back.
+
+    Each look at an adapter costs the same, however many there are. What a call uses stays until the call has ended
+    (`together`); outside of one, only the adapter that was looked at last is safe.
+
+    Args:
+        device: where the model is.
+        adapter_memory: bytes that adapters may take there; by default 40 % of what is free. Moments that an optimizer
+            makes in its first step may pass it until the next call.
+        host_memory: bytes that paged adapters may take in host memory, beyond which they go to disk; by default 25 % of
+            what is free.
+
+    Raises:
+        ArgumentError: a bound is no whole number of bytes.
+    """
+
+    def __init__(self, device: torch.device, adapter_memory: int | None = None, host_memory: int | None = None) -> None:
+        for name, value in (("adapter_memory", adapter_memory), ("host_memory", host_memory)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ArgumentError(f"{name}={value!r}; it must be a whole number of bytes, or None")
+        self.limit = _default(free_bytes(device), DEVICE_SHARE) if adapter_memory is None else adapter_memory
+        self.host_limit = _default(free_host_bytes(), HOST_SHARE) if host_memory is None else host_memory
+        self._here: OrderedDict[Tenant, int] = OrderedDict()
+        self._host: OrderedDict[Tenant, Page] = OrderedDict()
+        self._disk: dict[Tenant, Page] = {}
+        self._optimizers: dict[Tenant, tuple[tuple[int, int], int]] = {}
+        self._used = self._host_used = 0
+        self._calls, self._held = 0, set[Tenant]()
+        self._folder: Path | None = None
+
+    @property
+    def used(self) -> int:
+        """Bytes that adapters take on the device."""
+        return self._used
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Keep whatever is looked at inside where it is until the end."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                for tenant in self._held:
+                    if tenant in self._here:
+                        self._count(tenant)
+                self._held.clear()
+                self._evict(self.limit)
+
+    def make_room(self, name: str, size: int) -> None:
+        """See to it that there is room for so many bytes more on the device.
+
+        Raises:
+            CapacityError: what is in use leaves less than that.
+        """
+        if self.limit is None or self._used + size <= self.limit:
+            return
+        held = sum(self._here[tenant] for tenant in self._held if tenant in self._here)
+        if held + size > self.limit:
+            raise CapacityError(
+                f"adapter {name!r} needs {size:,} bytes on the device, where adapters may take {self.limit:,} "
+                f"(adapter_memory){self._holders(held)}; use fewer at once, or raise adapter_memory"
+            )
+        if not self._evict(self.limit - size):
+            raise CapacityError(
+                f"adapter {name!r} needs {size:,} bytes on the device; adapters take {self._used:,} of {self.limit:,} "
+                "(adapter_memory), and the idle ones cannot be paged out: see the log"
+            )
+
+    def take(self, tenant: Tenant) -> None:
+        """Keep account of a new adapter."""
+        self._here[tenant] = 0
+        self.use(tenant)
+
+    def use(self, tenant: Tenant, *, trained: bool = False) -> None:
+        """Have an adapter on the device, and note that it was used.
+
+        Args:
+            tenant: the adapter.
+            trained: also keep room for its gradients.
+
+        Raises:
+            CapacityError: there is no room for it.
+            CheckpointError: its file was changed or removed.
+        """
+        page = self._page_of(tenant)
+        if page is not None:
+            self.make_room(tenant.name, page.bytes)
+            page.back()
+            self._forget_page(tenant)
+            self._here[tenant] = 0
+        if self._calls:
+            self._held.add(tenant)
+        self._count(tenant)
+        if trained and tenant.flat.grad is None and tenant.spare is None:
+            size = tenant.flat.numel() * tenant.flat.element_size()
+            self._protect(tenant, size)
+            self._here[tenant] += size
+            self._used += size
+        elif self.limit is not None and self._used > self.limit:
+            self._evict(self.limit, tenant)
+
+    def page(self, tenant: Tenant, to: Literal["device", "host", "disk"], folder: Path | None = None) -> None:
+        """Move an adapter; see `AdapterPool.page`.
+
+        Raises:
+            ArgumentError: there is no such place, or a folder without "disk".
+            TrainingStateError: a call that is under way uses it.
+            CapacityError: there is no room on the device.
+            OutputError: the file cannot be written; it stays where it is.
+        """
+        if to not in ("device", "host", "disk"):
+            raise ArgumentError(f"page: to={to!r}; choose 'device', 'host' or 'disk'")
+        if folder is not None and to != "disk":
+            raise ArgumentError(f"page: folder= says where on disk, and to is {to!r}")
+        if to == "device":
+            self.use(tenant)
+            return
+        if tenant in self._held:
+            raise TrainingStateError(f"adapter {tenant.name!r} is in use by a call; page it when that has ended")
+        if to == "disk" and (folder is not None or tenant not in self._disk):
+            self._to_disk(tenant, self._own_folder() if folder is None else _made(Path(folder)))
+        elif to == "host" and tenant in self._disk:
+            page = self._disk[tenant]
+            page.load()
+            del self._disk[tenant]
+            self._host[tenant] = page
+            self._host_used += page.bytes
+        elif to == "host" and tenant in self._here:
+            self._to_host(tenant)
+        self._spill()
+
+    def forget(self, tenant: Tenant) -> None:
+        """Let go of an adapter's memory and file, whoever holds on to the rest of it."""
+        if (page := self._page_of(tenant)) is not None:
+            page.drop()
+            self._forget_page(tenant)
+        self._used -= self._here.pop(tenant, 0)
+        self._optimizers.pop(tenant, None)
+        self._held.discard(tenant)
+        tenant.group.drop_passes()
+        if tenant.group.optimizer is not None:
+            tenant.group.optimizer.state.clear()
+        tenant.flat.grad = tenant.spare = tenant.latest = None
+        tenant.flat.data = tenant.flat.data.new_empty(0)
+        for view in tenant.matrices.values():
+            view.grad = None
+            view.data = view.data.new_empty(0)
+
+    def bytes_of(self, tenant: Tenant) -> AdapterBytes:
+        """Return what an adapter takes, and where."""
+        if tenant in self._host:
+            return AdapterBytes(host=self._host[tenant].bytes)
+        if tenant in self._disk:
+            return AdapterBytes(disk=self._disk[tenant].bytes)
+        return AdapterBytes(device=bytes_in(tenant))
+
+    # inside
+
+    def _page_of(self, tenant: Tenant) -> Page | None:
+        return self._host.get(tenant) or self._disk.get(tenant)
+
+    def _forget_page(self, tenant: Tenant) -> None:
+        if (page := self._host.pop(tenant, None)) is not None:
+            self._host_used -= page.bytes
+        self._disk.pop(tenant, None)
+
+    def _count(self, tenant: Tenant) -> None:
+        """Count what an adapter takes now, and that it was used last."""
+        optimizer = tenant.group.optimizer
+        key = (id(optimizer), 0 if optimizer is None else len(optimizer.state))
+        known = self._optimizers.get(tenant)
+        if known is None or known[0] != key:
+            known = self._optimizers[tenant] = key, bytes_of_optimizer(tenant)
+        size = bytes_in(tenant, known[1])
+        self._used += size - self._here[tenant]
+        self._here[tenant] = size
+        self._here.move_to_end(tenant)
+
+    def _protect(self, tenant: Tenant, size: int) -> None:
+        """Make room while an adapter is looked at."""
+        fresh = tenant not in self._held
+        self._held.add(tenant)
+        try:
+            self.make_room(tenant.name, size)
+        finally:
+            if fresh:
+                self._held.discard(tenant)
+
+    def _evict(self, most: int | None, keep: Tenant | None = None) -> bool:
+        """Page out who was idle longest until adapters take at most so many bytes; say whether that was reached."""
+        if most is None or self._used <= most:
+            return True
+        victims, left = [], self._used - most
+        for tenant, size in self._here.items():
+            if tenant not in self._held and tenant is not keep:
+                victims.append(tenant)
+                left -= size
+                if left <= 0:
+                    break
+        try:
+            for tenant in victims:
+                self._to_host(tenant)
+            self._spill()
+        except (OutputError, MemoryError, RuntimeError) as error:
+            get_logger().warning("idle adapters cannot be paged out: %s", error)
+        return self._used <= most
+
+    def _to_host(self, tenant: Tenant) -> None:
+        if self.host_limit is not None and self._here[tenant] > self.host_limit:
+            self._to_disk(tenant, self._own_folder())
+            return
+        page = Page(tenant)
+        self._used -= self._here.pop(tenant)
+        self._host[tenant] = page
+        self._host_used += page.bytes
+
+    def _to_disk(self, tenant: Tenant, folder: Path) -> None:
+        page = self._page_of(tenant)
+        if page is None:
+            page = Page(tenant, folder)
+            self._used -= self._here.pop(tenant)
+        elif page.file is None or page.file.parent != folder:
+            page.write(folder)
+        self._forget_page(tenant)
+        self._disk[tenant] = page
+
+    def _spill(self) -> None:
+        """Write who is in host memory longest to disk while they are too much."""
+        while self.host_limit is not None and self._host_used > self.host_limit:
+            self._to_disk(next(iter(self._host)), self._own_folder())
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="twinkle-adapters-"))
+            weakref.finalize(self, _remove, self._folder, os.getpid())
+        return self._folder
+
+    def _holders(self, held: int) -> str:
+        if not held:
+            return ""
+        most = sorted((t for t in self._held if t in self._here), key=self._here.__getitem__, reverse=True)
+        names = ", ".join(f"{tenant.name!r} {self._here[tenant]:,}" for tenant in most[:4])
+        more = f" and {len(most) - 4} more" if len(most) > 4 else ""
+        return f"; adapters in use hold {held:,} of it: {names}{more}"
+
+
+def _default(free: int | None, share: float) -> int | None:
+    return None if free is None else int(share * free)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"page: {folder} cannot be made: {error.strerror or error}") from error
+    return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # a forked child ends too
+        shutil.rmtree(folder, ignore_errors=True)
