@@ -183,6 +183,8 @@ def test_no_rows_are_no_outputs_or_an_error_that_says_so(model: Any, call: str) 
 
 def test_the_stages_one_by_one_are_the_step_in_one_call(folder: Path) -> None:
     staged, whole = three_adapters(folder), three_adapters(folder)
+    for model in (staged, whole):
+        model.set_optimizer("SGD", lr=0.1, adapter_name="a")
     for step in range(3):
         rows = make_rows(3, (9, 5), seed=step)
         staged.forward(inputs=rows, adapter_name="a")
