@@ -143,9 +143,9 @@ class Side:
 
 
 @contextmanager
-def side(python: str | Path, job: dict[str, Any]) -> Iterator[Side]:
+def side(python: str | Path, job: dict[str, Any], script: str = "_kit_worker.py") -> Iterator[Side]:
     """Start one side, and end it afterwards."""
-    command = [str(python), str(Path(__file__).with_name("_kit_worker.py"))]
+    command = [str(python), str(Path(__file__).with_name(script))]
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True) as process,
