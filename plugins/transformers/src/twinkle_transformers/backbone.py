@@ -16,7 +16,7 @@ from twinkle.torch.pooling import embed, pool
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import PackedBatch
 from twinkle_transformers.scores import IGNORE, has_targets, score_hidden, score_logits
-from twinkle_transformers.segments import Segmenter
+from twinkle_transformers.segments import Segmenter, body_of
 
 __all__ = ["IGNORE", "Backbone", "Needs", "check_batch"]
 
@@ -63,7 +63,7 @@ class Backbone:
                 f"{type(model).__name__} asks for its router's auxiliary loss (output_router_logits=True), which is "
                 "not added to the loss here; leave it off"
             )
-        taken = frozenset(inspect.signature(model.base_model.forward).parameters) - _NOT_DATA
+        taken = frozenset(inspect.signature(body_of(model).forward).parameters) - _NOT_DATA
         segmenter = Segmenter(model)
         if model.get_output_embeddings() is None:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
@@ -94,7 +94,7 @@ class Backbone:
     @property
     def body(self) -> Any:
         """The model without its head."""
-        return self.model.base_model
+        return body_of(self.model)
 
     @property
     def head(self) -> nn.Module:

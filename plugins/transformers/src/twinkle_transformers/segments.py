@@ -67,12 +67,13 @@ class Scope(AbstractContextManager[None]):
 
     Attributes:
         segments: where the sequences lie.
+        switch: puts our attention in place; None leaves the model's own, for calls that see one sequence each.
         windows: sizes of local attention that the model's layers asked for.
         masked: sizes of local attention that its masks were asked for.
         routing: which tokens belong to which adapter of a pool; None is no pool.
     """
 
-    def __init__(self, segments: Segments, switch: Switch, routing: Routing | None = None) -> None:
+    def __init__(self, segments: Segments, switch: Switch | None, routing: Routing | None = None) -> None:
         self.segments, self.switch, self.routing = segments, switch, routing
         self.windows: set[int | None] = set()
         self.masked: set[int] = set()
@@ -81,10 +82,12 @@ class Scope(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._tokens.entered.append(_ACTIVE.set(self))
-        self.switch.on()
+        if self.switch is not None:
+            self.switch.on()
 
     def __exit__(self, *exception: object) -> None:
-        self.switch.off()
+        if self.switch is not None:
+            self.switch.off()
         _ACTIVE.reset(self._tokens.entered.pop())
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -117,6 +120,12 @@ def routing_now() -> Routing | None:
     return None if scope is None else scope.routing
 
 
+def body_of(model: Any) -> Any:
+    """Return a causal language model without its head; not every class (Llama 4) tells it as its `base_model`."""
+    others = (found for found in (model.get_decoder(), getattr(model, "model", None)) if found not in (None, model))
+    return model.base_model if model.base_model is not model else next(others, model)
+
+
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the `context_fn` of `torch.utils.checkpoint`: recomputation sees the segments that the forward saw.
 
@@ -131,10 +140,14 @@ class Segmenter:
 
     Args:
         model: the causal language model.
+
+    Attributes:
+        reason: what `check` found, without advice.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.reason: str | None = None
         self._refusal: str | None = None
         self._prefix_refusal: str | None = None
         self._checked = self._prefixes_checked = False
@@ -164,11 +177,11 @@ class Segmenter:
         Where parameters are sharded over ranks, call it before that: it runs the model.
         """
         if not self._checked:
-            reason = self._try(())
-            if reason is not None:
+            self.reason = self._try(())
+            if self.reason is not None:
                 self._refusal = (
-                    f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad instead: "
-                    "leave padding_free out and give each sequence as a row of its own"
+                    f"{type(self.model).__name__} does not take several sequences in one row: {self.reason}; pad "
+                    "instead: leave padding_free out and give each sequence as a row of its own"
                 )
             self._checked = True
         return self._refusal
@@ -232,7 +245,7 @@ class Segmenter:
     @torch.no_grad()
     def _try(self, parents: tuple[int, ...]) -> str | None:
         """Compare hidden states of packed sequences with those of each alone."""
-        body, device = self.model.base_model, self.model.device
+        body, device = body_of(self.model), self.model.device
         segments = Segments.of(_CHECKED, device, parents or None)
         total = segments.total
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -259,7 +272,7 @@ class Segmenter:
             return str(error) or type(error).__name__
         finally:
             self.model.train(training)
-        if unseen := _unseen_windows(scope):
+        if unseen := _unseen_windows(scope, self._switch.config):
             return f"its local attention of {unseen} tokens is made by a mask, which packed rows do not have"
         return None if _equal(packed[0], torch.cat(alone, 1)[0]) else "they would see each other"
 
@@ -367,13 +380,13 @@ def _mixers(model: Any) -> list[nn.Module]:
     """Return the modules that mix tokens by a convolution along the row, and by what follows it."""
     return [
         module
-        for module in model.base_model.modules()
+        for module in body_of(model).modules()
         if any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children())
     ]
 
 
-def _unseen_windows(scope: Scope) -> list[int]:
-    kinds = set(getattr(scope.switch.config, "layer_types", None) or ["sliding_attention"])
+def _unseen_windows(scope: Scope, config: Any) -> list[int]:
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     local = kinds - {"full_attention", "linear_attention"}
     return sorted(scope.masked - scope.windows) if local else []
 

@@ -166,7 +166,7 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
             )
         config.target_modules = set(known)
     if config.target_modules == "all-linear":
-        found = [key for key, site in sites.items() if not site.head]
+        found = [key for key, site in sites.items() if not site.head and not site.router]
         config.target_modules = _shortest(found, sites)
         return found
     found = [key for key in sites if _matches(config, key)]
@@ -197,7 +197,7 @@ def _by_family(
             f"adapter {name!r}: give target_modules, or train_attn, train_mlp and train_unembed, but not both"
         )
     wanted = {family: own.get(f"train_{family}", True) for family in ("attn", "mlp", "unembed")}
-    found = [key for key, site in sites.items() if wanted[_family(key, site)]]
+    found = [key for key, site in sites.items() if wanted[_family(key, site)] and not site.router]
     if not found and not (wanted["mlp"] and experts):
         raise ArgumentError(f"adapter {name!r}: train_attn, train_mlp and train_unembed are all off; nothing is left")
     config.target_modules = _shortest(found, sites)

@@ -1,8 +1,10 @@
 """One pass of the model over the parts of several operations, and its way back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from inspect import unwrap
+from types import CodeType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.outputs import Outputs
+from twinkle_transformers.pool.slow import run_alone
 from twinkle_transformers.pool.stream import Scratch, Stream, build
 from twinkle_transformers.pool.work import Part
 from twinkle_transformers.recompute import Recompute
@@ -36,6 +39,7 @@ class Passes:
         dtype: of the low-rank products.
         recompute: decides whether activations are recomputed.
         head: name of the output projection among the places that adapters may adapt.
+        alone: whether each sequence goes through the model alone.
 
     Attributes:
         share_prefixes: whether prefixes that rows of an operation share are computed once.
@@ -43,10 +47,10 @@ class Passes:
 
     def __init__(
         self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
-        dtype: torch.dtype, recompute: Recompute, head: str | None,
+        dtype: torch.dtype, recompute: Recompute, head: str | None, *, alone: bool = False,
     ) -> None:  # fmt: skip
         self.backbone, self.device, self.dtype = backbone, device, dtype
-        self.recompute = recompute
+        self.recompute, self._alone = recompute, alone
         self._autocast = autocast
         self._outputs = Outputs(backbone, device, head)
         self._layers = [m for m in backbone.model.modules() if _can_recompute(m)]
@@ -78,15 +82,22 @@ class Passes:
             torch.autograd.backward(roots)
 
     def _body(self, stream: Stream) -> Tensor:
-        given: dict[str, Any] = {"input_ids": stream.ids}
-        if "position_ids" in self.backbone.inputs:
-            given["position_ids"] = stream.positions
-        with self._recomputing(), self._autocast(), self.backbone.segmenter.within(stream.segments, stream.routing):
-            found: Tensor
-            if self.backbone.splits:
-                found = self.backbone.body(**given, use_cache=False).last_hidden_state[0]
-            else:
-                found = self.backbone.model(**given, use_cache=False).logits[0]
+        with self._recomputing(), self._autocast():
+            if self._alone:
+                return run_alone(self._run, stream)
+            given = {"input_ids": stream.ids}
+            if "position_ids" in self.backbone.inputs:
+                given["position_ids"] = stream.positions
+            with self.backbone.segmenter.within(stream.segments, stream.routing):
+                return self._run(given)
+
+    def _run(self, given: Mapping[str, Tensor]) -> Tensor:
+        """Return hidden states of one row, or its logits where the head cannot be told apart."""
+        found: Tensor
+        if self.backbone.splits:
+            found = self.backbone.body(**given, use_cache=False).last_hidden_state[0]
+        else:
+            found = self.backbone.model(**given, use_cache=False).logits[0]
         return found
 
     @contextmanager
@@ -104,4 +115,10 @@ class Passes:
 
 def _can_recompute(layer: nn.Module) -> bool:
     """Say whether a layer's own forward does nothing else in training than to recompute."""
-    return isinstance(layer, GradientCheckpointingLayer) and "training" not in type(layer).forward.__code__.co_names
+    return isinstance(layer, GradientCheckpointingLayer) and "training" not in _names(unwrap(type(layer).forward))
+
+
+def _names(function: Any) -> set[str]:
+    code = function.__code__
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for part in inner for name in part.co_names)}

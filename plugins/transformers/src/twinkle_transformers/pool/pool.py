@@ -29,9 +29,11 @@ from twinkle_transformers.options import check_adapter
 from twinkle_transformers.pool import state
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
+from twinkle_transformers.pool.fit import check_kind, drop_partial
 from twinkle_transformers.pool.paging import Paging
 from twinkle_transformers.pool.passes import Flight, Passes
 from twinkle_transformers.pool.sites import find_sites, install
+from twinkle_transformers.pool.slow import goes_alone
 from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
 from twinkle_transformers.pool.work import Part, Work, in_passes, prepare, split
 from twinkle_transformers.recompute import Recompute
@@ -69,13 +71,15 @@ class LoraPool(AdapterPool):
         if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
             raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
         self.backbone, self.device = backbone, device
-        self.sites = find_sites(backbone.model)
-        self.experts = find_expert_sites(backbone.model)
-        install(list(self.sites.values()))
-        install_experts(self.experts.values())
+        check_kind(backbone)
         backbone.model.requires_grad_(False).eval()
+        alone = goes_alone(backbone)
+        sites, self.experts = find_sites(backbone.model), find_expert_sites(backbone.model)
+        install(list(sites.values()), head=not backbone.splits)
+        install_experts(self.experts.values())
+        self.sites = drop_partial(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
-        self.passes = Passes(backbone, device, autocast, dtype, recompute, head)
+        self.passes = Passes(backbone, device, autocast, dtype, recompute, head, alone=alone)
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")

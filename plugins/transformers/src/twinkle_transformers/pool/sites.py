@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -24,6 +25,7 @@ class Site:
         fan_out: size of what comes out.
         transposed: whether its weight lies as `[fan_in, fan_out]`.
         head: whether it is the output projection.
+        router: whether it chooses experts; adapters are on it only where they name it.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Site:
     fan_out: int
     transposed: bool = False
     head: bool = False
+    router: bool = False
 
 
 def find_sites(model: Any) -> dict[str, Site]:
@@ -49,8 +52,12 @@ def find_sites(model: Any) -> dict[str, Site]:
     return found
 
 
-def install(sites: Iterator[Site] | list[Site]) -> None:
+def install(sites: Iterator[Site] | list[Site], *, head: bool = False) -> None:
     """Let passes with adapters go through these layers; other passes see them as they were.
+
+    Args:
+        sites: the layers.
+        head: the output projection too, which otherwise runs after the pass, on what is scored.
 
     Raises:
         Unsupported: a layer's forward was replaced by something else already.
@@ -59,7 +66,7 @@ def install(sites: Iterator[Site] | list[Site]) -> None:
         mine = site.module.__dict__.get("forward")
         if mine is not None and not (isinstance(mine, partial) and mine.func is _adapted):
             raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); undo that first")
-        if mine is None and not site.head:
+        if mine is None and (head or not site.head):
             site.module.__dict__["forward"] = partial(_adapted, site)
 
 
@@ -70,13 +77,20 @@ def uninstall(sites: Iterator[Site] | list[Site]) -> None:
             del site.module.__dict__["forward"]
 
 
+def is_at_rest(module: nn.Module) -> bool:
+    """Say whether calling a layer now runs its own forward: nothing replaced that, and no pass with adapters runs."""
+    mine = module.__dict__.get("forward")
+    return mine is None or (isinstance(mine, partial) and mine.func is _adapted and routing_now() is None)
+
+
 def _adapted(site: Site, x: Tensor) -> Tensor:
     routing = routing_now()
     module: Any = site.module
-    if routing is None:
+    part = routing is not None and x.numel() != routing.total * site.fan_in
+    if routing is None or (part and not routing.at(site.name)):
         plain: Tensor = type(module).forward(module, x)
         return plain
-    if x.numel() != routing.total * site.fan_in:
+    if part:
         raise Unsupported(
             f"{site.name} sees {x.numel() // site.fan_in} rows of a pass that has {routing.total} tokens; adapters on "
             "it are not supported"
@@ -85,9 +99,24 @@ def _adapted(site: Site, x: Tensor) -> Tensor:
 
 
 def _site(name: str, module: nn.Module, head: bool) -> Site | None:
-    if type(module) is nn.Linear:
-        return Site(name, module, module.in_features, module.out_features, head=head)
+    router = any("router" in part for part in name.split(".")) or name.endswith(".gate")
+    if isinstance(module, nn.Linear) and _is_linear(module):
+        return Site(name, module, module.in_features, module.out_features, head=head, router=router)
     if isinstance(module, Conv1D):
         weight: Tensor = module.weight
-        return Site(name, module, weight.shape[0], weight.shape[1], transposed=True)
+        return Site(name, module, weight.shape[0], weight.shape[1], transposed=True, head=head)
     return None
+
+
+@torch.no_grad()
+def _is_linear(module: nn.Linear) -> bool:
+    """Say whether a layer computes `x W^T + b`: subclasses may do something else (routers, quantised layers)."""
+    if type(module) is nn.Linear:
+        return True
+    x = torch.linspace(-1.0, 1.0, 2 * module.in_features, device=module.weight.device)
+    try:
+        x = x.view(2, -1).to(module.weight.dtype)
+        mine, plain = type(module).forward(module, x), nn.functional.linear(x, module.weight, module.bias)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(mine, Tensor) and mine.shape == plain.shape and bool(torch.allclose(mine, plain, 1e-2, 1e-2))

@@ -1,0 +1,70 @@
+"""The slower way of models that cannot see several sequences in one row: each sequence goes through them alone."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import Unsupported
+from twinkle.logging import get_logger
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.stream import Stream
+from twinkle_transformers.segments import Scope
+
+_LONG, _SHORT = 7, 4
+"""Tokens that tell whether a model sees what comes later, in a row and in its beginning."""
+
+
+def goes_alone(backbone: Backbone) -> bool:
+    """Say whether each sequence must go through a model alone, which is slower; a warning says so once.
+
+    Raises:
+        Unsupported: not even that is right: the model's tokens see those that come after them, say.
+    """
+    if backbone.segmenter.check() is None:
+        return False
+    name = type(backbone.model).__name__
+    if (wrong := _against(backbone)) is not None:
+        raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
+    get_logger().warning(
+        "%s does not take several sequences in one row: %s. Each sequence goes through it alone: what comes out is "
+        "right, and takes longer where rows are short", name, backbone.segmenter.reason,
+    )  # fmt: skip
+    return True
+
+
+def run_alone(call: Callable[[Mapping[str, Tensor]], Tensor], stream: Stream) -> Tensor:
+    """Return what a model computes of a stream, `[T, ...]`, each sequence by itself.
+
+    Args:
+        call: takes `input_ids` `[1, t]` and returns `[t, ...]`.
+        stream: without shared prefixes.
+    """
+    scope = Scope(stream.segments, None, stream.routing)
+    found = []
+    for number, (start, stop) in enumerate(stream.segments.bounds):
+        with scope.only((number,)):
+            found.append(call({"input_ids": stream.ids[:, start:stop]}))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def _against(backbone: Backbone) -> str | None:
+    """Return why a row of a model's tokens, alone, is not what a causal language model makes of it."""
+    model: Any = backbone.model
+    training = model.training
+    model.eval()
+    try:
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = 1 + torch.arange(_LONG, device=model.device)[None] % (vocabulary - 1)
+        whole, short = (model(input_ids=row, use_cache=False).logits for row in (ids, ids[:, :_SHORT]))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return f"it does not run on tokens alone ({error})"
+    finally:
+        model.train(training)
+    precise = whole.dtype in (torch.float32, torch.float64)
+    error_ = (whole[:, :_SHORT].double() - short.double()).norm() / short.double().norm()
+    return None if error_ <= (1e-4 if precise else 0.05) else "its tokens see those that come after them"
