@@ -51,7 +51,7 @@ class Paging:
         self._disk: dict[Tenant, Page] = {}
         self._optimizers: dict[Tenant, tuple[tuple[int, int], int]] = {}
         self._used = self._host_used = 0
-        self._calls, self._held = 0, set[Tenant]()
+        self._calls, self._held = 0, dict[Tenant, None]()
         self._folder: Path | None = None
 
     @property
@@ -117,7 +117,7 @@ class Paging:
             self._forget_page(tenant)
             self._here[tenant] = 0
         if self._calls:
-            self._held.add(tenant)
+            self._held[tenant] = None
         self._count(tenant)
         if trained and tenant.flat.grad is None and tenant.spare is None:
             size = tenant.flat.numel() * tenant.flat.element_size()
@@ -164,7 +164,7 @@ class Paging:
             self._forget_page(tenant)
         self._used -= self._here.pop(tenant, 0)
         self._optimizers.pop(tenant, None)
-        self._held.discard(tenant)
+        self._held.pop(tenant, None)
         tenant.group.drop_passes()
         if tenant.group.optimizer is not None:
             tenant.group.optimizer.state.clear()
@@ -207,12 +207,12 @@ class Paging:
     def _protect(self, tenant: Tenant, size: int) -> None:
         """Make room while an adapter is looked at."""
         fresh = tenant not in self._held
-        self._held.add(tenant)
+        self._held[tenant] = None
         try:
             self.make_room(tenant.name, size)
         finally:
             if fresh:
-                self._held.discard(tenant)
+                self._held.pop(tenant, None)
 
     def _evict(self, most: int | None, keep: Tenant | None = None) -> bool:
         """Page out who was idle longest until adapters take at most so many bytes; say whether that was reached."""
