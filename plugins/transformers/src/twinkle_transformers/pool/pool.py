@@ -27,6 +27,7 @@ from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_adapter
 from twinkle_transformers.pool import state
+from twinkle_transformers.pool.accounting import Costs
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.fit import check_kind, drop_partial
@@ -80,6 +81,7 @@ class LoraPool(AdapterPool):
         self.sites = drop_partial(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
         self.passes = Passes(backbone, device, autocast, dtype, recompute, head, alone=alone)
+        self.costs = Costs(backbone.model)
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
@@ -247,14 +249,12 @@ class LoraPool(AdapterPool):
             if part.item is not None:
                 loop.detach(part.item)
             part.done = part.work.error is None
-            self._count(part, flight)
+        for part, usage in self.costs.of(flight):
+            part.work.usage += usage
         for work in dict.fromkeys(part.work for part in flight.parts):
             if all(part.done for part in work.parts) and work.training and work.tenant is not None:
                 self._commit(work, work.tenant, [p.item for p in work.parts if p.item is not None and p.item.usable])
         self.passes.scratch.give_back(flight.stream.borrowed)
-
-    def _count(self, part: Part, flight: Flight) -> None:
-        part.work.usage += Usage(part.tokens, part.computed, 0, 0.0)
 
     def finish(self, work: Work) -> OperationResult | OperationError:
         """Return what an operation gave."""
@@ -263,6 +263,9 @@ class LoraPool(AdapterPool):
             return OperationError(error, work.name, work.index)
         used = [part.item for part in work.parts if part.item is not None and part.item.usable]
         usage = sum((part.twin.work.usage for part in work.parts if part.twin is not None), work.usage)
+        usage = replace(usage, tokens=work.usage.tokens)  # the same rows, though they were computed without it too
+        if work.tenant is not None:
+            work.tenant.usage += usage
         result = OperationResult(_by_row(work), usage=usage)
         if work.loss is not None and used:
             result.loss_sum = sum(item.outputs["loss_sum"] for item in used)
