@@ -57,6 +57,7 @@ def moments_of(model: Any, name: str) -> dict[str, Tensor]:
 
 def distance(one: Tensor, other: Tensor) -> float:
     """Return how far two tensors are apart, relative to the second one's norm."""
+    one, other = one.detach(), other.detach()
     gap = torch.linalg.vector_norm(one.double() - other.double())
     return float(gap / torch.linalg.vector_norm(other.double()).clamp(min=1e-30))
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from twinkle.errors import ArgumentError, CapacityError, CheckpointError, DataError
 from twinkle_transformers import adapters
 from twinkle_transformers.pool.config import AdapterPlan
+from twinkle_transformers.pool.sites import Site
 from twinkle_transformers.pool.tenants import Tenant, matrices_of
 from twinkle_transformers.reading import read_tensors
 
@@ -81,20 +82,25 @@ def weights_of(plan: AdapterPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: view.clone(memory_format=torch.contiguous_format) for name, view in matrices_of(plan, flat.detach())}
 
 
-def load_weights(tenant: Tenant, folder: Path) -> None:
+def load_weights(tenant: Tenant, folder: Path, sites: Mapping[str, Site]) -> None:
     """Copy a saved adapter's weights into an adapter; names and shapes are compared before anything is copied.
+
+    Args:
+        tenant: the adapter.
+        folder: of the saved one.
+        sites: the model's layers, of which PEFT writes a copy beside an adapter on the output projection.
 
     Raises:
         CheckpointError: the file is missing or corrupt, or belongs to another model, rank or scale.
     """
     adapters.compare_configs(tenant.plan.config, adapters.read_config(folder), folder)
-    flat = read_flat(tenant.plan, folder)
+    flat = read_flat(tenant.plan, folder, sites)
     with torch.no_grad():
         tenant.flat.copy_(flat)
 
 
-def read_flat(plan: AdapterPlan, folder: Path) -> torch.Tensor:
-    """Return a saved adapter's weights in the layout of `plan`, float32 `[P]` on the CPU.
+def read_flat(plan: AdapterPlan, folder: Path, sites: Mapping[str, Site]) -> torch.Tensor:
+    """Return a saved adapter's weights in the layout of `plan`, float32 `[P]` on the CPU; see `load_weights`.
 
     Raises:
         CheckpointError: the file is missing or corrupt, or holds other matrices.
@@ -102,7 +108,8 @@ def read_flat(plan: AdapterPlan, folder: Path) -> torch.Tensor:
     path = folder / adapters.WEIGHTS
     flat = torch.zeros(plan.layout.size)
     own = dict(matrices_of(plan, flat))
-    found = shapes_in(path)
+    base = {f"base_model.model.{name}.base_layer.weight": site.module.weight for name, site in sites.items()}
+    found = {key: shape for key, shape in shapes_in(path).items() if key not in base}
     for key in sorted(own.keys() | found.keys()):
         mine = list(own[key].shape) if key in own else None
         if mine != found.get(key):
@@ -111,8 +118,18 @@ def read_flat(plan: AdapterPlan, folder: Path) -> torch.Tensor:
                 f"{_shape(mine)} in this model; load the base model that it was trained on"
             )
     for key, tensor in read_tensors(path).items():
-        own[key].copy_(tensor)
+        if key in own:
+            own[key].copy_(tensor)
+        elif not _is_copy(tensor, base[key]):
+            raise CheckpointError(
+                f"the adapter in {folder} comes with its own {key}, which differs from this model's; it was trained "
+                "on another base model, or with one"
+            )
     return flat
+
+
+def _is_copy(tensor: torch.Tensor, weight: Any) -> bool:
+    return tensor.shape == weight.shape and torch.equal(tensor, weight.detach().to("cpu", tensor.dtype))
 
 
 def shapes_in(path: Path) -> Mapping[str, list[int]]:

@@ -129,7 +129,7 @@ class MultiLoraTransformersModel(TransformersModel):
             self._limits.check(adapter_name, tenant.plan)
             set_accumulation(tenant.group, gradient_accumulation_steps)
             if folder is not None:
-                files.load_weights(tenant, folder)
+                files.load_weights(tenant, folder, self.pool.sites)
         except BaseException:
             self.pool.remove(ref)
             raise
@@ -363,7 +363,7 @@ class MultiLoraTransformersModel(TransformersModel):
         return self.get_state_dict(adapter_name=group.adapter_name)
 
     def _load_adapter(self, group: OptimizerGroup, folder: Path) -> None:
-        files.load_weights(self._tenant(group.adapter_name), folder)
+        files.load_weights(self._tenant(group.adapter_name), folder, self.pool.sites)
 
     def _resumed(self, group: OptimizerGroup) -> None:
         self._tenant(group.adapter_name).adopt_gradients()
