@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from threading import Lock
 from typing import Any
 
 import torch
@@ -53,16 +54,19 @@ class Scratch:
 
     def __init__(self, most: int = SCRATCH_BYTES) -> None:
         self.most, self._free = most, list[Tensor]()
+        self._lock = Lock()
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, borrowed: list[Tensor]) -> Tensor:
         """Return memory of any content, noted in `borrowed`."""
         count = shape[0] * shape[1]
-        fits = [f for f in self._free if f.dtype == dtype and f.device == device and count <= f.numel() <= 2 * count]
-        found = min(fits, key=Tensor.numel, default=None)
+        with self._lock:
+            fits = [
+                f for f in self._free if f.dtype == dtype and f.device == device and count <= f.numel() <= 2 * count
+            ]
+            found = min(fits, key=Tensor.numel, default=None)
+            self._free = [f for f in self._free if f is not found]
         if found is None:
             found = torch.empty(count, dtype=dtype, device=device)
-        else:
-            self._free = [f for f in self._free if f is not found]
         borrowed.append(found)
         return found[:count].view(shape)
 
@@ -70,11 +74,12 @@ class Scratch:
         """Take memory back, the latest before older; what is too much is let go."""
         kept: list[Tensor] = []
         room = self.most
-        for tensor in (*borrowed, *self._free):
-            room -= tensor.numel() * tensor.element_size()
-            if room >= 0 and tensor.device.type == "cpu":
-                kept.append(tensor)
-        self._free = kept
+        with self._lock:
+            for tensor in (*borrowed, *self._free):
+                room -= tensor.numel() * tensor.element_size()
+                if room >= 0 and tensor.device.type == "cpu":
+                    kept.append(tensor)
+            self._free = kept
         borrowed.clear()
 
 
@@ -116,7 +121,7 @@ def build(
     at = 0
     for part in parts:
         begin = at
-        pieces = _pieces(part, share)
+        pieces = pieces_of(part, share)
         offset = len(lengths)
         ids += pieces.ids
         starts += pieces.starts
@@ -146,6 +151,14 @@ class _Pieces:
     starts: list[int]
     parents: list[int]
     index: Tensor
+
+
+def pieces_of(part: Part, share: bool) -> _Pieces:
+    """Return how the tokens of a part lie in a stream."""
+    if part.pieces is None:
+        part.pieces = _pieces(part, share)
+    found: _Pieces = part.pieces
+    return found
 
 
 def _pieces(part: Part, share: bool) -> _Pieces:
