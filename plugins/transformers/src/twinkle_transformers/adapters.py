@@ -17,6 +17,7 @@ from torch import nn
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
+from twinkle_transformers import single
 from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sharding import copy_into
 from twinkle_transformers.value_heads import peft_task
@@ -89,6 +90,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         _take_back(model, wrapped, name, trainable)
         raise
     wrapped.set_adapter(name)
+    single.install(wrapped)
     return wrapped, config
 
 

@@ -33,11 +33,17 @@ def torch_module(model: Any) -> Any:
 
 
 def layer_class(layer: Any) -> type:
-    """Return the class of a layer as its author wrote it: FSDP2 puts a subclass of its own in place of it."""
+    """Return the class of a layer as its author wrote it.
+
+    FSDP2 puts a subclass of its own in place of it; other subclasses say for which class they stand (`stands_for`).
+    """
     import sys
 
     cls, fsdp = type(layer), sys.modules.get("torch.distributed.fsdp")
-    return cls.__mro__[2] if fsdp is not None and cls.__mro__[1] is fsdp.FSDPModule else cls
+    if fsdp is not None and cls.__mro__[1] is fsdp.FSDPModule:
+        cls = cls.__mro__[2]
+    stands_for: type = vars(cls).get("stands_for", cls)
+    return stands_for
 
 
 def device_of(module: Any) -> str:
