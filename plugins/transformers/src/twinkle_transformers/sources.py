@@ -93,8 +93,12 @@ class Source(ABC):
     def stepping(self) -> Iterator[None]:
         """Let an engine run the base model: as `ready`, with PEFT's layers silent."""
         module = self.module
-        with self._lock, _evaluating(module), torch.no_grad(), self.autocast(), _silent(module):
+        with self._lock, _evaluating(module), self.without_graph(), self.autocast(), _silent(module):
             yield
+
+    def without_graph(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which no graph is built; a module that others train must not meet inference tensors."""
+        return torch.no_grad()
 
 
 class OwnWeights(Source):
@@ -129,6 +133,10 @@ class OwnWeights(Source):
     def model_id(self) -> str:
         """The local folder of the weights."""
         return self._model_id
+
+    def without_graph(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Source.without_graph`; nobody trains these weights."""
+        return torch.inference_mode()
 
     def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
         """See `Source.pick`; a folder is read unless it is still there unchanged."""

@@ -75,7 +75,7 @@ def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
     layout = Layout.of([(name, _shape(name, shapes, sites, config, folder)) for name in names])
     tensors = read_tensors(path)
     pairs = [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
-    device = next(iter(sites.values())).module.weight.device
+    device = next(next(iter(sites.values())).module.parameters()).device
     return AdapterVersion(layout, flatten(layout, pairs).to(device), f"{path.resolve()}@{next(_NUMBERS)}")
 
 

@@ -108,6 +108,8 @@ class CacheScope(Scope):
         scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         rule = Rule(scale, options["window"], options["softcap"], options["sinks"])
         self._write(keys, values, k, v)
+        if self.reach.simple:
+            return self._single(self.reach.spans[0], rule, q, keys, values)
         out = v.new_zeros(len(q), q.shape[1], v.shape[2])
         if self.reach.fresh:
             rows = self.reach.fresh_rows
@@ -120,24 +122,33 @@ class CacheScope(Scope):
             k, v = keys[stretch.slot, :, places], values[stretch.slot, :, places]
             out[stretch.rows] = rule.onward(q[stretch.rows], k, v, mask)
         for span in self.reach.spans:
-            self._attend_span(span, rule, q, keys, values, out)
+            found = self._single(span, rule, q[span.rows], keys, values)
+            if span.filled is None:
+                out[span.rows] = found
+            else:
+                out[span.rows[span.filled]] = found[span.filled]
         return out
 
-    def _attend_span(self, span: Span, rule: Rule, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    def _single(self, span: Span, rule: Rule, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         places, mask = self.reach.seen_by_span(span, rule.window, q.dtype)
-        found = rule.singly(q[span.rows], keys[span.slots, :, places], values[span.slots, :, places], mask)
-        if span.filled is None:
-            out[span.rows] = found
-        else:
-            out[span.rows[span.filled]] = found[span.filled]
+        return rule.singly(q, keys[span.slots, :, places], values[span.slots, :, places], mask)
 
     def _write(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
         if self.reach.single:
-            rows, where = self.reach.single_rows, self.reach.single_places
-            keys[where], values[where] = k[rows], v[rows]
+            if not self.reach.simple:
+                rows = self.reach.single_rows
+                self._put_single(keys, k[rows])
+                self._put_single(values, v[rows])
+            else:
+                self._put_single(keys, k)
+                self._put_single(values, v)
         for stretch in (*self.reach.fresh, *self.reach.later):
             _put(keys, stretch, k)
             _put(values, stretch, v)
+
+    def _put_single(self, target: Tensor, tokens: Tensor) -> None:
+        _, heads, capacity, size = target.shape
+        target.view(-1, size).index_copy_(0, self.reach.single_places(heads, capacity), tokens.reshape(-1, size))
 
 
 def _put(target: Tensor, stretch: Stretch, tokens: Tensor) -> None:

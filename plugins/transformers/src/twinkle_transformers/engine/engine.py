@@ -102,9 +102,10 @@ class Engine:
                 return
             self._driven = True
         try:
-            while self._incoming:
-                self._waiting.append(self._incoming.popleft())
-            self._reap()
+            with self._ready():
+                while self._incoming:
+                    self._waiting.append(self._incoming.popleft())
+                self._reap()
         finally:
             self._hand_over()
 
@@ -241,7 +242,8 @@ class Engine:
                 mine.setdefault(owner.request if isinstance(owner, Running) else owner, []).append((owner, piece))
             if len(mine) > 1:
                 for part in mine.values():
-                    self._serve([(o, p) for o, p in part if not _taken(o, p)])
+                    if left := [(o, p) for o, p in part if not _taken(o, p)]:
+                        self._serve(left)
             else:
                 for request in mine:
                     request.error = request.error or error
@@ -254,8 +256,9 @@ class Engine:
             if isinstance(owner, Request):
                 if owner.scored:
                     self._score(owner, piece, read, first)
-                if piece.start + len(piece.tokens) < len(owner.prompt.ids) or owner.prompt.room == 0:
-                    owner.read = piece.start + len(piece.tokens)
+                stop = piece.start + len(piece.tokens)
+                if stop < len(owner.prompt.ids) or owner.prompt.room == 0:
+                    owner.read = stop
                     continue
             rows[past - 1] = owner
         for part in self._portions(sorted(rows)):
@@ -278,9 +281,11 @@ class Engine:
         drafts = [draft for draft in request.result.drafts if not draft.tokens]
         for part in self._portions(range(len(drafts))):
             choose(logits, [(request, drafts[index]) for index in part])
-        request.read = len(request.prompt.ids)
+        if request.error is None:
+            self._keep(request, request.places[0], request.prompt.ids)
         request.pending.extend(draft for draft in request.result.drafts if draft.reason is None)
         request.idle.extend(request.places)
+        request.read = len(request.prompt.ids)
 
     def _portions(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         """Yield rows in parts whose logits are not too large together."""
@@ -308,11 +313,8 @@ class Engine:
                 self._close(request)
 
     def _close(self, request: Request) -> None:
-        whole = not _over(request)
         for place in list(request.places):
-            if whole:
-                self._keep(request, place, request.prompt.ids)
-            elif place.slot < self._room.store.slots:
+            if _over(request) and place.slot < self._room.store.slots:
                 self._room.store.clear(place.slot)
             self._leave(request, place)
         self._room.forget(request)

@@ -73,7 +73,7 @@ class PrefixCache:
         """
         parent: str | int = version
         size = BLOCK * store.token_bytes
-        keys = []
+        keys: list[tuple[str | int, tuple[int, ...]]] = []
         for first in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
             if (len(keys) + 1) * size > self.limit:
                 break

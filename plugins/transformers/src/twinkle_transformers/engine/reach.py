@@ -72,18 +72,20 @@ class Reach:
         later: stretches of several tokens that go on.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
+    def __init__(self, stretches: Sequence[Stretch], total: int, device: torch.device) -> None:
         """Sort stretches.
 
         Args:
             stretches: of the step, in the order of the stream; what lies behind them is padding.
+            total: tokens of the stream.
             device: where the store is.
         """
-        self.device = device
+        self.total, self.device = total, device
         self.single = sorted((s for s in stretches if s.count == 1 and s.start), key=lambda s: s.slot)
         self.fresh = [s for s in stretches if not s.start]
         self.later = [s for s in stretches if s.count > 1 and s.start]
         self._masks: dict[Any, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     @cached_property
     def single_rows(self) -> Tensor:
@@ -91,9 +93,26 @@ class Reach:
         return self._index([s.first for s in self.single])
 
     @cached_property
-    def single_places(self) -> tuple[Tensor, slice, Tensor]:
-        """Slots, heads and places in the store where they go."""
-        return self._index([s.slot for s in self.single]), slice(None), self._index([s.start for s in self.single])
+    def simple(self) -> bool:
+        """Whether the stream is one single token for each of some neighbouring slots, in their order."""
+        spans = self.spans
+        in_order = all(stretch.first == row for row, stretch in enumerate(self.single))
+        return len(self.single) == self.total and len(spans) == 1 and spans[0].filled is None and in_order
+
+    def single_places(self, heads: int, capacity: int) -> Tensor:
+        """Return where single tokens go in a store's layer seen as `[slots * heads * capacity, size]`.
+
+        Args:
+            heads: of the layer.
+            capacity: of the store.
+
+        Returns:
+            int64 `[n * heads]`.
+        """
+        if heads not in self._places:
+            first = self._index([s.slot * heads * capacity + s.start for s in self.single])
+            self._places[heads] = (first[:, None] + capacity * torch.arange(heads, device=self.device)).flatten()
+        return self._places[heads]
 
     @cached_property
     def fresh_rows(self) -> slice | Tensor:

@@ -117,10 +117,8 @@ class Runner:
         stream = lay_out(pieces, self.device, self.row_multiple)
         routing = route(stream.owners, self._stacked)
         with CacheScope(stream.reach, store, self._switch, routing):
-            hidden = self.model.base_model(
-                input_ids=stream.ids, position_ids=stream.positions, use_cache=False
-            ).last_hidden_state
-        return Read(stream, hidden[0])
+            hidden = self._run(stream.ids, stream.positions)
+        return Read(stream, hidden)
 
     def logits(self, read: Read, rows: Sequence[int]) -> Tensor:
         """Return the logits `[n, V]` of rows of the stream, in ascending order, float32 or wider."""
@@ -177,12 +175,17 @@ class Runner:
         return None
 
     def _body(self, ids: Sequence[int], scope: "_Probe") -> Tensor:
-        given = torch.tensor([ids], device=self.device)
+        given = torch.tensor([ids, range(len(ids))], device=self.device)
         with scope:
-            hidden: Tensor = self.model.base_model(
-                input_ids=given, position_ids=torch.arange(len(ids), device=self.device)[None], use_cache=False
-            ).last_hidden_state
-        return hidden[0]
+            return self._run(given[:1], given[1:])
+
+    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return last hidden states `[T, H]`; the mask says nothing, but that transformers need not look for rows."""
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        body = self.model.base_model
+        out = body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     def _in_steps(self, store: Store) -> list[Tensor]:
         store.resize(len(_CHECKED), max(map(len, _CHECKED)))

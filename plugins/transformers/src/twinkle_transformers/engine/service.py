@@ -38,9 +38,12 @@ class Limits:
     row_multiple: int = 1
 
     def __post_init__(self) -> None:
-        least = {"max_batch_size": (self.batch, 1), "prefill_tokens": (self.prefill_tokens, 1)}
-        least |= {"cache_bytes": (self.cache_bytes, 1), "prefix_cache_bytes": (self.prefix_bytes, 0)}
-        for name, (value, low) in least.items():
+        for name, value, low in (
+            ("max_batch_size", self.batch, 1),
+            ("prefill_tokens", self.prefill_tokens, 1),
+            ("cache_bytes", self.cache_bytes, 1),
+            ("prefix_cache_bytes", self.prefix_bytes, 0),
+        ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ArgumentError(f"TorchSampler: {name} is {value!r}; it must be a whole number of at least {low}")
 

@@ -85,7 +85,7 @@ def lay_out(pieces: Sequence[Piece], device: torch.device, multiple: int = 1) ->
         owners += [piece.version] * count
     spare = -len(ids) % multiple
     both = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=device)
-    return Stream(both[:1], both[1:], Reach(stretches, device), firsts, owners + [None] * spare)
+    return Stream(both[:1], both[1:], Reach(stretches, len(ids) + spare, device), firsts, owners + [None] * spare)
 
 
 def route(owners: Sequence[AdapterVersion | None], weights: Callable[[list[AdapterVersion]], Tensor]) -> Routing | None:

@@ -48,7 +48,7 @@ class Banks:
     def of(self, versions: Iterable[AdapterVersion], dtype: torch.dtype) -> Tensor:
         """Return the versions' weights `[n, P]`."""
         versions = list(versions)
-        key = (dtype, *(version.key for version in versions))
+        key: tuple[str | torch.dtype, ...] = (dtype, *(version.key for version in versions))
         found = self._stacks.pop(key, None)
         if found is None:
             flats = [version.flat for version in versions]
