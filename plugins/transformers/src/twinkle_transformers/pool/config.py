@@ -98,10 +98,10 @@ def read_config(
     config = copy.deepcopy(config)
     _check(name, config)
     if any(key in own for key in _OWN[1:]):
-        _by_family(name, config, own, sites, experts or {})
+        _by_family(name, config, own, sites, experts or {}, model)
+    elif config.target_modules == "all-linear":
+        _everywhere(config, sites, experts or {}, model)
     config = as_peft_reads(config, model)
-    if config.target_parameters:  # PEFT's "all-linear" adapts routers too; here they stay as they are
-        config.target_parameters = [key for key in config.target_parameters if key != "gate.weight"]
     found = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
     names = _targets(name, config, sites, model)
     shapes = [(key, _shape(name, config, sites[key])) for key in names]
@@ -165,11 +165,10 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
                 f"adapter {name!r}: PEFT has no target_modules for {kind!r}; give some, such as 'all-linear'"
             )
         config.target_modules = set(known)
-    if config.target_modules == "all-linear":
-        found = [key for key, site in sites.items() if not site.head and not site.router]
-        config.target_modules = _shortest(found, sites)
-        return found
     found = [key for key in sites if _matches(config, key)]
+    for key in found:
+        if refusal := _peft_refuses(config, model, key):
+            raise ArgumentError(f"adapter {name!r}: {refusal}")
     for key, module in model.named_modules():
         if key not in sites and hasattr(module, "weight") and _matches(config, key):
             raise Unsupported(
@@ -184,12 +183,42 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
     return found
 
 
+def _everywhere(config: LoraConfig, sites: Mapping[str, Site], experts: Mapping[str, ExpertSite], model: Any) -> None:
+    """Write what "all-linear" means into a configuration: every layer that PEFT takes, head and routers left out.
+
+    Where PEFT turns names of layers into names of experts, layers that still have such a name are left out too.
+    """
+    read = as_peft_reads(config, model)
+    found = [key for key, site in sites.items() if not (site.head or site.router or _peft_refuses(config, model, key))]
+    if read.target_modules != config.target_modules:
+        found = [key for key in found if key.rpartition(".")[2] in read.target_modules]
+        wanted = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
+        config.target_parameters = [key for key in wanted if key.rpartition(".")[2] in read.target_parameters] or None
+        if config.target_parameters:
+            config.rank_pattern, config.alpha_pattern = read.rank_pattern, read.alpha_pattern
+    config.target_modules = _shortest(found, model)
+
+
+def _peft_refuses(config: LoraConfig, model: Any, key: str) -> str | None:
+    """Return why PEFT takes no adapter on a layer: Mamba's kernels read the weights of some past the layer."""
+    try:
+        from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    except ImportError:
+        return None
+    try:
+        check(config, model, key.rpartition(".")[2])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _by_family(
     name: str,
     config: LoraConfig,
     own: Mapping[str, Any],
     sites: Mapping[str, Site],
     experts: Mapping[str, ExpertSite],
+    model: Any,
 ) -> None:
     """Write what `train_attn`, `train_mlp` and `train_unembed` mean into a configuration."""
     if config.target_modules is not None:
@@ -198,9 +227,10 @@ def _by_family(
         )
     wanted = {family: own.get(f"train_{family}", True) for family in ("attn", "mlp", "unembed")}
     found = [key for key, site in sites.items() if wanted[_family(key, site)] and not site.router]
+    found = [key for key in found if not _peft_refuses(config, model, key)]
     if not found and not (wanted["mlp"] and experts):
         raise ArgumentError(f"adapter {name!r}: train_attn, train_mlp and train_unembed are all off; nothing is left")
-    config.target_modules = _shortest(found, sites)
+    config.target_modules = _shortest(found, model)
     if wanted["mlp"] and experts:
         config.target_parameters = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
 
@@ -211,11 +241,12 @@ def _family(key: str, site: Site) -> str:
     return "attn" if ATTENTION & set(key.split(".")) else "mlp"
 
 
-def _shortest(found: list[str], sites: Mapping[str, Site]) -> set[str]:
-    """Return last names that match these layers and no others, or else their whole names."""
+def _shortest(found: list[str], model: Any) -> set[str]:
+    """Return last names that match these layers and nothing else of the model, or else their whole names."""
+    wanted = set(found)
     last = {key.rpartition(".")[2] for key in found}
-    others = {key.rpartition(".")[2] for key in sites.keys() - set(found)}
-    return set(found) if last & others else last
+    others = {key.rpartition(".")[2] for key, _ in model.named_modules() if key not in wanted}
+    return wanted if last & others else last
 
 
 def _matches(config: LoraConfig, key: str) -> bool:

@@ -13,7 +13,7 @@ from twinkle.logging import get_logger
 from twinkle.torch.lowrank import Routing
 from twinkle.torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.pool.sites import Site, uninstall
+from twinkle_transformers.pool.sites import Site, decoder_of, uninstall
 from twinkle_transformers.segments import Scope, routing_now
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -36,11 +36,9 @@ def _reason(model: Any) -> str | None:
         return "it is an encoder with a decoder, and rows of a pool are one text each"
     if model.get_output_embeddings() is None:
         return "it has no output projection over a vocabulary; TransformersModel trains it"
-    if not isinstance(model.get_decoder(), nn.Module):
-        return "it has no decoder"
     if len({p.device for p in model.parameters()}) > 1:
         return "its weights lie on several devices"
-    for name, module in model.get_decoder().named_modules():
+    for name, module in decoder_of(model).named_modules():
         if "Linear" in type(module).__name__ and (dtype := _packed(module)) is not None:
             return f"{name} is quantised ({type(module).__name__} with weights of {dtype}); load it in bfloat16"
     return None

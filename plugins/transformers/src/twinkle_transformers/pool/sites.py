@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from twinkle.errors import Unsupported
 from twinkle.torch import lowrank
-from twinkle_transformers.segments import routing_now
+from twinkle_transformers.segments import body_of, routing_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,21 @@ def find_sites(model: Any) -> dict[str, Site]:
     Args:
         model: the Hugging Face module, without a PEFT wrapper.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = {id(module) for module in decoder.modules()} | {id(head)}
+    head = model.get_output_embeddings()
+    inside = {id(module) for module in decoder_of(model).modules()} | {id(head)}
     found: dict[str, Site] = {}
     for name, module in model.named_modules():
         if id(module) in inside and (site := _site(name, module, module is head)) is not None:
             found[name] = site
     return found
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """Return the text decoder of a causal language model; not every class tells it."""
+    found, head = model.get_decoder(), model.get_output_embeddings()
+    known = isinstance(found, nn.Module) and found not in (model, head)
+    decoder: nn.Module = found if known else body_of(model)
+    return decoder
 
 
 def install(sites: Iterator[Site] | list[Site], *, head: bool = False) -> None:
