@@ -1,4 +1,4 @@
-"""Adapters of a pool leave and come back unchanged: as snapshots, in host memory, on disk; removed ones leave nothing."""
+"""Adapters of a pool leave and come back unchanged: as snapshots, in host memory, on disk; those removed leave nothing."""
 
 import gc
 import json
@@ -329,8 +329,8 @@ def test_a_file_that_cannot_be_written_leaves_the_adapter_where_it_is(
     model = opened(folder)
     train(model, "a", range(3))
     before = everything(model, "a")
+    (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot be made"):
-        (tmp_path / "file").touch()
         model.pool.page("a", "disk", tmp_path / "file")
 
     def full(tensors: Any, path: Path) -> None:

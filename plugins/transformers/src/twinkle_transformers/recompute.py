@@ -38,6 +38,7 @@ class Recompute:
 
     Attributes:
         on: whether a pass recomputes now.
+        forward: the argument of that name; whoever changes what a pass is changes it, and calls `forget`.
 
     Raises:
         ArgumentError: another mode.
@@ -60,20 +61,32 @@ class Recompute:
         self.mode = mode
         self.on = mode == "auto" and any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self._module, self._device = module, torch.device(device)
-        self._forward = forward or self._body
+        self.forward = forward or self._body
         self._agree, self._free = agree, free
         self._options: dict[str, Any] = {"use_reentrant": False}
         if context_fn is not None:
             self._options["context_fn"] = context_fn
         self._able = bool(getattr(module, "supports_gradient_checkpointing", False))
-        self._footprints: dict[tuple[str, bool], Footprint | None] = {}
+        self._footprints: dict[tuple[str, bool, bool], Footprint | None] = {}
         self._trained: dict[str, list[Tensor]] = {}
         self._too_many: int | None = None
         self._tokens = 0
         if mode is True:
             self._switch(True)
 
-    def prepare(self, tokens: int, width: int | None = None, adapter: str = "", masked: bool = True) -> None:
+    @property
+    def possible(self) -> bool:
+        """Whether a pass may recompute."""
+        return self.on or (self.mode == "auto" and self._able)
+
+    def available(self) -> int | None:
+        """Return the bytes that are free where it runs; None if unknown."""
+        return self._free(self._device)
+
+    def prepare(
+        self, tokens: int, width: int | None = None, adapter: str = "", masked: bool = True, *, beside: int = 0,
+        free: int | None = None,
+    ) -> None:  # fmt: skip
         """Decide for the training pass that comes.
 
         Args:
@@ -82,12 +95,15 @@ class Recompute:
                 row, which overestimates what grows with the square of the length.
             adapter: what is trained; each is measured once.
             masked: whether the pass has an attention mask, which kernels may keep, once a layer.
+            beside: bytes that the pass needs for other things.
+            free: bytes that were free a moment ago; by default they are asked for.
         """
         if self.mode != "auto" or not self._able:
             return
         self._tokens = tokens
         masked = masked or self._agree is not None  # a measurement is a forward, which ranks in lockstep make together
-        wanted = self._does_not_fit(tokens, tokens if width is None else width, adapter, masked)
+        needed = self.needed_bytes(tokens, tokens if width is None else width, adapter, masked)
+        wanted = self._does_not_fit(tokens, needed and needed + beside, self.available() if free is None else free)
         self._switch(self._agree(wanted) if self._agree is not None else wanted)
 
     def run(self, call: Callable[[], T]) -> T:
@@ -101,43 +117,58 @@ class Recompute:
         try:
             return call()
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         # Here, after the handler, nothing holds the tensors of the failed attempt any more.
         get_logger().warning(
             "a pass of %d tokens ran out of memory; it is made again with activations recomputed", self._tokens
         )
-        self._too_many = min(self._tokens, self._too_many or self._tokens)
+        self.avoid(self._tokens)
         self._set_random_state(state)
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).empty_cache()
         self._switch(True)
         return call()
 
-    def needed_bytes(self, tokens: int, width: int, adapter: str = "", masked: bool = True) -> int | None:
-        """Return what a pass without recomputation needs: saved activations and gradients that do not exist yet.
+    def avoid(self, tokens: int) -> None:
+        """Recompute passes of as many tokens from now on, where that is up to us: one ran out of memory."""
+        self._too_many = min(tokens, self._too_many or tokens)
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).empty_cache()
 
-        None if they could not be measured.
+    def needed_bytes(
+        self, tokens: int, width: int, adapter: str = "", masked: bool = True, *, recomputed: bool = False
+    ) -> int | None:
+        """Return what a pass needs: saved activations and gradients that do not exist yet.
+
+        With recomputation that is what goes into each layer, and all of one layer. None if it could not be measured.
         """
-        if (adapter, masked) not in self._footprints:
-            self._footprints[adapter, masked] = self._measure(masked)
-            self._trained[adapter] = [p for p in self._module.parameters() if p.requires_grad]
-        footprint = self._footprints[adapter, masked]
+        footprint = self._footprint(adapter, masked, False)
         if footprint is None:
             return None
-        return footprint.of(tokens, width) + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
+        kept = footprint.of(tokens, width)
+        if recomputed:
+            inputs = self._footprint(adapter, masked, True)
+            if inputs is None:
+                return None
+            kept = inputs.of(tokens, width) + kept // max(1, self._module.config.get_text_config().num_hidden_layers)
+        return kept + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
+
+    def _footprint(self, adapter: str, masked: bool, recomputed: bool) -> Footprint | None:
+        key = adapter, masked, recomputed
+        if key not in self._footprints:
+            self._footprints[key] = self._measure(masked, recomputed)
+            self._trained[adapter] = [p for p in self._module.parameters() if p.requires_grad]
+        return self._footprints[key]
 
     def forget(self) -> None:
         """Measure again before the next pass: the model was changed."""
         self._footprints, self._trained, self._too_many = {}, {}, None
 
-    def _does_not_fit(self, tokens: int, width: int, adapter: str, masked: bool) -> bool:
-        needed, free = self.needed_bytes(tokens, width, adapter, masked), self._free(self._device)
+    def _does_not_fit(self, tokens: int, needed: int | None, free: int | None) -> bool:
         if needed is None or free is None or (self._too_many is not None and tokens >= self._too_many):
             return True
         if (needed > SHARE * free) is not self.on:
             get_logger().info(
-                "a pass of %d tokens keeps about %.2f GiB without recomputation, %.2f GiB are free: recomputation is "
+                "a pass of %d tokens needs about %.2f GiB without recomputation, %.2f GiB are free: recomputation is "
                 "%s", tokens, needed / 2**30, free / 2**30, "off" if self.on else "on",
             )  # fmt: skip
         return needed > SHARE * free
@@ -162,7 +193,7 @@ class Recompute:
             return
         self.on = on
 
-    def _measure(self, masked: bool) -> Footprint | None:
+    def _measure(self, masked: bool, recomputed: bool = False) -> Footprint | None:
         config = self._module.config.get_text_config()
         unit = max(_UNIT, int(getattr(config, "chunk_size", 0) or 0))
         if longest := getattr(config, "max_position_embeddings", None):
@@ -170,7 +201,7 @@ class Recompute:
         was, training = self.on, self._module.training
         devices = [self._device] if self._device.type != "cpu" else []
         try:
-            self._switch(False)
+            self._switch(recomputed)
             self._module.train()
             with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
                 own = [*self._module.parameters(), *self._module.buffers()]
@@ -186,7 +217,7 @@ class Recompute:
         ids = torch.arange(width, device=self._device)[None] % vocabulary
         mask = torch.ones_like(ids)
         mask[0, -1] = 0  # a mask of ones would be no mask
-        return self._forward({"input_ids": ids} | ({"attention_mask": mask} if masked else {}))
+        return self.forward({"input_ids": ids} | ({"attention_mask": mask} if masked else {}))
 
     def _body(self, row: dict[str, Tensor]) -> object:
         return self._module.base_model(**row, use_cache=False)
@@ -201,5 +232,6 @@ class Recompute:
             getattr(torch, self._device.type).set_rng_state(state[1], self._device)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error is about memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

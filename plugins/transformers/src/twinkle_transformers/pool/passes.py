@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from twinkle.torch.grouped import Groups
+from twinkle.torch.layout import Layout
+from twinkle.torch.lowrank import Cohort, Routing
+from twinkle.torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.load import Load, load_of
 from twinkle_transformers.pool.outputs import Outputs
 from twinkle_transformers.pool.slow import run_alone
 from twinkle_transformers.pool.stream import Scratch, Stream, build
@@ -57,19 +62,45 @@ class Passes:
         self.share_prefixes = False
         self.scratch = Scratch()
 
-    def forward(self, parts: Sequence[Part]) -> Flight:
-        """Compute the outputs of parts; with a graph if one of them is trained."""
+    def load(self, parts: Sequence[Part]) -> Load:
+        """Return what a pass over parts weighs."""
+        return load_of(parts, self.backbone, self.dtype, share=self.share_prefixes)
+
+    def forward(self, parts: Sequence[Part], free: int | None = None) -> Flight:
+        """Compute the outputs of parts; with a graph if one of them is trained.
+
+        Args:
+            parts: what to compute.
+            free: bytes that were free a moment ago; by default they are asked for.
+        """
         training = any(part.work.training for part in parts)
+        if training:
+            load = self.load(parts)
+            self.recompute.prepare(load.tokens, load.width, masked=False, beside=load.beside, free=free)
+        twins = [part.twin for part in parts if part.twin is not None]
+        parts = [*parts, *twins]
         stream = build(parts, self.device, self.dtype, share=self.share_prefixes, scratch=self.scratch)
         with torch.set_grad_enabled(training):
-            if training:
-                self.recompute.prepare(stream.routing.total, stream.segments.longest, masked=False)
-                hidden = self.recompute.run(lambda: self._body(stream))
-            else:
-                hidden = self._body(stream)
+            hidden = self.recompute.run(lambda: self._body(stream)) if training else self._body(stream)
             with self._autocast():
                 self._outputs.write(parts, stream, hidden)
-        return Flight(list(parts), stream, training, training and self.recompute.on)
+        return Flight(parts, stream, training, training and self.recompute.on)
+
+    def probe(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Run one sequence as a training pass of one adapter would.
+
+        Args:
+            ids: int64 `[1, T]`.
+            layout: of the adapter, whose weights are 0.
+
+        Returns:
+            hidden states (or logits) `[T, ...]`, with a graph.
+        """
+        total = ids.shape[1]
+        weights = torch.zeros(1, layout.size, dtype=self.dtype, device=self.device)
+        routing = Routing([Cohort(layout, Groups(0, (total,)), weights)], total, total)
+        positions = torch.arange(total, device=self.device)[None]
+        return self._body(Stream(ids, positions, Segments.of([total], self.device), routing, []))
 
     def backward(self, flight: Flight) -> None:
         """Fill the buffers of the cohorts from the losses of usable parts."""

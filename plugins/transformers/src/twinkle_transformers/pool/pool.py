@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,14 @@ from twinkle.model.pool import (
     OperationResult,
     Usage,
 )
+from twinkle.torch.layout import Layout, Shape
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_adapter
 from twinkle_transformers.pool import state
 from twinkle_transformers.pool.accounting import Costs
+from twinkle_transformers.pool.admission import Admission, no_room
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.fit import check_kind, drop_partial
@@ -36,8 +39,8 @@ from twinkle_transformers.pool.passes import Flight, Passes
 from twinkle_transformers.pool.sites import find_sites, install
 from twinkle_transformers.pool.slow import goes_alone
 from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
-from twinkle_transformers.pool.work import Part, Work, in_passes, prepare, split
-from twinkle_transformers.recompute import Recompute
+from twinkle_transformers.pool.work import Part, Work, halves, prepare, split
+from twinkle_transformers.recompute import Recompute, is_out_of_memory
 from twinkle_transformers.scoring import loss_name
 
 TOKENS_PER_PASS = 16_384
@@ -81,7 +84,9 @@ class LoraPool(AdapterPool):
         self.sites = drop_partial(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
         self.passes = Passes(backbone, device, autocast, dtype, recompute, head, alone=alone)
-        self.costs = Costs(backbone.model)
+        self.admission, self.costs = Admission(self.passes, backbone), Costs(backbone.model)
+        recompute.forward = self._probe
+        self._widest: dict[str, Shape] = {}
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
@@ -109,7 +114,19 @@ class LoraPool(AdapterPool):
         tenant = Tenant(ref, plan, flat, group)
         self.tenants.add(tenant)
         self.paging.take(tenant)
+        self._note(plan.layout)
         return ref
+
+    def _note(self, layout: Layout) -> None:
+        """Have activations measured anew if an adapter adapts more than any before it."""
+        for name, shape in layout.shapes.items():
+            if name not in self._widest or self._widest[name].rank < shape.rank:
+                self._widest[name] = shape
+                self.passes.recompute.forget()
+
+    def _probe(self, row: dict[str, Tensor]) -> object:
+        """Run a row as a training pass would, with an adapter as wide as any."""
+        return self.passes.probe(row["input_ids"], Layout.of(self._widest.items()))
 
     def remove(self, adapter: str | AdapterRef) -> None:
         """Remove an adapter and everything that belongs to it."""
@@ -140,8 +157,8 @@ class LoraPool(AdapterPool):
 
     def execute(self, works: Sequence[Work]) -> None:
         """Compute prepared operations, in as many passes as that takes."""
-        for parts in in_passes(works, self.tokens_per_pass):
-            self._compute([part for part in parts if part.work.error is None])
+        for parts, free in self.admission.sort(works, self.tokens_per_pass):
+            self._compute(parts, free)
 
     def prepare(
         self, index: int, operation: Operation, *, rows: int | None = None, staged: bool = False,
@@ -169,25 +186,46 @@ class LoraPool(AdapterPool):
     def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
         return self._encode if group.template is None else group.template.encode
 
-    def _compute(self, parts: list[Part]) -> None:
-        """Do one pass; if it cannot be done, find out whose fault it is by doing halves of it."""
-        if not parts:
-            return
-        twins = [part.twin for part in parts if part.twin is not None]
+    def _compute(self, parts: list[Part], free: int | None = None) -> None:
+        """Do one pass; if it cannot be done, find out whose fault it is by doing smaller ones."""
+        if parts and (error := self._attempt(parts, free)) is not None:
+            for smaller in self._smaller(parts, error):
+                self._compute([part for part in smaller if part.work.error is None])
+
+    def _attempt(self, parts: list[Part], free: int | None) -> Exception | None:
+        """Do one pass, or return why not; nothing of a failed one is left."""
         try:
-            flight = self.passes.forward([*parts, *twins])
+            flight = self.passes.forward(parts, free)
             self.score(flight)
             self.passes.backward(flight)
+            for part in parts:
+                part.work.keep_room()
         except Exception as error:  # whatever it is, it must not cost the others their operations
-            if len(parts) == 1:
-                parts[0].work.error = error
-                return
+            for part in parts:
+                part.forget_pass()
+            clear_frames(error.__traceback__)  # they hold on to the pass
+            return error
+        self.collect(flight)
+        return None
+
+    def _smaller(self, parts: list[Part], error: Exception) -> list[list[Part]]:
+        """Return the passes to make in place of one that failed; none if it is clear whose fault it was."""
+        if len(parts) > 1:
             get_logger().warning("a pass of %d operations failed (%s); it is made again in halves", len(parts), error)
-        else:
-            self.collect(flight)
-            return
-        for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]):
-            self._compute([part for part in half if part.work.error is None])
+            return [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
+        [part] = parts
+        if not is_out_of_memory(error):
+            part.work.error = error
+            return []
+        self.passes.recompute.avoid(part.tokens)
+        if cut := halves(part, self.backbone):
+            return [[half] for half in cut]
+        part.tries += 1
+        if part.tries < 2:
+            return [[part]]
+        part.work.error = no_room(part, "ran out of memory, and again when it was made anew")
+        part.work.error.__cause__ = error
+        return []
 
     def score(self, flight: Flight) -> None:
         """Calculate the losses of a flight, each operation's by its own."""
@@ -241,9 +279,7 @@ class LoraPool(AdapterPool):
                     continue
                 if len(work.parts) == 1:
                     work.grad = cohort.grads[row]
-                elif work.grad is None:
-                    work.grad = cohort.grads[row].clone()
-                else:
+                elif work.grad is not None:
                     work.grad.add_(cohort.grads[row])
         for part in flight.parts:
             if part.item is not None:
@@ -260,6 +296,7 @@ class LoraPool(AdapterPool):
         """Return what an operation gave."""
         if work.error is not None or not all(part.done for part in work.parts):
             error = work.error or TrainingStateError("the operation was not done")
+            clear_frames(error.__traceback__)  # they hold on to passes
             return OperationError(error, work.name, work.index)
         used = [part.item for part in work.parts if part.item is not None and part.item.usable]
         usage = sum((part.twin.work.usage for part in work.parts if part.twin is not None), work.usage)

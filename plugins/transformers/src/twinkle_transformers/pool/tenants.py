@@ -69,10 +69,15 @@ class Tenant:
         if self.flat.grad is not None:
             self.flat.grad.add_(grad)
             return
-        if self.spare is None or self.spare.shape != grad.shape or self.spare.device != grad.device:
-            self.spare = torch.empty_like(self.flat.detach())
-        self.flat.grad = self.spare.copy_(grad)
+        self.flat.grad = self.keep_room().copy_(grad)
         self._share_gradient()
+
+    def keep_room(self) -> Tensor:
+        """Return the memory of the gradients, which is taken once."""
+        flat = self.flat.detach()
+        if self.spare is None or self.spare.shape != flat.shape or self.spare.device != flat.device:
+            self.spare = torch.empty_like(flat)
+        return self.spare
 
     def views(self) -> dict[str, nn.Parameter]:
         """Return A and B of each layer by PEFT's name, sharing memory (and gradients) with the whole."""

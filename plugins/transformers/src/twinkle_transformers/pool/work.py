@@ -1,8 +1,8 @@
 """Operations under way: what each must compute, in pieces that fit into a pass."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class Part:
     """The same rows without an adapter, where the loss compares with the base model."""
     done: bool = False
     """Whether its pass has succeeded."""
+    pieces: Any = None
+    """How its tokens lie in a stream, once that was planned."""
+    tries: int = 0
+    """How often it ran out of memory alone."""
 
     @property
     def tokens(self) -> int:
@@ -66,6 +70,12 @@ class Part:
     def width(self) -> int:
         """Length of the longest sequence."""
         return max(len(s) for s in self.sequences)
+
+    def forget_pass(self) -> None:
+        """Let go of what a pass gave that failed."""
+        self.item = None
+        if self.twin is not None:
+            self.twin.item = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,11 +108,20 @@ class Work:
     error: Exception | None = None
     grad: Tensor | None = None
     usage: Usage = field(default_factory=Usage)
+    processor: Any = None
+    """Collates its rows."""
 
     @property
     def name(self) -> str | None:
         """Name of the adapter."""
         return None if self.tenant is None else self.tenant.name
+
+    def keep_room(self) -> None:
+        """Take the memory that its gradients will need, so that taking them cannot fail half-way."""
+        if self.training and self.tenant is not None:
+            self.tenant.keep_room()
+            if len(self.parts) > 1 and self.grad is None:
+                self.grad = torch.zeros_like(self.tenant.flat.detach())
 
     @property
     def own_loss(self) -> bool:
@@ -142,6 +161,7 @@ def prepare(
     needs = _needs(loss, tenant if training else evaluates, training, options, operation.loss is None)
     number = operation.number if operation.number is not None or tenant is None else tenant.group.cur_step
     work = Work(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
+    work.processor = processor
     rows = as_rows(operation.rows, encode)
     left = getattr(processor, "padding_side", "right") == "left"
     work.parts = [_part(rows, work, processor, backbone, left)]
@@ -189,6 +209,34 @@ def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int
         shares = share_arguments(arguments, row_inputs(work.loss), sizes, left=left)
         for part, share in zip(work.parts, shares, strict=True):
             part.loss_kwargs = share
+
+
+def halves(part: Part, backbone: Backbone) -> list[Part]:
+    """Put two parts of about as many tokens in place of one; none where its loss wants all rows together."""
+    work = part.work
+    together = max(1, int(getattr(work.loss, "rows_together", 1)))
+    count = len(part.rows) // together
+    if not getattr(work.loss, "splittable", True) or len(part.sequences) != len(part.rows) or count < 2:
+        return []
+    ends = list(accumulate(len(sequence) for sequence in part.sequences))
+    cut = together * min(range(1, count), key=lambda at: abs(2 * ends[at * together - 1] - part.tokens))
+    left = getattr(work.processor, "padding_side", "right") == "left"
+    made = [
+        _part(rows, work, work.processor, backbone, left, part.first + first)
+        for rows, first in ((part.rows[:cut], 0), (part.rows[cut:], cut))
+    ]
+    if part.twin is not None:
+        part.loss_kwargs.pop("ref_logps", None)
+        for half in made:
+            half.twin = _twin(half)
+    if work.loss is not None:
+        sizes = [batch_size(half.batch) for half in made]
+        shares = share_arguments(part.loss_kwargs, row_inputs(work.loss), sizes, left=left)
+        for half, share in zip(made, shares, strict=True):
+            half.loss_kwargs = share
+    at = work.parts.index(part)
+    work.parts[at : at + 1] = made
+    return made
 
 
 def asks_for_base(arguments: Mapping[str, Any]) -> bool:
@@ -259,19 +307,3 @@ def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str
         loss = loss or owner.group.loss()
         metrics = (owner.group.train_status if training else owner.group.eval_status).metrics
     return loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
-
-
-def in_passes(works: Sequence[Work], budget: int) -> Iterator[list[Part]]:
-    """Yield the parts of each pass, at most `budget` tokens unless a single part has more; training parts first."""
-    waiting = sorted((p for w in works for p in w.parts), key=lambda p: (not p.work.training, p.work.index, p.first))
-    taken: list[Part] = []
-    size = 0
-    for part in waiting:
-        tokens = part.tokens if part.twin is None else 2 * part.tokens
-        if taken and size + tokens > budget:
-            yield taken
-            taken, size = [], 0
-        taken.append(part)
-        size += tokens
-    if taken:
-        yield taken

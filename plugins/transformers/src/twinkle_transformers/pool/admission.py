@@ -1,0 +1,92 @@
+"""Passes that fit into memory: what one needs is estimated before it is made."""
+
+from collections.abc import Iterator, Sequence
+
+from twinkle.errors import CapacityError
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.passes import Passes
+from twinkle_transformers.pool.work import Part, Work, halves
+from twinkle_transformers.recompute import SHARE
+
+
+class Admission:
+    """Sorts the parts of operations into passes that fit.
+
+    A pass that would take more than 80 % of what is free recomputes its activations; if that is not enough, fewer parts
+    go into it, and parts are cut. The numbers stay the same. An operation with a part that cannot be cut and does not
+    fit alone fails, and the others go on. What cannot be measured is let through.
+
+    Args:
+        passes: how parts are computed.
+        backbone: the model.
+    """
+
+    def __init__(self, passes: Passes, backbone: Backbone) -> None:
+        self.passes, self.backbone = passes, backbone
+
+    def sort(self, works: Sequence[Work], budget: int) -> Iterator[tuple[list[Part], int | None]]:
+        """Yield the parts of each pass and the bytes that are free; training parts come first.
+
+        Args:
+            works: operations; those that fail meanwhile are left out.
+            budget: tokens that a pass may have, unless a single part has more.
+        """
+        waiting = sorted(
+            (part for work in works for part in work.parts), key=lambda p: (not p.work.training, p.work.index, p.first)
+        )
+        while waiting := [part for part in waiting if part.work.error is None]:
+            taken = _within(waiting, budget)
+            free = self.passes.recompute.available()
+            while not self._fits(taken, free):
+                if len(taken) > 1:
+                    taken = taken[:-1]
+                elif cut := halves(taken[0], self.backbone):
+                    waiting[:1], taken = cut, cut[:1]
+                else:
+                    taken[0].work.error = self._refusal(taken[0], free or 0)
+                    break
+            else:
+                waiting = waiting[len(taken) :]
+                yield taken, free
+
+    def needed(self, parts: Sequence[Part], *, recomputed: bool) -> int | None:
+        """Return the bytes that a pass needs; None if activations could not be measured."""
+        load = self.passes.load(parts)
+        recompute = self.passes.recompute
+        kept = recompute.needed_bytes(load.tokens, load.width, masked=False, recomputed=recomputed)
+        if kept is None:
+            return None
+        if not any(part.work.training for part in parts):
+            kept //= max(1, self.backbone.model.config.get_text_config().num_hidden_layers)  # a layer's, then the next
+        return kept + load.beside
+
+    def _fits(self, parts: Sequence[Part], free: int | None) -> bool:
+        if free is None:
+            return True
+        recompute = self.passes.recompute
+        ways = [False] if recompute.mode is not True else []
+        if recompute.possible and any(part.work.training for part in parts):
+            ways.append(True)
+        needed = (self.needed(parts, recomputed=recomputed) for recomputed in ways or [False])
+        return any(size is None or size <= SHARE * free for size in needed)
+
+    def _refusal(self, part: Part, free: int) -> CapacityError:
+        size = self.needed([part], recomputed=part.work.training and self.passes.recompute.possible) or 0
+        return no_room(part, f"needs about {size:,} bytes, and {free:,} are free, of which it may take 80 %")
+
+
+def no_room(part: Part, why: str) -> CapacityError:
+    """Return the error of an operation whose part cannot be computed and not be cut."""
+    whose = "the base model" if part.work.name is None else f"adapter {part.work.name!r}"
+    rows = f"{len(part.rows)} row{'s' if len(part.rows) > 1 else ''} of {part.tokens} tokens"
+    return CapacityError(f"{whose}: a pass over {rows} {why}; give shorter rows, or free memory")
+
+
+def _within(waiting: Sequence[Part], budget: int) -> list[Part]:
+    """Return the first parts whose tokens are within the budget; at least one."""
+    size = 0
+    for at, part in enumerate(waiting):
+        size += part.tokens if part.twin is None else 2 * part.tokens
+        if at and size > budget:
+            return list(waiting[:at])
+    return list(waiting)
