@@ -1,4 +1,4 @@
-"""What the contract kit builds optimizers and schedulers with."""
+"""What the contract kit builds optimizers, schedulers and models with."""
 
 from typing import Any
 
@@ -58,3 +58,13 @@ def chained() -> dict[str, Any]:
         return ChainedScheduler([ExponentialLR(optimizer, gamma=0.5) for _ in range(2)])
 
     return {"make": make, "rates": (1.0, 0.25, 0.0625)}
+
+
+def pool() -> dict[str, Any]:
+    """One adapter of a pool, whose B is not 0, so that all of it is trained."""
+
+    def add(model: Any) -> None:
+        config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+        model.add_adapter_to_model("one", config, seed=1)
+
+    return {"prepare": add, "adapter": "one", "lr": 0.1}

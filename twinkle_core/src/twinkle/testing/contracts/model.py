@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class ModelCase(Case):
 
     Attributes:
         prepare: called with each new model, to add an adapter, say.
+        adapter: the adapter that every call names, for a model whose methods require one.
         lr: the learning rate of the updates that are compared.
         precision: how far updates may be apart, relative and absolute.
     """
@@ -60,6 +61,7 @@ class ModelCase(Case):
     kind = "model"
 
     prepare: Callable[[Any], None] | None = None
+    adapter: str = ""
     lr: float = 1.0
     precision: float = _TOLERANCE
 
@@ -86,9 +88,23 @@ class ModelCase(Case):
         model = self.build()
         if self.prepare is not None:
             self.prepare(model)
+        if self.adapter:
+            model = _OneAdapter(model, self.adapter)
         model.set_loss(token_nll)
         model.set_optimizer(torch.optim.SGD, **{"lr": self.lr, "weight_decay": 0.0, **options})
         return model
+
+
+class _OneAdapter:
+    """A model whose methods are called with `adapter_name` everywhere."""
+
+    def __init__(self, model: Any, adapter: str) -> None:
+        self._model, self._adapter = model, adapter
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        taken = "adapter_name" in _parameters(found) if callable(found) else False
+        return partial(found, adapter_name=self._adapter) if taken else found
 
 
 def rows() -> list[dict[str, Any]]:
