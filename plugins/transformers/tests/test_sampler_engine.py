@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -108,8 +109,8 @@ def tiny(name):
 
     common = {
         "vocab_size": 264, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "initializer_range": 0.3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "eos_token_id": None, "pad_token_id": 256, "bos_token_id": 257,
+        "initializer_range": 0.3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 256, "bos_token_id": 257,
     }  # fmt: skip
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     moe = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
@@ -383,7 +384,8 @@ def test_requests_wait_in_their_order_when_there_is_no_room(folder):
     handles = [sampler.submit(row, params) for row in rows()]
     finished = []
     while len(finished) < len(handles):
-        sampler._service.engine.drive(lambda known=len(finished): sum(h.done for h in handles) > known)
+        until = partial(lambda known: sum(h.done for h in handles) > known, len(finished))
+        sampler._service.engine.drive(until)
         assert len(sampler._service.engine._running) <= 130 // 20
         assert store.bytes <= 130 * store.token_bytes
         finished += [n for n, h in enumerate(handles) if h.done and n not in finished]
