@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
 from twinkle.torch.dispatch import Dispatch
+from twinkle.torch.grouped import has_kernel
 from twinkle.torch.layout import Entry
 from twinkle.torch.lowrank import Cohort, Routing
-from twinkle.torch.pieces import has_kernel
 
 
 def linear(

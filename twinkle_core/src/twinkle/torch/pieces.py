@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from twinkle.torch.grouped import has_kernel
+
 _MOST_GROUPS = 1023
 """Groups that one call of the grouped product takes on CUDA."""
 
@@ -143,14 +145,3 @@ class Pieces:
     def _grouped_outer(self, left: Tensor, right: Tensor) -> Tensor:
         done = [nn.functional.grouped_mm(left[rows].t(), right[rows], offs=ends) for _, rows, ends in self._calls]
         return done[0] if len(done) == 1 else torch.cat(done)
-
-
-def has_kernel(*factors: Tensor) -> bool:
-    """Say whether torch has a kernel for grouped products of these: bfloat16 on CUDA, in aligned rows of 8, 16, ..."""
-    return hasattr(nn.functional, "grouped_mm") and all(
-        factor.is_cuda
-        and factor.dtype == torch.bfloat16
-        and factor.shape[-1] % 8 == 0
-        and not any(s % 8 for s in factor.stride() if s != 1)
-        for factor in factors
-    )
