@@ -8,8 +8,8 @@ log-normal; the first 60 % of a datum's tokens are a prompt and carry no weight.
 - 8 tenants with 4 datums each (hidden 256, 16 layers, vocabulary 16,384: the head is a quarter of the work),
 - 16 tenants with one datum of about 42 tokens (hidden 128, 4 layers, vocabulary 8,192).
 
-Ours: one `forward_backward` of a `MultiLoraTransformersModel` with all datums, their weights as `loss_scale`. Theirs, by
-hand with PEFT's `set_adapter`, whole logits and recomputed activations, as these services' code does it:
+Ours: one `forward_backward` of a `MultiLoraTransformersModel` with all datums, their weights as `loss_scale`. Theirs,
+by hand with PEFT's `set_adapter`, whole logits and recomputed activations, as these services' code does it:
 
 - "padded": each tenant's datums as one padded batch (twinkle-kit's pool; the package itself: vs_twinkle_kit_pool.py),
 - "one by one": each datum alone (hosted Tinker servers), its log-probabilities by log_softmax and gather,

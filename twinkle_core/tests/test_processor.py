@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.errors import ArgumentError, DataError, Unsupported
@@ -105,6 +105,7 @@ def test_keys_that_are_none_everywhere_are_left_out() -> None:
     assert InputProcessor()([SHORT | {"attention_mask": None}])["attention_mask"].tolist() == [[1, 1]]
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), multiple=st.integers(1, 8))
 def test_the_width_is_the_smallest_multiple_that_holds_all(lengths: list[int], multiple: int) -> None:
     batch: Any = InputProcessor(pad_to_multiple_of=multiple)(rows(*lengths))
@@ -114,6 +115,7 @@ def test_the_width_is_the_smallest_multiple_that_holds_all(lengths: list[int], m
     assert batch["attention_mask"].sum(1).tolist() == lengths
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), size=st.integers(1, 8))
 def test_micro_batches_hold_every_row_once_in_order(lengths: list[int], size: int) -> None:
     given_rows = rows(*lengths)
@@ -165,6 +167,9 @@ def test_tensors_go_to_the_device_asked_for() -> None:
         ([SHORT, SHORT | {"input_ids": [1, -2]}], "row 1: 'input_ids' holds -2; it must not be negative"),
         ([SHORT | {"position_ids": [-1, 0]}], "row 0: 'position_ids' holds -1"),
         ([{"input_ids": [1.5]}], "row 0: 'input_ids' holds fractions"),
+        ([SHORT, SHORT | {"input_ids": [1.5, 2]}], "row 1: 'input_ids' holds fractions"),
+        ([SHORT, SHORT | {"input_ids": [1, 2j]}], "row 1: 'input_ids' holds complex numbers"),
+        ([SHORT, SHORT | {"input_ids": [1, 2**70]}], "row 1: 'input_ids' does not hold numbers: Overflow"),
         ([SHORT, SHORT | {"labels": None}], "row 1: 'labels' does not hold numbers"),
         ([{"input_ids": [1, "a"]}], "row 0: 'input_ids' does not hold numbers"),
     ],

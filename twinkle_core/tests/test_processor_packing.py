@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.errors import ArgumentError, DataError, Unsupported
@@ -67,6 +67,7 @@ def test_a_packed_row_is_never_padded() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), data=st.data())
 def test_unpacked_batches_are_those_of_padding(side: Any, sizes: list[int], data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=sum(sizes), max_size=sum(sizes)))

@@ -176,7 +176,7 @@ def check_batch(batch: dict[str, Any], model: Any) -> None:
     for name, ids in (("input_ids", batch["input_ids"]), ("labels", labels)):
         if ids is None or (name == "labels" and not has_targets(ids)):
             continue
-        wrong = (ids < 0) | (ids >= vocabulary)
+        wrong = ids != ids.clamp(0, vocabulary - 1)
         if name == "labels":
             wrong &= ids != IGNORE
         if bool(wrong.any()):

@@ -1,12 +1,12 @@
 """The processor: encoded rows to a batch of tensors, and batches to micro-batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle._arguments import refuse_unknown
 from twinkle.data_format import InputBatch, InputFeature, ModelOutput
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle.processor.collate import join, join_labels, pad_tokens, per_token
+from twinkle.processor.collate import join, join_labels, mask_and_positions, pad_tokens, per_token
 from twinkle.processor.packing import Layout, pack, unpack, unpack_outputs
 from twinkle.processor.rows import TOKEN_KEYS, Row, as_rows, of_whole_row
 from twinkle.runtime import remote_class
@@ -184,34 +184,31 @@ class InputProcessor:
         lengths = [len(row["input_ids"]) for row in rows]
         multiple = self.pad_to_multiple_of or 1
         width = -(-max(width, *lengths) // multiple) * multiple
-        columns = _columns(rows, lengths)
         batch: Any = {}
-        for key, values in columns.items():
+        for key, values in _columns(rows).items():
             if key == "labels" and any(map(of_whole_row, values, lengths)):
                 batch[key] = join_labels(values)
             elif key in TOKEN_KEYS or per_token(values, lengths):
                 batch[key] = pad_tokens(key, values, width, self.padding_side)
             else:
                 batch[key] = join(values)
-        if self.padding_free or Layout.of(batch).packed:
+        given = batch.keys() & _MADE  # without them each row is one sequence of all its tokens
+        if len(given) < len(_MADE):
+            made = zip(_MADE, mask_and_positions(lengths, width, self.padding_side), strict=True)
+            batch |= {key: value for key, value in made if key not in given}
+        if self.padding_free or (given and Layout.of(batch).packed):
             batch = pack(batch)
         moved: Any = batch if device is None else _moved(batch, device)
         return moved  # type: ignore[no-any-return]
 
 
-_MADE: dict[str, Callable[[int], list[int]]] = {
-    "attention_mask": lambda length: [1] * length,
-    "position_ids": lambda length: list(range(length)),
-}
+_MADE = ("attention_mask", "position_ids")
 
 
-def _columns(rows: Sequence[Row], lengths: Sequence[int]) -> dict[str, list[Any]]:
-    """Return the rows as columns, without those that are None in every row, and with masks and positions made."""
+def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Return the rows as columns, without those that are None in every row."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
-    columns = {key: values for key, values in columns.items() if any(value is not None for value in values)}
-    for key, make in _MADE.items():
-        columns.setdefault(key, [make(length) for length in lengths])
-    return columns
+    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
 
 
 def _moved(batch: dict[str, Any], device: "torch.device | str") -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Turns the values of one key, a value from each row, into one tensor."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left"
     """
     import torch
 
-    rows = [_tensor(key, number, value) for number, value in enumerate(values)]
+    rows = _tensors(key, values)
     floats = any(row.is_floating_point() for row in rows)
     if key == "labels" and floats:
         dtype = torch.float32  # targets of a value head at each token
@@ -33,15 +35,36 @@ def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left"
         dtype = torch.int64
     else:
         dtype = torch.float32 if key in _FLOATS or floats else torch.int64
-    padded = torch.full((len(rows), width), PAD.get(key, 0), dtype=dtype)
-    for number, row in enumerate(rows):
-        if dtype is torch.int64 and row.is_floating_point():
-            raise DataError(f"row {number}: {key!r} holds fractions; it must hold whole numbers")
-        if key in _FROM_ZERO and bool((row < 0).any()):
-            raise DataError(f"row {number}: {key!r} holds {int(row.min())}; it must not be negative")
-        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        padded[number, place] = row.to(dtype)
+    if dtype is torch.int64 and floats:
+        number = next(number for number, row in enumerate(rows) if row.is_floating_point())
+        raise DataError(f"row {number}: {key!r} holds fractions; it must hold whole numbers")
+    if all(row.shape[0] == width for row in rows):
+        padded = torch.stack([row.to(dtype) for row in rows])
+    else:
+        padded = torch.full((len(rows), width), PAD.get(key, 0), dtype=dtype)
+        for number, row in enumerate(rows):
+            place = slice(width - row.shape[0], width) if side == "left" else slice(0, row.shape[0])
+            padded[number, place] = row
+    if key in _FROM_ZERO and bool((padded < 0).any()):
+        number = int((padded < 0).any(-1).int().argmax())
+        raise DataError(f"row {number}: {key!r} holds {int(padded[number].min())}; it must not be negative")
     return padded
+
+
+def mask_and_positions(
+    lengths: Sequence[int], width: int, side: Literal["left", "right"]
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return the `attention_mask` and `position_ids` of rows that have none: int64 `[B, width]`, positions from 0."""
+    import torch
+
+    places = torch.arange(width).expand(len(lengths), width)
+    if min(lengths) == width:
+        return torch.ones(len(lengths), width, dtype=torch.int64), places.clone()
+    sizes = torch.tensor(lengths)[:, None]
+    if side == "left":
+        places = places - (width - sizes)
+    real = ((places >= 0) & (places < sizes)).long()
+    return real, places * real
 
 
 def join(values: Sequence[Any]) -> Any:
@@ -84,10 +107,25 @@ def _narrow(tensor: "torch.Tensor") -> "torch.Tensor":
     return tensor.float() if tensor.dtype.is_floating_point and tensor.element_size() == 8 else tensor
 
 
+def _tensors(key: str, values: Sequence[Any]) -> "list[torch.Tensor]":
+    """Return each row's values; lists become tensors together, which costs hardly more than one of them."""
+    import torch
+
+    if all(type(value) is list for value in values):
+        with suppress(TypeError, ValueError, RuntimeError):  # one by one they say which row it is
+            joined = torch.tensor(values[0] if len(values) == 1 else list(chain.from_iterable(values)))
+            if not joined.is_complex() and (key in _FLOATS or not joined.is_floating_point()):
+                return list(joined.split_with_sizes([len(value) for value in values]))
+    return [_tensor(key, number, value) for number, value in enumerate(values)]
+
+
 def _tensor(key: str, number: int, value: Any) -> "torch.Tensor":
     import torch
 
     try:
-        return torch.as_tensor(value).detach().cpu()
+        found = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"row {number}: {key!r} does not hold numbers: {error}") from error
+    if found.is_complex():
+        raise DataError(f"row {number}: {key!r} holds complex numbers; give real ones")
+    return found

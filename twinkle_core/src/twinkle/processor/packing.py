@@ -41,17 +41,17 @@ class Layout:
         ids, mask, positions = (batch.get(key) for key in ("input_ids", "attention_mask", "position_ids"))
         rows, width = ids.shape[:2]  # type: ignore[union-attr]
         real = torch.ones(rows, width, dtype=torch.bool) if mask is None else mask.bool().cpu()
-        if not bool(real.any(-1).all()):
-            row = int(real.any(-1).int().argmin())
-            raise DataError(f"row {row} of the batch has no tokens that its attention_mask keeps")
+        sizes = tuple(real.sum(-1).tolist())
+        if 0 in sizes:
+            raise DataError(f"row {sizes.index(0)} of the batch has no tokens that its attention_mask keeps")
         source = real.flatten().nonzero().squeeze(-1)
+        if positions is None or positions.ndim != 2 or _counts_up(positions.cpu(), real):
+            return cls((1,) * rows, sizes, source)
         row_of = source // width
         first = row_of != torch.cat([row_of.new_tensor([-1]), row_of[:-1]])
-        starts = first
-        if positions is not None and positions.ndim == 2:
-            places = positions.cpu().flatten()[source]
-            starts = first | (places == 0)
-            _check_order(places, starts, row_of, source % width)
+        places = positions.cpu().flatten()[source]
+        starts = first | (places == 0)
+        _check_order(places, starts, row_of, source % width)
         begin = starts.nonzero().squeeze(-1)
         lengths = torch.diff(begin, append=begin.new_tensor([len(source)]))
         counts = torch.bincount(row_of[begin], minlength=rows)
@@ -166,6 +166,11 @@ def unpack_outputs(outputs: Mapping[str, Any], layout: Layout, size: Sequence[in
         key: layout.unpack(value, _FILL.get(key, 0), side) if getattr(value, "shape", ())[:2] == size else value
         for key, value in outputs.items()
     }
+
+
+def _counts_up(positions: "torch.Tensor", real: "torch.Tensor") -> bool:
+    """Return whether the positions of each row's real tokens are 0, 1, 2, ...: it is one sequence."""
+    return not bool(((positions != real.cumsum(-1) - 1) & real).any())
 
 
 def _check_order(

@@ -62,11 +62,11 @@ def of_whole_row(labels: Any, length: int) -> bool:
 
     Such labels are not targets of positions; losses on embeddings or on the values of a whole row read them.
     """
-    if labels is None:
+    if labels is None or size_of(labels) == length:
         return False
     if isinstance(labels, Number) or _dimensions(labels) == 0:
         return True
-    if size_of(labels) in (None, length):
+    if size_of(labels) is None:
         return False
     if hasattr(labels, "dtype"):
         return "float" in str(labels.dtype)
@@ -93,6 +93,8 @@ def _check_keys(rows: Sequence[Row]) -> None:
 
 def size_of(value: Any) -> int | None:
     """Return the number of values of a flat sequence (list, NumPy array, tensor); None for anything else."""
+    if type(value) is list and value and type(value[0]) in (int, float):  # nearly always, and soon said
+        return len(value)
     return len(value) if _dimensions(value) == 1 else None
 
 
