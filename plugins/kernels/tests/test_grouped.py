@@ -35,9 +35,9 @@ def test_a_kernel_computes_the_low_rank_terms_of_every_layer(tmp_path: Path) -> 
         model.add_adapter_to_model(name, config, seed=1)
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [6, 7, 8, -100]}, {"input_ids": [9, 4, 3], "labels": [4, 3, -100]}]
     owners = ["a", "b"]
-    model.forward_only(inputs=rows, adapter_name=owners)  # the first call also measures what a pass takes
     plain = [row["logps"] for row in model.forward_only(inputs=rows, adapter_name=owners)]
     kernelize(model, {PLACE: OneByOne})
+    model.forward_only(inputs=rows, adapter_name=owners)  # the first call also measures what a pass takes
     OneByOne.calls = 0
     with_kernel = [row["logps"] for row in model.forward_only(inputs=rows, adapter_name=owners)]
     used = OneByOne.calls
