@@ -194,6 +194,7 @@ class LoraPool(AdapterPool):
 
     def _attempt(self, parts: list[Part], free: int | None) -> Exception | None:
         """Do one pass, or return why not; nothing of a failed one is left."""
+        flight: Flight | None = None
         try:
             flight = self.passes.forward(parts, free)
             self.score(flight)
@@ -203,10 +204,13 @@ class LoraPool(AdapterPool):
         except Exception as error:  # whatever it is, it must not cost the others their operations
             for part in parts:
                 part.forget_pass()
-            clear_frames(error.__traceback__)  # they hold on to the pass
+            clear_frames(error.__traceback__)
             return error
-        self.collect(flight)
-        return None
+        else:
+            self.collect(flight)
+            return None
+        finally:
+            flight = None  # frames of errors hold on to what is in here
 
     def _smaller(self, parts: list[Part], error: Exception) -> list[list[Part]]:
         """Return the passes to make in place of one that failed; none if it is clear whose fault it was."""
