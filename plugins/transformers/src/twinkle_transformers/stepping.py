@@ -152,7 +152,8 @@ def _joint_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     if not held:
         return torch.zeros((), device=grads[0].device if grads else None)
     if norm_type == 2:
-        return torch.linalg.vector_norm(measure(held))  # the host's own sum loses digits over long tensors
+        whole: Tensor = torch.linalg.vector_norm(measure(held))  # the host's own sum loses digits over long tensors
+        return whole
     short = [grad for grad in held if grad.dtype in (torch.bfloat16, torch.float16)]
     norms: list[Tensor] = list(torch._foreach_norm(short, norm_type, dtype=torch.float32)) if short else []
     if wide := [grad for grad in held if grad.dtype not in (torch.bfloat16, torch.float16)]:

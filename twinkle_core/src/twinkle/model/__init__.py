@@ -11,6 +11,8 @@ from twinkle.model.pool import (
     Operation,
     OperationError,
     OperationResult,
+    Step,
+    StepResult,
     Usage,
 )
 
@@ -21,6 +23,8 @@ __all__ = [
     "Operation",
     "OperationError",
     "OperationResult",
+    "Step",
+    "StepResult",
     "TwinkleModel",
     "Usage",
 ]

@@ -95,6 +95,36 @@ class OperationResult:
 
 
 @dataclass(slots=True)
+class Step:
+    """An update of one adapter from its pending gradients.
+
+    Attributes:
+        adapter: its name or reference.
+        max_grad_norm: bound of the norm of its gradient; 0 or less measures only.
+        optim_params: `lr`, `weight_decay`, `betas`, `eps` to overwrite from now on.
+        divide: whether gradients are divided by what the losses counted; a service whose losses are sums says False.
+    """
+
+    adapter: str | AdapterRef
+    max_grad_norm: float = 0.0
+    optim_params: Mapping[str, Any] = field(default_factory=dict)
+    divide: bool = True
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        grad_norm: norm of the gradient before clipping, after the division.
+        updated: whether the weights were updated; not so where the norm is not finite and such steps are left out.
+    """
+
+    grad_norm: float
+    updated: bool = True
+
+
+@dataclass(slots=True)
 class OperationError:
     """Why an operation failed; the gradients of its adapter are as they were before it.
 
@@ -155,6 +185,13 @@ class AdapterPool(ABC):
         """Do operations together; returns one result each, in order.
 
         Operations of one adapter are done in their order. Only what harms all of them is raised.
+        """
+
+    @abstractmethod
+    def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
+        """Update several adapters together, each from its own pending gradients; returns one result each, in order.
+
+        An adapter whose step failed is as it was, but for gradients that are not finite: those are gone.
         """
 
     @abstractmethod

@@ -87,7 +87,7 @@ class MultiLoraTransformersModel(TransformersModel):
         self.pool = LoraPool(
             self._backbone, self.device, self.autocast, dtype, self._recompute, self._new_group, self._encode,
             tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite, adapter_memory=adapter_memory,
-            host_memory=host_memory,
+            host_memory=host_memory, parallel=self.parallel,
         )  # fmt: skip
         self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
         self._defaults = dict(lora_config or {})

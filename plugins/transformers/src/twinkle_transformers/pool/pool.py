@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twinkle.data_format import ModelOutput
-from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError
 from twinkle.logging import get_logger
 from twinkle.model.pool import (
     AdapterBytes,
@@ -21,13 +21,17 @@ from twinkle.model.pool import (
     Operation,
     OperationError,
     OperationResult,
+    Step,
+    StepResult,
     Usage,
 )
 from twinkle.torch.layout import Layout, Shape
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.options import check_adapter
+from twinkle_transformers.optimizers import override
+from twinkle_transformers.options import check_adapter, check_clipping
+from twinkle_transformers.parallel import Replicated, parallel_of
 from twinkle_transformers.pool import state
 from twinkle_transformers.pool.accounting import Costs
 from twinkle_transformers.pool.admission import Admission, no_room
@@ -38,6 +42,7 @@ from twinkle_transformers.pool.paging import Paging
 from twinkle_transformers.pool.passes import Flight, Passes
 from twinkle_transformers.pool.sites import find_sites, install
 from twinkle_transformers.pool.slow import goes_alone
+from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
 from twinkle_transformers.pool.work import Part, Work, halves, prepare, split
 from twinkle_transformers.recompute import Recompute, is_out_of_memory
@@ -61,6 +66,7 @@ class LoraPool(AdapterPool):
         on_nonfinite: "raise" fails an operation whose loss or gradient is not finite; "skip" leaves it out.
         adapter_memory: bytes that adapters may take where the model is; who was idle longest is paged out.
         host_memory: bytes that those may take in host memory, beyond which they go to disk; see `Paging`.
+        parallel: the ranks that hold the same adapters; by default this process is alone.
 
     Raises:
         Unsupported: the model cannot see several sequences in one row, or its layers are not its own.
@@ -70,7 +76,7 @@ class LoraPool(AdapterPool):
         self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
         dtype: torch.dtype, recompute: Recompute, new_group: Callable[[str], OptimizerGroup],
         encode: Callable[[Any], Any], *, tokens_per_pass: int = TOKENS_PER_PASS, on_nonfinite: str = "raise",
-        adapter_memory: int | None = None, host_memory: int | None = None,
+        adapter_memory: int | None = None, host_memory: int | None = None, parallel: Replicated | None = None,
     ) -> None:  # fmt: skip
         if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
             raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
@@ -91,6 +97,7 @@ class LoraPool(AdapterPool):
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
         self.tokens_per_pass, self.on_nonfinite = tokens_per_pass, on_nonfinite
+        self.parallel = parallel_of(None, None, None) if parallel is None else parallel
         self._new_group, self._encode = new_group, encode
 
     # adapters
@@ -150,10 +157,48 @@ class LoraPool(AdapterPool):
                     earlier[work.tenant.ref] += 1
                 works.append(work)
             except Exception as error:  # a loss or processor may raise anything, and the others go on
-                name = operation.adapter.name if isinstance(operation.adapter, AdapterRef) else operation.adapter
-                works.append(OperationError(error, name, index))
+                works.append(OperationError(error, _name(operation.adapter), index))
         self.execute([work for work in works if isinstance(work, Work)])
         return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
+
+    def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
+        """Update several adapters together; see `AdapterPool.step`."""
+        with self.paging.together():
+            return self._step(steps)
+
+    def _step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
+        found: list[StepResult | OperationError | None] = [None] * len(steps)
+        ready: dict[int, Tenant] = {}
+        for index, step in enumerate(steps):
+            try:
+                ready[index] = self._ready_for(step, ready)
+            except (TwinkleError, ValueError, TypeError) as error:
+                found[index] = OperationError(error, _name(step.adapter), index)
+        updates = {index: tenant.group.updates for index, tenant in ready.items()}
+        norms = step_each(
+            list(ready.values()), [steps[index].max_grad_norm for index in ready], self.parallel, self.on_nonfinite
+        )
+        for (index, tenant), norm in zip(ready.items(), norms, strict=True):
+            if isinstance(norm, Exception):
+                found[index] = OperationError(norm, tenant.name, index)
+            else:
+                found[index] = StepResult(norm, tenant.group.updates > updates[index])
+        return [result for result in found if result is not None]
+
+    def _ready_for(self, step: Step, others: Mapping[int, Tenant]) -> Tenant:
+        tenant = self.tenants[step.adapter]
+        if tenant in others.values():
+            raise ArgumentError(f"step: adapter {tenant.name!r} is named twice; each has one step")
+        check_clipping(step.max_grad_norm, 2.0)
+        if tenant.group.optimizer is None:
+            raise TrainingStateError(f"step: adapter {tenant.name!r} has no optimizer; call set_optimizer first")
+        check_pending(tenant)
+        if step.optim_params:
+            override(tenant.group.optimizer, step.optim_params)
+        if not step.divide:
+            tenant.group.denominator = 1.0
+        self.paging.use(tenant, trained=True)
+        return tenant
 
     def execute(self, works: Sequence[Work]) -> None:
         """Compute prepared operations, in as many passes as that takes."""
@@ -362,6 +407,10 @@ class LoraPool(AdapterPool):
     def usage(self, adapter: str | AdapterRef) -> Usage:
         """Return what all operations of an adapter have cost; those that failed are not counted."""
         return replace(self.tenants.find(adapter).usage)
+
+
+def _name(adapter: str | AdapterRef | None) -> str | None:
+    return adapter.name if isinstance(adapter, AdapterRef) else adapter
 
 
 def _seed_of(name: str) -> int:

@@ -44,34 +44,64 @@ def step_together(
     check_clipping(max_norm, norm_type)
     for tenant in tenants:
         set_accumulation(tenant.group, gradient_accumulation_steps)
-        if not tenant.group.pending and not flush:
-            raise TrainingStateError(f"step: adapter {tenant.name!r} has no accumulated gradients; call backward first")
+        check_pending(tenant, flush)
     due = [tenant for tenant in tenants if tenant.group.due(flush)]
-    plain = [t for t in due if norm_type == 2 and parallel.ranks.alone and not t.group.divided]
-    norms: dict[int, float] = {}
-    if plain:
-        found = clip_and_step(
-            [t.group.optimizer for t in plain], [t.group.denominator for t in plain], [max_norm] * len(plain)
-        )
-        norms = {id(t): norm for t, norm in zip(plain, found.tolist(), strict=True)}
-    errors: list[Exception] = []
-    for tenant in due:
-        try:
-            if id(tenant) in norms:
-                _stepped(tenant.group, norms[id(tenant)], policy)
-            else:
-                norms[id(tenant)] = clip_group(tenant.group, parallel, max_norm, norm_type, policy)
-                step_group(tenant.group, parallel, None, flush, policy)
-                tenant.group.clear_gradients()
-                schedule(tenant.group, None)
-        except NonFiniteError as error:
-            error.add_note(f"in the step of adapter {tenant.name!r}")
-            errors.append(error)
+    made = step_each(due, [max_norm] * len(due), parallel, policy, norm_type=norm_type, flush=flush)
+    errors = [result for result in made if isinstance(result, Exception)]
     if errors:
         if len(tenants) == 1:
             raise errors[0]
         raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others are made", errors, [])
+    norms = {id(tenant): norm for tenant, norm in zip(due, made, strict=True) if not isinstance(norm, Exception)}
     return [norms.get(id(tenant), 0.0) for tenant in tenants]
+
+
+def check_pending(tenant: Tenant, flush: bool = False) -> None:
+    """Refuse a step without gradients.
+
+    Raises:
+        TrainingStateError: nothing was accumulated.
+    """
+    if not tenant.group.pending and not flush:
+        raise TrainingStateError(f"step: adapter {tenant.name!r} has no accumulated gradients; call backward first")
+
+
+def step_each(
+    tenants: Sequence[Tenant],
+    max_norms: Sequence[float],
+    parallel: Replicated,
+    policy: str,
+    *,
+    norm_type: float = 2.0,
+    flush: bool = False,
+) -> list[float | Exception]:
+    """Step adapters that are due, and return the norm of each gradient before clipping, or why there was no step."""
+    plain = [i for i, t in enumerate(tenants) if norm_type == 2 and parallel.ranks.alone and not t.group.divided]
+    norms: dict[int, float] = {}
+    if plain:
+        groups = [tenants[i].group for i in plain]
+        found = clip_and_step(
+            [group.optimizer for group in groups],
+            [group.denominator for group in groups],
+            [max_norms[i] for i in plain],
+        )
+        norms = dict(zip(plain, found.tolist(), strict=True))
+    made: list[float | Exception] = []
+    for index, tenant in enumerate(tenants):
+        group = tenant.group
+        try:
+            if index in norms:
+                _stepped(group, norms[index], policy)
+            else:
+                norms[index] = clip_group(group, parallel, max_norms[index], norm_type, policy)
+                step_group(group, parallel, None, flush, policy)
+                group.clear_gradients()
+                schedule(group, None)
+            made.append(norms[index])
+        except NonFiniteError as error:
+            error.add_note(f"in the step of adapter {tenant.name!r}")
+            made.append(error)
+    return made
 
 
 def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:
