@@ -160,8 +160,8 @@ def _plain_term(layer: Any, x: Tensor) -> _Term | None:
         return None
     if type(x) is not Tensor or type(weight) not in _PLAIN or type(a) not in _PLAIN or type(b) not in _PLAIN:
         return None  # distributed
-    if not _meet(x, weight, a, b) or torch._C._are_functorch_transforms_active():  # which our node has no rules for
-        return None
+    if not _meet(x, weight, a, b) or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return None  # our node has no rules for functorch; compilers fuse by themselves, and do not take it
     return weight, bias, a, b, layer.scaling[name], dropout if _acts(dropout) else None, kind is Conv1D
 
 
