@@ -115,17 +115,17 @@ class Alone:
         total.backward()  # type: ignore[no-untyped-call]
         count = sum(label != -100 for row in rows for label in row["labels"])
         self.denominator += count
-        return float(total.detach()) / count
+        return float(total.detach()) / max(1, count)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the pending gradients."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def step(self, max_norm: float = 1.0) -> float:
-        """Divide, clip, step and forget the gradients; return their norm before clipping."""
+        """Divide (by 0 is 0), clip, step and forget the gradients; return their norm before clipping."""
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                parameter.grad.div_(self.denominator)
+                parameter.grad.mul_(1 / self.denominator if self.denominator else 0.0)
         norm = torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), max_norm or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
