@@ -16,6 +16,7 @@ from twinkle.testing import tiny_model
 from twinkle_transformers.engine.adapters import sites_of
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.pool.sites import install
+from twinkle_transformers.stopping import StopRule
 
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(0, 256, (n,), generator=GENERATOR).tolist() for n in (3, 21, 1, 40, 8, 16, 17, 5, 33)]
@@ -574,6 +575,23 @@ def test_a_step_that_fails_for_one_request_serves_the_others(folder, monkeypatch
         handles[2].result()
     assert tokens_of([handles[n].result() for n in (0, 1, 3)]) == expected
     assert not sampler._service.engine._room.places
+
+
+def test_a_tokenizer_that_fails_on_one_text_fails_one_request(folder):
+    class Fails:
+        def decode(self, tokens, skip_special_tokens):
+            raise ValueError("no such piece")
+
+    sampler = sampler_of(folder)
+    params = {"temperature": 0, "max_tokens": 6}
+    expected = tokens_of(sampler.sample(rows(PROMPTS[:2]), params))
+    good, bad = (sampler.submit(row, params) for row in rows(PROMPTS[:2]))
+    rule = StopRule(strings=("x",), tokenizer=Fails())
+    for draft in bad._request.result.drafts:
+        draft.watch = rule.watch()
+    with pytest.raises(ValueError, match="no such piece"):
+        bad.result()
+    assert tokens_of([good.result()]) == expected[:1]
 
 
 def test_an_interrupt_of_whoever_drives_loses_nobodys_request(folder, monkeypatch):

@@ -13,7 +13,7 @@ from twinkle_transformers.engine.store import Store
 from twinkle_transformers.segments import Scope, Switch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rule:
     """How the tokens of a layer attend; see `segment_attention`."""
 

@@ -38,13 +38,14 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
     logits = raw
     if params.repetition_penalty != 1:
         logits = penalize(raw, torch.stack([_seen(*row, raw) for row in rows]), params.repetition_penalty)
-    noise = None
-    if params.temperature > 0:
-        places = [uniform(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows]
-        noise = torch.tensor(places, dtype=torch.float64)
-    tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-    # NaN is the greatest of all numbers to amax, so that one pass over the logits finds it.
-    broken = raw.amax(-1).isnan().tolist()
+    if params.temperature == 0 and logits is raw:
+        highest, tokens = raw.max(-1)
+    else:
+        highest = raw.amax(-1)
+        places = [uniform(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
+        noise = None if places is None else torch.tensor(places, dtype=torch.float64)
+        tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    broken = highest.isnan().tolist()  # NaN is the greatest of all numbers here
     pairs = with_logprobs(log_probs(raw, params.temperature), tokens, params.logprobs) if params.logprobs else None
     for index, ((request, draft), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
         if broken[index]:
@@ -52,7 +53,10 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
             continue
         if pairs is not None:
             draft.logprobs.append(pairs[index])
-        draft.take(token)
+        try:
+            draft.take(token)
+        except Exception as error:  # a tokenizer that fails on one request's text is no matter of the others
+            request.error = request.error or error
 
 
 def _seen(request: Request, draft: Draft, like: Tensor) -> Tensor:
