@@ -1,5 +1,6 @@
 """Rows one after the other without padding, and back: nothing is lost, nothing is mixed up."""
 
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -175,3 +176,61 @@ def test_a_subclass_and_a_task_are_named() -> None:
 def test_rows_that_would_be_told_apart_wrongly_are_refused(row: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         InputProcessor(padding_free=True)([row])
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_sequences_are_found_as_a_loop_over_the_tokens_finds_them(data: st.DataObject) -> None:
+    rows_, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    table = st.lists(st.lists(st.integers(0, 3), min_size=width, max_size=width), min_size=rows_, max_size=rows_)
+    mask = [[int(value > 0) for value in row] for row in data.draw(table)]
+    counted = st.just([[max(0, sum(row[: at + 1]) - 1) for at in range(width)] for row in mask])
+    positions = data.draw(counted | st.just([list(range(width))] * rows_) | table)
+    batch = {
+        "input_ids": torch.ones(rows_, width, dtype=torch.int64),
+        "attention_mask": torch.tensor(mask),
+        "position_ids": torch.tensor(positions),
+    }
+    wanted = by_a_loop(mask, positions)
+    if isinstance(wanted, str):
+        with pytest.raises(DataError, match=wanted):
+            Layout.of(batch)
+        return
+    found = Layout.of(batch)
+    assert (list(found.counts), list(found.lengths)) == wanted
+    assert found.source.tolist() == [at for at, keep in enumerate(chain.from_iterable(mask)) if keep]
+
+
+def by_a_loop(mask: list[list[int]], positions: list[list[int]]) -> tuple[list[int], list[int]] | str:
+    """Sequences in each row and tokens in each sequence, or what is wrong."""
+    if not all(map(any, mask)):
+        return "has no tokens"
+    counts, lengths = [], []
+    for row, places in zip(mask, positions, strict=True):
+        real = [place for keep, place in zip(row, places, strict=True) if keep]
+        starts = [at for at, place in enumerate(real) if at == 0 or place == 0]
+        if any(real[at] <= real[at - 1] for at in range(len(real)) if at not in starts):
+            return "count up"
+        counts.append(len(starts))
+        lengths += [b - a for a, b in pairwise([*starts, len(real)])]
+    return counts, lengths
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_and_positions_are_made_for_rows_that_bring_one_of_them_or_none(side: Any) -> None:
+    processor = InputProcessor(padding_side=side)
+    bare = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+    masks, places = [[1, 1, 1], [1]], [[0, 1, 2], [0]]
+    masked = [row | {"attention_mask": mask} for row, mask in zip(bare, masks, strict=True)]
+    placed = [row | {"position_ids": place} for row, place in zip(bare, places, strict=True)]
+    whole = listed(processor(bare))
+    assert whole["attention_mask"][1] == ([0, 0, 1] if side == "left" else [1, 0, 0])
+    assert whole["position_ids"] == [[0, 1, 2], [0, 0, 0]]
+    assert listed(processor(masked)) == listed(processor(placed)) == whole
+
+
+def test_a_batch_never_shares_memory_with_its_rows() -> None:
+    row = {"input_ids": torch.tensor([1, 2]), "attention_mask": torch.ones(2, dtype=torch.int64)}
+    batch: Any = InputProcessor()([row])
+    batch["input_ids"][0, 0], batch["attention_mask"][0, 0] = 9, 0
+    assert (row["input_ids"].tolist(), row["attention_mask"].tolist()) == ([1, 2], [1, 1])
