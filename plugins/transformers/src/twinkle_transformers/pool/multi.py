@@ -20,7 +20,7 @@ from twinkle_transformers.optimizers import DEFAULT_WEIGHT_DECAY, build_optimize
 from twinkle_transformers.options import PRECISION
 from twinkle_transformers.pool import files
 from twinkle_transformers.pool.passes import Flight
-from twinkle_transformers.pool.pool import TOKENS_PER_PASS, LoraPool
+from twinkle_transformers.pool.pool import TOKENS_PER_PASS, LoraPool, seed_of
 from twinkle_transformers.pool.stepping import step_together
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.pool.together import answers, check_names, encode_each, joined, share, sort_rows
@@ -123,7 +123,7 @@ class MultiLoraTransformersModel(TransformersModel):
         if isinstance(config, Mapping):
             config = {**self._defaults, **config}
         self._limits.check_count(adapter_name, len(self.pool.tenants))
-        ref = self.pool.add(adapter_name, config, seed=seed)
+        ref = self.pool.add(adapter_name, config, seed=self._agreed_seed(adapter_name, config, seed))
         tenant = self.pool.tenants[ref]
         try:
             self._limits.check(adapter_name, tenant.plan)
@@ -336,6 +336,13 @@ class MultiLoraTransformersModel(TransformersModel):
         return self.pool.version(adapter_name)
 
     # inside
+
+    def _agreed_seed(self, name: str, config: Any, seed: int | None) -> int | None:
+        """Return the seed of an adapter's first weights; where none is given, ranks take that of the first."""
+        given = seed is not None or (isinstance(config, Mapping) and config.get("seed") is not None)
+        if given or self.parallel.ranks.alone:
+            return seed
+        return int(self.parallel.ranks.agree(f"adapter {name!r}", float(seed_of(name) % 2**53))[0])
 
     def _tenant(self, adapter_name: str | None) -> Tenant:
         if adapter_name is None:

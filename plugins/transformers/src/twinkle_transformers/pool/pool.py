@@ -110,7 +110,7 @@ class LoraPool(AdapterPool):
             rank_multiple=8 if self.device.type == "cuda" else 1,
         )  # fmt: skip
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
-        seed = _seed_of(name) if seed is None else seed
+        seed = seed_of(name) if seed is None else seed
         self.paging.make_room(name, plan.layout.size * 4)
         flat = torch.nn.Parameter(first_weights(plan, seed, self.device))
         ref = self.tenants.next_ref(name)
@@ -413,7 +413,7 @@ def _name(adapter: str | AdapterRef | None) -> str | None:
     return adapter.name if isinstance(adapter, AdapterRef) else adapter
 
 
-def _seed_of(name: str) -> int:
+def seed_of(name: str) -> int:
     """Return a seed for an adapter that was given none: of its name and of torch's own seed."""
     import zlib
 
