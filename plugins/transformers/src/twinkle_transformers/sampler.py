@@ -27,14 +27,16 @@ Row = InputFeature | Trajectory
 
 @remote_class()
 class TorchSampler(Sampler):
-    """Generates with a plain decode loop and a key-value cache; a reference as much as a tool.
+    """An engine: all requests, of any call, thread and adapter, run in one batch, a step at a time.
 
     Log-probabilities are those of the model's distribution at the given temperature (at temperature 0, of temperature
     1), before top-k, top-p and repetition penalty: exactly what a training forward with `temperature=` computes.
 
     With a `seed`, the noise of a token is a function of (seed, row of the call, sample, position): the same call gives
-    the same tokens, whatever the batch size and whatever else is in the call; torch's random generators are not used.
-    Nothing is cached between calls.
+    the same tokens, whatever the batch size and whatever else is being sampled; torch's random generators are not used.
+
+    Each step reads one token of every running sequence and pieces of prompts beside them; whoever waits for a result
+    takes the steps. Models that cannot run so are sampled call by call, slower, and the log says so once.
     """
 
     def __init__(
@@ -125,8 +127,8 @@ class TorchSampler(Sampler):
             sampling_params: `max_tokens=None` means 2048; every sequence also ends where the model's context ends.
                 `max_tokens=0` draws nothing and scores the prompts. `logprobs=k` gives k pairs a token, the drawn
                 token's first (0 is None). `prompt_logprobs=k` scores the prompt too, at the same temperature.
-            adapter_name: an adapter of the live model, or one added by `add_adapter_to_sampler`; empty is the live
-                model's active adapter, or the sampler's default one.
+            adapter_name: an adapter of the live model, or one added by `add_adapter_to_sampler`; "" is the live model's
+                active adapter, or the sampler's default one; None is the base model. A list has one for each input.
             adapter_path: the folder of a PEFT adapter to sample with; own weights only.
             use_base_model: sample without any adapter.
             num_samples: wins over `sampling_params.num_samples`.
@@ -136,7 +138,8 @@ class TorchSampler(Sampler):
             ArgumentError: an unknown adapter, or arguments that exclude each other.
             CheckpointError: the adapter is missing or belongs to another model.
             TrainingStateError: text is needed but no template is set.
-            NonFiniteError: the model's logits are NaN.
+            CapacityError: a row's keys and values could never fit into `cache_bytes`.
+            NonFiniteError: the model's logits, or the weights of an adapter, are NaN.
         """
         handles = self._submit(
             as_list(inputs), _params(sampling_params, num_samples), adapter_name, adapter_path, use_base_model

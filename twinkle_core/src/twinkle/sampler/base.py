@@ -1,10 +1,10 @@
 """The contract of a sampler."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from twinkle.data_format import InputFeature, SampleResponse, SamplingParams, Trajectory
+from twinkle.data_format import InputFeature, SampleResponse, SamplingParams, StopReason, Trajectory
 
 
 class Sampler(ABC):
@@ -15,7 +15,7 @@ class Sampler(ABC):
         self,
         inputs: InputFeature | Trajectory | Sequence[InputFeature | Trajectory],
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
-        adapter_name: str = "",
+        adapter_name: str | Sequence[str | None] | None = "",
         **kwargs: Any,
     ) -> list[SampleResponse]:
         """Return one response for each input, in order, with `num_samples` sequences each.
@@ -23,7 +23,8 @@ class Sampler(ABC):
         Args:
             inputs: trajectories (encoded by the template with a generation prompt) or encoded rows.
             sampling_params: how to draw; a mapping is read by `SamplingParams.from_dict`.
-            adapter_name: the adapter to sample with; empty means the sampler's default.
+            adapter_name: the adapter to sample with; empty means the sampler's default. A backend may take a list, with
+                one name for each input, None for the base model, or refuse it.
             **kwargs: what a backend adds, such as `adapter_path`.
         """
 
@@ -34,6 +35,28 @@ class Sampler(ABC):
     @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes; call it after the weights have changed."""
+
+    def sample_stream(
+        self,
+        inputs: InputFeature | Trajectory,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        adapter_name: str | None = "",
+        **kwargs: Any,
+    ) -> Iterator[tuple[str, StopReason | None]]:
+        """Yield the text of one sample as it grows, as `(delta_text, finish_reason)`; the reason comes with the last.
+
+        Args:
+            inputs: one trajectory or one encoded row.
+            sampling_params: see `sample`.
+            adapter_name: see `sample`.
+            **kwargs: what a backend adds.
+
+        Raises:
+            Unsupported: the backend has no streams.
+        """
+        from twinkle.errors import Unsupported
+
+        raise Unsupported(f"{type(self).__name__} has no streams; use sample, or TorchSampler")
 
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
         """Apply a patch to the underlying module; a backend without one module refuses."""
