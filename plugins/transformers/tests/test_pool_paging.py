@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from pool_states import OPTIMIZERS, ROWS, equal, everything, opened, train
 from pools import flat_of, lora, open_pool
 
 from twinkle.errors import ArgumentError, CapacityError, CheckpointError, OutputError, TrainingStateError
-from twinkle.model.pool import Operation, OperationError, OperationResult
+from twinkle.model.pool import AdapterBytes, Operation, OperationError, OperationResult
 from twinkle.testing import tiny_model
 from twinkle_transformers.pool import paging
 
@@ -236,6 +237,8 @@ def test_who_was_idle_longest_goes_first(folder: Path) -> None:
     model = opened(folder, "a", "b", "c", scheduler=False, adapter_memory=3 * flat_bytes(folder))
     model.pool.run([Operation(name, "forward", ROWS[0]) for name in ("b", "a", "c")])
     model.add_adapter_to_model("d", lora(4))
+    assert not any(model.pool.bytes_of(name).host for name in "abcd")  # it takes no memory before it is used
+    model.pool.run([Operation("d", "forward", ROWS[0])])
     assert [name for name in "abcd" if model.pool.bytes_of(name).host] == ["b"]
     model.pool.tenants["b"]
     assert [name for name in "abcd" if model.pool.bytes_of(name).host] == ["a"]
@@ -283,10 +286,45 @@ def test_idle_adapters_that_cannot_leave_are_told_and_refused(
     monkeypatch.setattr(
         "twinkle_transformers.pool.pages.save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
     )
+    model.add_adapter_to_model("b", lora(4))
     with pytest.raises(CapacityError, match="the idle ones cannot be paged out: see the log"):
-        model.add_adapter_to_model("b", lora(4))
+        model.pool.version("b")
     assert "disk full" in caplog.text
     assert isinstance(model.pool.run([Operation("a", "forward", ROWS[0])])[0], OperationResult)
+
+
+def test_adapters_that_nobody_used_take_no_memory_and_are_drawn_from_their_seed_alone(folder: Path) -> None:
+    model, other = open_pool(folder), open_pool(folder)
+    for at in range(40):
+        model.add_adapter_to_model(f"t{at}", lora(4, lora_dropout=0.0), seed=at)
+    other.add_adapter_to_model("t7", lora(4), seed=7)
+    other.pool.version("t7")
+    assert model.pool.paging.used == 0
+    model.pool.page("t3", "disk")  # where it is already, in a way
+    assert [model.pool.bytes_of(f"t{at}") for at in range(40)] == [AdapterBytes()] * 40
+    torch.manual_seed(99)
+    version = model.pool.version("t7")
+    assert torch.equal(version.flat, flat_of(other, "t7"))
+    assert model.pool.paging.used == 2 * version.flat.numel() * 4
+    model.remove_adapter("t8")
+    assert len(model.pool.tenants) == 39
+
+
+def test_a_sampler_takes_versions_in_another_thread_while_adapters_move(folder: Path) -> None:
+    size = flat_bytes(folder)
+    names = [f"t{at}" for at in range(6)]
+    model = opened(folder, *names, scheduler=False, adapter_memory=8 * size, host_memory=3 * size)
+    wanted = {name: flat_of(model, name).detach().clone() for name in names}
+
+    def sample(turn: int) -> bool:
+        name = names[turn % 6]
+        return torch.equal(model.pool.version(name).flat, wanted[name])
+
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(sample, range(120))
+        for turn in range(20):
+            model.pool.run([Operation(names[(turn + at) % 6], "forward", ROWS[0]) for at in range(2)])
+        assert all(found)
 
 
 def test_defaults_are_shares_of_the_memory_that_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

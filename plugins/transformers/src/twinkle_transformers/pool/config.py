@@ -19,6 +19,7 @@ from twinkle.torch.layout import Layout, Shape
 from twinkle_registry import check_keywords
 from twinkle_transformers.pool.expert_files import as_peft_reads, match_experts
 from twinkle_transformers.pool.experts import ExpertSite
+from twinkle_transformers.pool.memory import host_zeros
 from twinkle_transformers.pool.sites import Site
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
@@ -121,16 +122,17 @@ def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
     ("gaussian"); B is 0.
     """
     draw = torch.Generator().manual_seed(seed)
-    flat = torch.zeros(plan.layout.size)
+    flat = host_zeros(plan.layout.size)
     for name, entry in plan.layout.entries.items():
         shape = plan.layout.shapes[name]
-        down, up = entry.down_of(flat)[..., : shape.rank, :], entry.up_of(flat)[..., : shape.rank, :]
+        down = entry.down_of(flat)[..., : shape.rank, :]
         if plan.init == "gaussian":
             down.normal_(0.0, 1.0 / shape.rank, generator=draw)
         else:
-            down.uniform_(-1.0, 1.0, generator=draw).mul_(entry.fan_in**-0.5)
+            down.uniform_(-(bound := entry.fan_in**-0.5), bound, generator=draw)
         if plan.init == "random":
-            up.uniform_(-1.0, 1.0, generator=draw).mul_((shape.rank * max(1, shape.experts)) ** -0.5)
+            bound = (shape.rank * max(1, shape.experts)) ** -0.5
+            entry.up_of(flat)[..., : shape.rank, :].uniform_(-bound, bound, generator=draw)
     return flat.to(device)
 
 

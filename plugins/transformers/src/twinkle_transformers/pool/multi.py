@@ -89,11 +89,34 @@ class MultiLoraTransformersModel(TransformersModel):
             tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite, adapter_memory=adapter_memory,
             host_memory=host_memory, parallel=self.parallel,
         )  # fmt: skip
+        self._shares = share_prefixes
         self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
         self._defaults = dict(lora_config or {})
         self._limits = files.Limits(max_loras, max_r, max_length, target_modules)
         self._flights: dict[str, tuple[Tenant, Work, Flight, tuple[int, int]]] = {}
         self.optimizer_group, self.active_group = {}, ""
+
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """Apply a patch to the Hugging Face module, unless adapters could not act past it.
+
+        Raises:
+            Unsupported: the patch replaces the forward of a layer that adapters may be on; nothing is changed then.
+        """
+        super().apply_patch(patch_cls, **kwargs)
+        try:
+            self._look_again()
+        except Unsupported:
+            self.undo_patch(patch_cls)
+            raise
+
+    def undo_patch(self, patch_cls: Any) -> None:
+        """Undo a patch that `apply_patch` applied."""
+        super().undo_patch(patch_cls)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self.pool.look_again(self._backbone)
+        self.pool.passes.share_prefixes = self._shares and self._backbone.segmenter.shares_prefixes()
 
     # adapters
 
@@ -124,12 +147,12 @@ class MultiLoraTransformersModel(TransformersModel):
             config = {**self._defaults, **config}
         self._limits.check_count(adapter_name, len(self.pool.tenants))
         ref = self.pool.add(adapter_name, config, seed=self._agreed_seed(adapter_name, config, seed))
-        tenant = self.pool.tenants[ref]
+        tenant = self.pool.tenants.find(ref)
         try:
             self._limits.check(adapter_name, tenant.plan)
             set_accumulation(tenant.group, gradient_accumulation_steps)
             if folder is not None:
-                files.load_weights(tenant, folder, self.pool.sites)
+                files.load_weights(self.pool.tenants[ref], folder, self.pool.sites)
         except BaseException:
             self.pool.remove(ref)
             raise

@@ -18,7 +18,7 @@ from twinkle.errors import CheckpointError, OutputError
 from twinkle_transformers.pool.memory import dense_stride, host_copy, host_empty, in_memory_order
 from twinkle_transformers.pool.tenants import Tenant
 
-_BLANK = torch.full((), torch.nan)
+BLANK = torch.full((), torch.nan)
 """What stands for weights that are elsewhere: who uses them all the same gets no number."""
 
 
@@ -105,7 +105,7 @@ class Page:
         if folder is not None:
             self.write(folder)
         for place in self._places.values():
-            place.tensor = _BLANK
+            place.tensor = BLANK
             for put in place.put:
                 put(None)
         tenant.spare, tenant.latest = None, None
@@ -194,10 +194,10 @@ def _put_weights(tenant: Tenant, tensor: Tensor | None) -> None:
     if tensor is not None:
         tenant.flat.data = tensor
         return
-    tenant.flat.data = _BLANK.expand(tenant.flat.shape)
+    tenant.flat.data = BLANK.expand(tenant.flat.shape)
     for view in tenant.matrices.values():
         view.grad = None
-        view.data = _BLANK.expand(view.shape)
+        view.data = BLANK.expand(view.shape)
 
 
 def _put_gradient(tenant: Tenant, tensor: Tensor | None) -> None:

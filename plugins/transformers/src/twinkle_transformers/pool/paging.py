@@ -5,12 +5,14 @@ import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock, local
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from twinkle.errors import ArgumentError, CapacityError, OutputError, TrainingStateError
 from twinkle.logging import get_logger
@@ -49,10 +51,13 @@ class Paging:
         self._here: OrderedDict[Tenant, int] = OrderedDict()
         self._host: OrderedDict[Tenant, Page] = OrderedDict()
         self._disk: dict[Tenant, Page] = {}
+        self._unborn: dict[Tenant, Callable[[], Tensor]] = {}
         self._optimizers: dict[Tenant, tuple[tuple[int, int], int]] = {}
         self._used = self._host_used = 0
-        self._calls, self._held = 0, dict[Tenant, None]()
+        self._held: dict[Tenant, int] = {}
+        self._thread = _Calls()
         self._folder: Path | None = None
+        self._lock = RLock()  # a sampler may take versions while a training call goes on
 
     @property
     def used(self) -> int:
@@ -62,17 +67,14 @@ class Paging:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Keep whatever is looked at inside where it is until the end."""
-        self._calls += 1
+        self._thread.depth += 1
         try:
             yield
         finally:
-            self._calls -= 1
-            if not self._calls:
-                for tenant in self._held:
-                    if tenant in self._here:
-                        self._count(tenant)
-                self._held.clear()
-                self._evict(self.limit)
+            self._thread.depth -= 1
+            if not self._thread.depth:
+                with self._lock:
+                    self._end()
 
     def make_room(self, name: str, size: int) -> None:
         """See to it that there is room for so many bytes more on the device.
@@ -94,10 +96,17 @@ class Paging:
                 "(adapter_memory), and the idle ones cannot be paged out: see the log"
             )
 
-    def take(self, tenant: Tenant) -> None:
-        """Keep account of a new adapter."""
-        self._here[tenant] = 0
-        self.use(tenant)
+    def take(self, tenant: Tenant, draw: Callable[[], Tensor]) -> None:
+        """Keep account of a new adapter, whose weights `draw` makes when somebody wants them: it takes no memory yet.
+
+        Raises:
+            CapacityError: it can never have room.
+        """
+        size = tenant.flat.numel() * tenant.flat.element_size()
+        if self.limit is not None and size > self.limit:
+            self.make_room(tenant.name, size)
+        with self._lock:
+            self._unborn[tenant] = draw
 
     def use(self, tenant: Tenant, *, trained: bool = False) -> None:
         """Have an adapter on the device, and note that it was used.
@@ -110,14 +119,23 @@ class Paging:
             CapacityError: there is no room for it.
             CheckpointError: its file was changed or removed.
         """
-        page = self._page_of(tenant)
-        if page is not None:
+        with self._lock:
+            self._use(tenant, trained)
+
+    def _use(self, tenant: Tenant, trained: bool) -> None:
+        if tenant in self._unborn:
+            self.make_room(tenant.name, tenant.flat.numel() * tenant.flat.element_size())
+            tenant.flat.data = self._unborn[tenant]()
+            del self._unborn[tenant]
+            self._here[tenant] = 0
+        elif (page := self._page_of(tenant)) is not None:
             self.make_room(tenant.name, page.bytes)
             page.back()
             self._forget_page(tenant)
             self._here[tenant] = 0
-        if self._calls:
-            self._held[tenant] = None
+        if self._thread.depth and tenant not in self._thread.held:
+            self._thread.held.append(tenant)
+            self._hold(tenant)
         self._count(tenant)
         if trained and tenant.flat.grad is None and tenant.spare is None:
             size = tenant.flat.numel() * tenant.flat.element_size()
@@ -142,7 +160,11 @@ class Paging:
             raise ArgumentError(f"page: folder= says where on disk, and to is {to!r}")
         if to == "device":
             self.use(tenant)
-            return
+        elif tenant not in self._unborn:
+            with self._lock:
+                self._page(tenant, to, folder)
+
+    def _page(self, tenant: Tenant, to: str, folder: Path | None) -> None:
         if tenant in self._held:
             raise TrainingStateError(f"adapter {tenant.name!r} is in use by a call; page it when that has ended")
         if to == "disk" and (folder is not None or tenant not in self._disk):
@@ -159,9 +181,14 @@ class Paging:
 
     def forget(self, tenant: Tenant) -> None:
         """Let go of an adapter's memory and file, whoever holds on to the rest of it."""
+        with self._lock:
+            self._forget(tenant)
+
+    def _forget(self, tenant: Tenant) -> None:
         if (page := self._page_of(tenant)) is not None:
             page.drop()
             self._forget_page(tenant)
+        self._unborn.pop(tenant, None)
         self._used -= self._here.pop(tenant, 0)
         self._optimizers.pop(tenant, None)
         self._held.pop(tenant, None)
@@ -180,9 +207,27 @@ class Paging:
             return AdapterBytes(host=self._host[tenant].bytes)
         if tenant in self._disk:
             return AdapterBytes(disk=self._disk[tenant].bytes)
+        if tenant in self._unborn:
+            return AdapterBytes()
         return AdapterBytes(device=bytes_in(tenant))
 
     # inside
+
+    def _end(self) -> None:
+        """Count anew what the calls that ended have used, and page out what is too much."""
+        for tenant in self._thread.held:
+            self._release(tenant)
+            if tenant in self._here:
+                self._count(tenant)
+        self._thread.held.clear()
+        self._evict(self.limit)
+
+    def _hold(self, tenant: Tenant) -> None:
+        self._held[tenant] = self._held.get(tenant, 0) + 1
+
+    def _release(self, tenant: Tenant) -> None:
+        if (left := self._held.pop(tenant, 1) - 1) > 0:
+            self._held[tenant] = left
 
     def _page_of(self, tenant: Tenant) -> Page | None:
         return self._host.get(tenant) or self._disk.get(tenant)
@@ -206,13 +251,11 @@ class Paging:
 
     def _protect(self, tenant: Tenant, size: int) -> None:
         """Make room while an adapter is looked at."""
-        fresh = tenant not in self._held
-        self._held[tenant] = None
+        self._hold(tenant)
         try:
             self.make_room(tenant.name, size)
         finally:
-            if fresh:
-                self._held.pop(tenant, None)
+            self._release(tenant)
 
     def _evict(self, most: int | None, keep: Tenant | None = None) -> bool:
         """Page out who was idle longest until adapters take at most so many bytes; say whether that was reached."""
@@ -270,6 +313,14 @@ class Paging:
         names = ", ".join(f"{tenant.name!r} {self._here[tenant]:,}" for tenant in most[:4])
         more = f" and {len(most) - 4} more" if len(most) > 4 else ""
         return f"; adapters in use hold {held:,} of it: {names}{more}"
+
+
+class _Calls(local):
+    """What the calls of one thread hold on to."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.held: list[Tenant] = []
 
 
 def _default(free: int | None, share: float) -> int | None:

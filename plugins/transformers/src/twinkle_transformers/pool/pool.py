@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any, Literal
@@ -38,9 +39,10 @@ from twinkle_transformers.pool.admission import Admission, no_room
 from twinkle_transformers.pool.config import first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.fit import check_kind, drop_partial
+from twinkle_transformers.pool.pages import BLANK
 from twinkle_transformers.pool.paging import Paging
 from twinkle_transformers.pool.passes import Flight, Passes
-from twinkle_transformers.pool.sites import find_sites, install
+from twinkle_transformers.pool.sites import check_places, find_sites, install, uninstall
 from twinkle_transformers.pool.slow import goes_alone
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import AdapterVersion, Tenant, Tenants
@@ -100,6 +102,20 @@ class LoraPool(AdapterPool):
         self.parallel = parallel_of(None, None, None) if parallel is None else parallel
         self._new_group, self._encode = new_group, encode
 
+    def look_again(self, backbone: Backbone) -> None:
+        """Go on with a model to which a patch was applied, or on which one was undone.
+
+        Raises:
+            Unsupported: what was changed would bypass adapters, or the model cannot carry them any more.
+        """
+        check_places(self.sites.values())
+        install_experts(self.experts.values())
+        self.passes.change(backbone, goes_alone(backbone))
+        head = [site for site in self.sites.values() if site.head]
+        uninstall(head)
+        install(head, head=not backbone.splits)
+        self.backbone = backbone
+
     # adapters
 
     def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
@@ -111,16 +127,15 @@ class LoraPool(AdapterPool):
         )  # fmt: skip
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
         seed = seed_of(name) if seed is None else seed
-        self.paging.make_room(name, plan.layout.size * 4)
-        flat = torch.nn.Parameter(first_weights(plan, seed, self.device))
+        flat = torch.nn.Parameter(BLANK.expand(plan.layout.size))
         ref = self.tenants.next_ref(name)
         group = self._new_group(name)
         group.adapter_config = plan.config
         group.seed = seed
         group.left_out = [flat]
         tenant = Tenant(ref, plan, flat, group)
+        self.paging.take(tenant, partial(first_weights, plan, seed, self.device))
         self.tenants.add(tenant)
-        self.paging.take(tenant)
         self._note(plan.layout)
         return ref
 
@@ -379,11 +394,13 @@ class LoraPool(AdapterPool):
 
     def snapshot(self, adapter: str | AdapterRef) -> dict[str, Any]:
         """Return a copy of all that an adapter is; see `state.take`."""
-        return state.take(self.tenants[adapter])
+        with self.paging.together():
+            return state.take(self.tenants[adapter])
 
     def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
         """Put a snapshot in place of an adapter's state, whole or not at all; see `state.put`."""
-        state.put(self.tenants[adapter], snapshot)
+        with self.paging.together():
+            state.put(self.tenants[adapter], snapshot)
 
     def page(
         self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
@@ -393,12 +410,14 @@ class LoraPool(AdapterPool):
 
     def version(self, adapter: str | AdapterRef) -> AdapterVersion:
         """Return the adapter's weights as they are now; as long as they do not change it is the same object."""
-        tenant = self.tenants[adapter]
-        moment = (tenant.group.updates, tenant.flat._version)
-        if tenant.latest is None or tenant.latest[0] != moment:
-            name = f"{tenant.name}@{tenant.ref.generation}.{moment[0]}.{moment[1]}"
-            tenant.latest = moment, AdapterVersion(tenant.plan.layout, tenant.flat.detach().clone(), name)
-        return tenant.latest[1]
+        with self.paging.together():
+            tenant = self.tenants[adapter]
+            moment, latest = tenant.state, tenant.latest
+            if latest is None or latest[0] != moment:
+                name = f"{tenant.name}@{tenant.ref.generation}.{moment[0]}.{moment[1]}"
+                latest = moment, AdapterVersion(tenant.plan.layout, tenant.flat.detach().clone(), name)
+                tenant.latest = latest
+            return latest[1]
 
     def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
         """Return how much memory an adapter takes, and where."""
