@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from _pairs import describe_machine, in_turn, ratio
@@ -225,10 +226,10 @@ def _one_by_one(model: torch.nn.Module, datums: list[Datum]) -> None:
         ids = datum.tokens[None, :-1]
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
         logps = logits.log_softmax(-1).gather(-1, datum.tokens[1:, None]).squeeze(-1)
-        (-(logps * datum.weights).sum()).backward()  # type: ignore[no-untyped-call]
+        (-(logps * datum.weights).sum()).backward()
 
 
-def _set_recomputation(peer: torch.nn.Module, on: bool) -> None:
+def _set_recomputation(peer: Any, on: bool) -> None:
     inner = peer.base_model.model
     if on:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
