@@ -1,0 +1,186 @@
+"""TorchSampler as an engine: what is read once for several requests."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from twinkle.sampler import TorchSampler
+from twinkle.testing import tiny_model
+from twinkle_transformers.loading import load_model
+
+GENERATOR = torch.Generator().manual_seed(5)
+PROMPTS = [torch.randint(0, 256, (n,), generator=GENERATOR).tolist() for n in (3, 21, 1, 40, 8, 16, 17, 5, 33)]
+LENGTHS = (9, 20, 14, 3, 25, 11, 6, 18, 12)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("base"), "qwen3", initializer_range=0.3)
+
+
+@pytest.fixture(scope="module")
+def module(folder):
+    return load_model(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    """Folders of adapters of several ranks and targets, and PEFT's model with all of them."""
+    target = tmp_path_factory.mktemp("adapters")
+    model, _ = load_model(folder)
+    configs = {
+        "small": LoraConfig(r=2, target_modules="all-linear"),
+        "other": LoraConfig(r=2, target_modules="all-linear"),
+        "large": LoraConfig(r=6, lora_alpha=12, target_modules=["q_proj", "down_proj"], use_rslora=True),
+        "head": LoraConfig(r=3, target_modules=["v_proj", "lm_head"], rank_pattern={"v_proj": 4}),
+    }
+    wrapped = None
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, config in configs.items():
+            if wrapped is None:
+                wrapped = get_peft_model(model, config, adapter_name=name)
+            else:
+                wrapped.add_adapter(name, config)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+    wrapped.save_pretrained(target, save_embedding_layers=False)
+    return target, wrapped.eval()
+
+
+def rows(prompts=PROMPTS):
+    return [{"input_ids": list(ids)} for ids in prompts]
+
+
+def tokens_of(responses):
+    return [[sequence.tokens for sequence in response.sequences] for response in responses]
+
+
+def sampler_of(folder, **kwargs):
+    sampler = TorchSampler(folder, **kwargs)
+    assert sampler._service.engine is not None
+    return sampler
+
+
+def spy(sampler, monkeypatch):
+    """Count what each step reads."""
+    steps = []
+    runner = sampler._service.runner
+    read = runner.read
+
+    def counted(pieces, store):
+        steps.append([len(piece.tokens) for piece in pieces])
+        return read(pieces, store)
+
+    monkeypatch.setattr(runner, "read", counted)
+    return steps
+
+
+def logprobs_by_forward(module, ids, temperature=1.0):
+    with torch.no_grad():
+        logits = module(input_ids=torch.tensor([ids])).logits[0].double()
+    table = (logits / temperature).log_softmax(-1)
+    return [table[at, token].item() for at, token in enumerate(ids[1:])]
+
+
+def test_samples_of_a_prompt_read_it_once(folder, monkeypatch):
+    sampler = sampler_of(folder, prefix_cache_bytes=0)
+    _ = sampler._service.engine
+    steps = spy(sampler, monkeypatch)
+    sampler.sample(rows([PROMPTS[3]]), {"max_tokens": 4, "seed": 1, "stop": []}, num_samples=6)
+    assert steps == [[40], [1] * 6, [1] * 6, [1] * 6]
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_is_not_read_twice(folder, monkeypatch):
+    sampler = sampler_of(folder)
+    params = {"temperature": 0, "max_tokens": 5, "stop": [], "logprobs": 1}
+    prompt = PROMPTS[3]
+    expected = sampler.sample(rows([prompt]), params)[0].sequences[0]
+    steps = spy(sampler, monkeypatch)
+    again = sampler.sample(rows([prompt]), params)[0].sequences[0]
+    assert steps[0] == [8]  # 32 of 40 are two blocks
+    assert again.tokens == expected.tokens
+    assert [p[0][1] for p in again.logprobs] == pytest.approx([p[0][1] for p in expected.logprobs], abs=1e-5)
+    steps.clear()
+    longer = prompt + expected.tokens + [7, 8, 9, 10]
+    sampler.sample(rows([longer]), params)
+    assert steps[0] == [49 - 32]
+    steps.clear()
+    sampler.sample(rows([longer]), params)
+    assert steps[0] == [1]  # whole blocks, but one token is left to read
+    sampler.reset_prefix_cache()
+    steps.clear()
+    sampler.sample(rows([prompt]), params)
+    assert steps[0] == [40]
+
+
+def test_prompts_of_one_call_that_begin_alike_share_it_too(folder, monkeypatch):
+    sampler = sampler_of(folder)
+    steps = spy(sampler, monkeypatch)
+    system = PROMPTS[3] + PROMPTS[8]
+    found = tokens_of(
+        sampler.sample(rows([[*system, n] for n in range(5)]), {"temperature": 0, "max_tokens": 3, "stop": []})
+    )
+    assert sum(map(sum, steps)) == 74 + 4 * (74 - 64) + 5 * 2
+    plain = sampler_of(folder, prefix_cache_bytes=0)
+    for n, tokens in enumerate(found):
+        alone = plain.sample(rows([[*system, n]]), {"temperature": 0, "max_tokens": 3, "stop": []})
+        assert tokens == tokens_of(alone)[0]
+
+
+def test_prefixes_of_one_adapter_are_not_those_of_another(folder, adapters, monkeypatch):
+    target, _ = adapters
+    sampler = sampler_of(folder)
+    params = {"temperature": 0, "max_tokens": 5, "stop": []}
+    fresh = [
+        tokens_of(sampler_of(folder).sample(rows([PROMPTS[3]]), params, adapter_path=path))
+        for path in (None, target / "small", target / "other")
+    ]
+    steps = spy(sampler, monkeypatch)
+    for _ in range(2):
+        for path, expected in zip((None, target / "small", target / "other"), fresh, strict=True):
+            assert tokens_of(sampler.sample(rows([PROMPTS[3]]), params, adapter_path=path)) == expected
+    assert [step[0] for step in steps if step[0] > 1] == [40, 40, 40, 8, 8, 8]
+
+
+def test_prompt_logprobs_are_whole_also_where_the_prompt_is_known(folder, module):
+    sampler = sampler_of(folder)
+    params = {"max_tokens": 2, "seed": 1, "prompt_logprobs": 2}
+    sampler.sample(rows([PROMPTS[3]]), {"max_tokens": 1})
+    (response,) = sampler.sample(rows([PROMPTS[3]]), params)
+    expected = logprobs_by_forward(module, PROMPTS[3])
+    assert response.prompt_logprobs == [None, *(pytest.approx(value, abs=1e-4) for value in expected)]
+    assert len(response.topk_prompt_logprobs) == 40
+
+
+def test_kept_prefixes_stay_within_their_bytes_and_the_oldest_go(folder, monkeypatch):
+    sampler = sampler_of(folder, prefix_cache_bytes=5 * 16 * 512)
+    params = {"max_tokens": 1, "seed": 1}
+    for start in range(4):
+        sampler.sample(rows([list(range(start, start + 33))]), params)
+    cache = sampler._service.engine.prefixes
+    assert cache.bytes == 5 * 16 * 512
+    steps = spy(sampler, monkeypatch)
+    for start in (3, 2, 0):
+        sampler.sample(rows([list(range(start, start + 33))]), params)
+    assert steps == [[1], [1], [33]]
+
+
+def test_weights_that_were_written_make_prefixes_worthless(folder):
+    module, _ = load_model(folder)
+    sampler = TorchSampler(model=module)
+    params = {"temperature": 0, "max_tokens": 6}
+    sampler.sample(rows([PROMPTS[3]]), params)
+    with torch.no_grad():
+        module.model.layers[0].self_attn.k_proj.weight.mul_(-1)
+    found = tokens_of(sampler.sample(rows([PROMPTS[3]]), params))
+    assert found == tokens_of(TorchSampler(model=module).sample(rows([PROMPTS[3]]), params))
