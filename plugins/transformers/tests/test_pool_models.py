@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", SMALL | {"no_rope_layers": [1, 0]}),
     "glm4": ("Glm4", SMALL | HEADS),
     "gpt2": ("GPT2", GPT2),
+    "modernbert-decoder": ("ModernBertDecoder", SMALL | {"sliding_window": 5}),
     "jetmoe": ("JetMoe", SMALL | EXPERTS | {"kv_channels": 8}),
 }
 MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,7 +95,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", SMALL | HEADS | LINEAR | ROPE, VISION),
     "gemma3": (
         "Gemma3", SMALL | HEADS | LOCAL,
-        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28},
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
     ),
 }  # fmt: skip
 LENGTHS = ((9,), (4, 23), (12,))
@@ -242,3 +243,77 @@ def test_text_rows_of_vision_language_models_are_pefts(name: str) -> None:
     pool = pool_of(copy.deepcopy(base))
     assert not any("visual" in key or "vision" in key for key in pool.sites)
     compare(base, pool, configs(pool)[:1])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "opt", "gpt2", "qwen3.5", "gptj"])
+def test_recomputation_changes_nothing_and_the_base_drops_nothing(name: str) -> None:
+    gradients = []
+    for recompute in (False, True):
+        changes = {"dropout": 0.5} if name == "opt" else {"attention_dropout": 0.5}
+        pool = pool_of(made(name, **changes).train(), recompute)
+        assert bool(pool.passes._layers) is (name != "opt")  # its layers drop by their own `training`
+        tenants = [add(pool, f"t{at}", config, at) for at, config in enumerate(configs(pool))]
+        run(pool, [Operation(t.name, "forward_backward", rows(LENGTHS[at], at)) for at, t in enumerate(tenants)])
+        gradients.append([tenant.flat.grad.clone() for tenant in tenants])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "mamba", "gptj"])
+def test_dropout_where_sequences_are_taken_out_of_the_stream_is_that_of_each_adapter_alone(name: str) -> None:
+    pool = pool_of(made(name))
+    wanted = [config | {"lora_dropout": 0.4} for config in configs(pool)]
+    tenants = [add(pool, f"t{at}", config, at) for at, config in enumerate(wanted)]
+    operations = [
+        Operation(t.name, "forward_backward", rows(LENGTHS[at], at), number=5) for at, t in enumerate(tenants)
+    ]
+    together = run(pool, operations)
+    gradients = [tenant.flat.grad.clone() for tenant in tenants]
+    for tenant, operation, result, gradient in zip(tenants, operations, together, gradients, strict=True):
+        tenant.flat.grad = None
+        [alone] = run(pool, [operation])
+        assert alone.loss_sum == pytest.approx(result.loss_sum, rel=1e-5)
+        assert (tenant.flat.grad - gradient).norm() <= 2e-6 * gradient.norm()
+        [other] = run(pool, [Operation(tenant.name, "forward_backward", operation.rows, number=6)])
+        assert abs(other.loss_sum - result.loss_sum) > 1e-3
+
+
+@pytest.mark.parametrize("off", ["self_attn", "linear_attn"])
+def test_adapters_beside_the_mixers_or_on_them_alone(off: str) -> None:
+    base = made("qwen3.5").eval()
+    pool = pool_of(copy.deepcopy(base))
+    targets = [name for name in pool_targets(pool) if off not in name]
+    compare(base, pool, [{"r": 2, "target_modules": targets}, {"r": 2, "target_modules": targets[:1]}])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "modernbert-decoder"])
+def test_an_adapter_on_a_tied_output_projection_leaves_the_embedding_alone(name: str) -> None:
+    base = made(name, tie_word_embeddings=True).eval()
+    assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
+    pool = pool_of(copy.deepcopy(base))
+    head = next(key for key, site in pool.sites.items() if site.head)
+    compare(base, pool, [{"r": 3, "target_modules": [head, pool_targets(pool)[0]]}, {"r": 2, "target_modules": [head]}])
+    assert torch.equal(pool.backbone.model.get_input_embeddings().weight, base.get_input_embeddings().weight)
+
+
+def test_routers_are_adapted_where_they_are_named() -> None:
+    base = made("jetmoe").eval()
+    pool = pool_of(copy.deepcopy(base))
+    routers = [name for name, site in pool.sites.items() if site.router]
+    assert routers
+    assert not set(routers) & set(pool_targets(pool))
+    pool.add("mlp", {"train_attn": True, "train_mlp": True, "train_unembed": False})
+    assert not set(routers) & pool.tenants["mlp"].plan.layout.entries.keys()
+    compare(base, pool, [{"r": 2, "target_modules": routers}])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "qwen3.5", "falcon"])
+def test_bfloat16_is_near_float32(name: str) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = pool_of(made(name, dtype))
+        tenant = add(pool, "a", {"r": 4, "target_modules": "all-linear"}, 0)
+        [result] = run(pool, [Operation("a", "forward_backward", rows((30, 12), 0))])
+        assert tenant.flat.dtype == tenant.flat.grad.dtype == torch.float32
+        found.append((result.loss_sum, tenant.flat.grad))
+    assert found[1][0] == pytest.approx(found[0][0], rel=0.03)
+    assert torch.cosine_similarity(found[0][1], found[1][1], dim=0) > 0.9

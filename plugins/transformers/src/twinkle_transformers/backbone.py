@@ -63,6 +63,10 @@ class Backbone:
                 f"{type(model).__name__} asks for its router's auxiliary loss (output_router_logits=True), which is "
                 "not added to the loss here; leave it off"
             )
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise Unsupported(
+                f"{type(model).__name__} is an encoder with a decoder; a model here reads and writes one text"
+            )
         taken = frozenset(inspect.signature(body_of(model).forward).parameters) - _NOT_DATA
         segmenter = Segmenter(model)
         if model.get_output_embeddings() is None:

@@ -111,7 +111,7 @@ class Components(TwinkleModel):
         apply_patch(self.model, patch_cls, **kwargs)
         if causal.forward != before:  # what lies between body and head is now the patch's affair
             self._backbone, self._unpatched = replace(self._backbone, splits=False), self._backbone
-        self._recompute.forget()
+        self._changed()
 
     def undo_patch(self, patch_cls: Any) -> None:
         """Undo a patch that `apply_patch` applied, also one from before the model's first adapter."""
@@ -122,7 +122,13 @@ class Components(TwinkleModel):
         undo_patch(causal if is_applied(causal, patch_cls) else self.model, patch_cls)
         if causal.forward != before and self._unpatched is not None:
             self._backbone, self._unpatched = self._unpatched, None
+        self._changed()
+
+    def _changed(self) -> None:
+        """Measure and try again what depends on the forwards of the model's parts."""
         self._recompute.forget()
+        if not self.parallel.in_lockstep:  # a sharded model could not run by itself
+            self._backbone.segmenter.forget()
 
     def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:
         """Set the loss scale of fp16; keyword arguments in the words of `torch.amp.GradScaler`."""

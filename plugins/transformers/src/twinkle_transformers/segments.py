@@ -186,6 +186,12 @@ class Segmenter:
             self._checked = True
         return self._refusal
 
+    def forget(self) -> None:
+        """Find out anew when it is next asked: the model was changed."""
+        self._checked = self._prefixes_checked = False
+        self.reason = self._refusal = self._prefix_refusal = None
+        self.__dict__.pop("_switch", None)
+
     def check_prefixes(self) -> str | None:
         """Return why sequences of this model cannot go on after a prefix that they share, None if they can.
 

@@ -32,8 +32,6 @@ def check_kind(backbone: Backbone) -> None:
 
 
 def _reason(model: Any) -> str | None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder with a decoder, and rows of a pool are one text each"
     if model.get_output_embeddings() is None:
         return "it has no output projection over a vocabulary; TransformersModel trains it"
     if len({p.device for p in model.parameters()}) > 1:

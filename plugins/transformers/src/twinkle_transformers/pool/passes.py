@@ -66,6 +66,11 @@ class Passes:
         """Return what a pass over parts weighs."""
         return load_of(parts, self.backbone, self.dtype, share=self.share_prefixes)
 
+    def change(self, backbone: Backbone, alone: bool) -> None:
+        """Go on with a model that was changed: what it is split into, and whether sequences go through it alone."""
+        self.backbone = self._outputs.backbone = backbone
+        self._alone = alone
+
     def forward(self, parts: Sequence[Part], free: int | None = None) -> Flight:
         """Compute the outputs of parts; with a graph if one of them is trained.
 

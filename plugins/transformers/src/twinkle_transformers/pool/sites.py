@@ -1,6 +1,6 @@
 """The places of a model where adapters may act, and what runs there instead of the layer's own product."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from twinkle.errors import Unsupported
 from twinkle.torch import lowrank
 from twinkle_transformers.segments import body_of, routing_now
+
+_FORWARD = nn.Linear.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,19 @@ def uninstall(sites: Iterator[Site] | list[Site]) -> None:
             del site.module.__dict__["forward"]
 
 
+def check_places(sites: Iterable[Site]) -> None:
+    """Refuse layers whose forward somebody has replaced since, past which adapters would not act.
+
+    Raises:
+        Unsupported: it names the layer.
+    """
+    for site in sites:
+        module, mine = site.module, site.module.__dict__.get("forward")
+        ours = (mine is None and site.head) or (isinstance(mine, partial) and mine.func is _adapted)
+        if not ours or (isinstance(module, nn.Linear) and not _is_linear(module)):
+            raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); adapters need its own")
+
+
 def is_at_rest(module: nn.Module) -> bool:
     """Say whether calling a layer now runs its own forward: nothing replaced that, and no pass with adapters runs."""
     mine = module.__dict__.get("forward")
@@ -119,7 +134,7 @@ def _site(name: str, module: nn.Module, head: bool) -> Site | None:
 @torch.no_grad()
 def _is_linear(module: nn.Linear) -> bool:
     """Say whether a layer computes `x W^T + b`: subclasses may do something else (routers, quantised layers)."""
-    if type(module) is nn.Linear:
+    if type(module).forward is _FORWARD:
         return True
     x = torch.linspace(-1.0, 1.0, 2 * module.in_features, device=module.weight.device)
     try:
