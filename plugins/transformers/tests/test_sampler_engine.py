@@ -87,14 +87,14 @@ def test_requests_wait_in_their_order_when_there_is_no_room(folder):
     roomy = sampler_of(folder)
     params = {"temperature": 0, "max_tokens": 20, "stop": []}
     expected = tokens_of(roomy.sample(rows(), params))
-    store = roomy._service.engine._room.store
+    store = roomy._service.engine.room.store
     sampler = sampler_of(folder, cache_bytes=130 * store.token_bytes, prefix_cache_bytes=0)
     handles = [sampler.submit(row, params) for row in rows()]
     finished = []
     while len(finished) < len(handles):
         until = partial(lambda known: sum(h.done for h in handles) > known, len(finished))
         sampler._service.engine.drive(until)
-        assert len(sampler._service.engine._running) <= 130 // 20
+        assert len(sampler._service.engine._batch._running) <= 130 // 20
         assert store.bytes <= 130 * store.token_bytes
         finished += [n for n, h in enumerate(handles) if h.done and n not in finished]
     assert [tokens_of([h.result()])[0] for h in handles] == expected
@@ -132,10 +132,10 @@ def test_a_cancelled_request_keeps_what_it_has_and_gives_its_slot_back(folder):
     assert sequence.stop_reason == "abort"
     assert sequence.tokens == some == expected[0][0][:4]
     assert sequence.new_input_feature["input_ids"] == PROMPTS[0] + some
-    assert len(sampler._service.engine._room.places) == 1
+    assert len(sampler._service.engine.room.places) == 1
     assert tokens_of([second.result()]) == expected[1:]
-    assert not sampler._service.engine._room.places
-    assert sampler._service.engine._room.store.bytes == 0
+    assert not sampler._service.engine.room.places
+    assert sampler._service.engine.room.store.bytes == 0
     first.cancel()
 
 
@@ -181,7 +181,7 @@ def test_a_step_that_fails_for_one_request_serves_the_others(folder, monkeypatch
     with pytest.raises(RuntimeError, match="no memory"):
         handles[2].result()
     assert tokens_of([handles[n].result() for n in (0, 1, 3)]) == expected
-    assert not sampler._service.engine._room.places
+    assert not sampler._service.engine.room.places
 
 
 def test_a_tokenizer_that_fails_on_one_text_fails_one_request(folder):
@@ -223,7 +223,7 @@ def test_an_interrupt_of_whoever_drives_loses_nobodys_request(folder, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         sampler.sample(rows(PROMPTS[:1]), params)
     assert tokens_of([other.result()]) == expected[1:]
-    assert not sampler._service.engine._room.places
+    assert not sampler._service.engine.room.places
 
 
 def test_calls_of_several_threads_run_in_one_batch(folder, monkeypatch):

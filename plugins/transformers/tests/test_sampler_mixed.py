@@ -1,5 +1,6 @@
 """TorchSampler as an engine: models of many kinds and adapters beside each other, each row as if it were alone."""
 
+import copy
 import logging
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, NonFiniteError
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
-from twinkle_transformers.engine.adapters import sites_of
+from twinkle_transformers.engine.adapters import read_version, sites_of
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.pool.sites import install
 
@@ -140,7 +141,7 @@ def test_greedy_is_what_generate_returns_whatever_else_is_in_the_batch(name):
         assert [pairs[0][1] for pairs in sequence.logprobs] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_model_with_a_state_of_another_kind_takes_the_slower_path_and_says_so_once(caplog):
+def with_another_state():
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     config = Qwen3_5TextConfig(
@@ -150,7 +151,11 @@ def test_a_model_with_a_state_of_another_kind_takes_the_slower_path_and_says_so_
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sampler = TorchSampler(model=Qwen3_5ForCausalLM(config).eval())
+        return Qwen3_5ForCausalLM(config).eval()
+
+
+def test_a_model_with_a_state_of_another_kind_takes_the_slower_path_and_says_so_once(caplog):
+    sampler = TorchSampler(model=with_another_state())
     params = {"temperature": 0, "max_tokens": 6}
     with caplog.at_level(logging.INFO, logger="twinkle"):
         first, second = (sampler.sample(rows(PROMPTS[:2]), params) for _ in range(2))
@@ -162,6 +167,24 @@ def test_a_model_with_a_state_of_another_kind_takes_the_slower_path_and_says_so_
     handles[1].cancel()
     assert list(handles[0].tokens()) == first[0].sequences[0].tokens
     assert handles[1].result().sequences[0].stop_reason == "abort"
+
+
+def test_adapters_of_a_pool_on_such_a_model_are_sampled_by_the_slower_path(tmp_path):
+    base = with_another_state()
+    peft = get_peft_model(copy.deepcopy(base), LoraConfig(r=3, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+    peft.save_pretrained(tmp_path)
+    version = read_version(tmp_path, sites_of(base))
+    taken = SimpleNamespace(layout=version.layout, flat=version.flat, id=version.key)
+    pool = SimpleNamespace(model=base, sampler_version=lambda name: taken)
+    params = {"temperature": 0, "max_tokens": 6}
+    found = tokens_of(TorchSampler(model=pool).sample(rows(PROMPTS[:3]), params, adapter_name=["a", None, "a"]))
+    alone = [tokens_of(TorchSampler(model=model).sample(rows(PROMPTS[:3]), params)) for model in (peft, base)]
+    assert found == [alone[0][0], alone[1][1], alone[0][2]]
+    assert alone[0] != alone[1]
 
 
 def test_a_rotary_embedding_that_depends_on_the_batch_takes_the_slower_path(tmp_path):
@@ -249,8 +272,6 @@ def test_an_adapter_of_a_live_model_is_kept_while_training_goes_on(folder):
 
 def test_adapters_of_a_pool_are_taken_as_they_are_now(folder, adapters):
     """A model that gives versions of its adapters, as a pool does."""
-    from twinkle_transformers.engine.adapters import read_version
-
     target, _ = adapters
     base, _ = load_model(folder)
     sites = sites_of(base)

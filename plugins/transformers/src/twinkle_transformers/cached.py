@@ -2,12 +2,16 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Within = Callable[[int], AbstractContextManager[Any]]
+"""Gives the context of a call with so many tokens."""
 
 
 @dataclass(slots=True)
@@ -54,14 +58,16 @@ class Frontier:
 class CachedModel:
     """Runs a causal language model of transformers with its key-value cache."""
 
-    def __init__(self, module: nn.Module, base: nn.Module) -> None:
+    def __init__(self, module: nn.Module, base: nn.Module, within: Within | None = None) -> None:
         """Wrap a module.
 
         Args:
             module: what is called: the model, or PEFT's wrapper around it.
             base: the model itself.
+            within: gives the context in which it is called with so many tokens, padding included.
         """
         self.module = module
+        self._within = within or (lambda tokens: nullcontext())
         embedding: Any = base.get_input_embeddings()  # type: ignore[operator]
         self.device: torch.device = embedding.weight.device
         self.vocabulary = int(embedding.weight.shape[0])
@@ -104,9 +110,10 @@ class CachedModel:
         self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any, whole: bool
     ) -> tuple[Tensor, Any]:
         last = {"logits_to_keep": 1} if self._last_only and not whole else {}
-        output = self.module(
-            input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache,
-            use_cache=True, **last,
-        )  # fmt: skip
+        with self._within(ids_BT.numel()):
+            output = self.module(
+                input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache,
+                use_cache=True, **last,
+            )  # fmt: skip
         logits_BTV = output.logits if whole else output.logits[:, -1:]
         return logits_BTV, output.past_key_values

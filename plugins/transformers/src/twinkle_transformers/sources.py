@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +18,7 @@ from twinkle.hub import local_folder
 from twinkle.logging import get_logger
 from twinkle_transformers import adapters
 from twinkle_transformers.engine.adapters import LiveAdapters, read_version
+from twinkle_transformers.engine.modes import active_adapters, evaluating, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.loading import load_model
@@ -86,14 +85,14 @@ class Source(ABC):
     def ready(self, adapter: str | None) -> Iterator[nn.Module]:
         """Give the module in evaluation mode, without gradients, the adapter chosen; all of it undone at the end."""
         module = self.module
-        with self._lock, _evaluating(module), torch.no_grad(), self.autocast(), _with_adapter(module, adapter):
+        with self._lock, evaluating(module), torch.no_grad(), self.autocast(), with_adapter(module, adapter):
             yield module
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Let an engine run the base model: as `ready`, with PEFT's layers silent."""
         module = self.module
-        with self._lock, _evaluating(module), self.without_graph(), self.autocast(), _silent(module):
+        with self._lock, evaluating(module), self.without_graph(), self.autocast(), silent(module):
             yield
 
     def without_graph(self) -> contextlib.AbstractContextManager[Any]:
@@ -249,8 +248,8 @@ class SharedModel(Source):
         if name and name not in known:
             raise _unknown(name, known, "add it to the model with add_adapter_to_model")
         if not isinstance(module, PeftModel):
-            return Pick(None, whole=_has_adapters(module))
-        active = _active(module)
+            return Pick(None, whole=has_adapters(module))
+        active = active_adapters(module)
         wanted = name or (active[0] if len(active) == 1 else "")
         if not wanted and not active:
             return Pick(None)
@@ -265,9 +264,7 @@ class SharedModel(Source):
         if not name:
             return Pick()
         taken = self._model.sampler_version(name)
-        if runner is None:
-            raise Unsupported("adapters of this model can only be sampled by the engine, which its base model lacks")
-        return Pick(version=self._live.adopt(taken.layout, taken.flat, taken.id))
+        return Pick(version=self._live.adopt(taken.layout, taken.flat, taken.id), whole=runner is None)
 
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """Refuse: the adapters of a live model are its own."""
@@ -293,69 +290,3 @@ def _unknown(name: str, known: set[str], way: str) -> ArgumentError:
     near = nearest(name, known) or sorted(known)
     there = f"nearest: {', '.join(near)}" if near else "there are none"
     return ArgumentError(f"adapter {name!r} is unknown; {there}; {way}")
-
-
-@contextlib.contextmanager
-def _with_adapter(module: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Let one adapter ("": none) answer for the duration of a block. PEFT's switches also change `requires_grad`."""
-    if adapter is None or not isinstance(module, PeftModel):
-        yield
-        return
-    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    tuner: Any = module.base_model
-    active, shown = list(tuner.active_adapters), module.active_adapter
-    try:
-        if adapter == "":
-            with module.disable_adapter():
-                yield
-        else:
-            module.set_adapter(adapter)
-            yield
-    finally:
-        tuner.set_adapter(active)
-        module.active_adapter = shown
-        for parameter, wanted in flags:
-            parameter.requires_grad_(wanted)
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode for the duration of a block."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-@contextlib.contextmanager
-def _silent(module: nn.Module) -> Iterator[None]:
-    """Let no adapter of PEFT answer for the duration of a block, without touching what is trained."""
-    if not isinstance(module, PeftModel):
-        yield
-        return
-    layers: list[Any] = [
-        part for part in module.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
-    ]
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
-
-
-def _active(module: PeftModel) -> list[str]:
-    """Return the adapters that answer now."""
-    tuner: Any = module.base_model
-    silent = any(part.disable_adapters for part in module.modules() if isinstance(part, BaseTunerLayer))
-    return [] if silent else list(tuner.active_adapters)
-
-
-def _has_adapters(module: nn.Module) -> bool:
-    return any(isinstance(part, BaseTunerLayer) for part in module.modules())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from twinkle.errors import Unsupported
 from twinkle.torch import lowrank
 from twinkle.torch.head import is_plain, product_of, wide
+from twinkle.torch.lowrank import Routing
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.engine.adapters import sites_of
 from twinkle_transformers.engine.attention import CacheScope
@@ -115,7 +116,7 @@ class Runner:
         if any(piece.version is not None for piece in pieces):
             _ = self.sites  # installed
         stream = lay_out(pieces, self.device, self.row_multiple)
-        routing = route(stream.owners, self._stacked)
+        routing = self.route(stream.owners)
         with CacheScope(stream.reach, store, self._switch, routing):
             hidden = self._run(stream.ids, stream.positions)
         return Read(stream, hidden)
@@ -124,7 +125,7 @@ class Runner:
         """Return the logits `[n, V]` of rows of the stream, in ascending order, float32 or wider."""
         hidden = read.hidden if len(rows) == len(read.hidden) else read.hidden[torch.tensor(rows, device=self.device)]
         head: Any = self.backbone.head
-        routing = route([read.stream.owners[row] for row in rows], self._stacked) if self.head_name else None
+        routing = self.route([read.stream.owners[row] for row in rows]) if self.head_name else None
         if routing is not None and routing.at(self.head_name):
             base = getattr(head, "base_layer", head)
             raw = lowrank.linear(hidden, base.weight, base.bias, routing, self.head_name)
@@ -154,6 +155,10 @@ class Runner:
     @cached_property
     def _switch(self) -> Switch:
         return self.backbone.segmenter._switch
+
+    def route(self, owners: Sequence[AdapterVersion | None]) -> Routing | None:
+        """Return which rows belong to which adapter; see `stream.route`."""
+        return route(owners, self._stacked)
 
     def _stacked(self, versions: list[AdapterVersion]) -> Tensor:
         kind = self.device.type

@@ -7,9 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from twinkle_transformers.cached import CachedModel
+from twinkle.errors import Unsupported
+from twinkle.torch.segments import Segments
+from twinkle_transformers.cached import CachedModel, Within
 from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.engine.runner import Runner
+from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.generation import generate
+from twinkle_transformers.segments import Scope
 
 Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
 
@@ -27,6 +32,7 @@ class WholeCalls:
         """
         self._base, self._ready, self._most = base, ready, max_batch_size
         self._waiting: list[tuple[Request, str | None]] = []
+        self._known: Runner | None = None
         self._lock = RLock()
 
     def admit(self, request: Request, adapter: str | None) -> None:
@@ -35,7 +41,16 @@ class WholeCalls:
         Args:
             request: those of one call have the same parameters, stop rule and seed.
             adapter: PEFT's name of it, "" for the base model, None for what is active.
+
+        Raises:
+            Unsupported: the adapter has a part that only an engine can sample with.
         """
+        version = request.version
+        if version is not None and self._runner().head_name in version.layout.entries:
+            raise Unsupported(
+                f"adapter {version.key!r} adapts the output projection, which this model can only be sampled without: "
+                "it cannot run step by step"
+            )
         self._waiting.append((request, adapter))
 
     def cancel(self, request: Request) -> None:
@@ -56,10 +71,10 @@ class WholeCalls:
 
     def _next_call(self) -> None:
         first, adapter = self._waiting[0]
-        mine = [r for r, a in self._waiting if a == adapter and r.stop is first.stop and r.params is first.params]
+        mine = [r for r, a in self._waiting if a == adapter and _same_call(r, first)]
         try:
             with self._ready(adapter) as module:
-                model = CachedModel(module, self._base())
+                model = CachedModel(module, self._base(), self._within(first.version))
                 found = generate(
                     model, [request.prompt for request in mine], first.params, stop=first.stop, seed=first.seed,
                     max_batch_size=self._most,
@@ -72,3 +87,25 @@ class WholeCalls:
         for request in mine:
             request.done = True
         self._waiting = [pair for pair in self._waiting if not pair[0].done]
+
+    def _within(self, version: AdapterVersion | None) -> Within | None:
+        """Return the context in which all rows have one adapter that is not PEFT's."""
+        if version is None:
+            return None
+        runner = self._runner()
+        _ = runner.sites  # installed
+        return lambda tokens: Scope(_ONE, None, runner.route([version] * tokens))
+
+    def _runner(self) -> Runner:
+        model = self._base()
+        if self._known is None or self._known.model is not model:
+            self._known = Runner(model)
+        return self._known
+
+
+_ONE = Segments.of([1])
+"""What nobody looks at where the model's own attention is in place."""
+
+
+def _same_call(one: Request, other: Request) -> bool:
+    return one.stop is other.stop and one.params is other.params and one.version is other.version

@@ -1,0 +1,256 @@
+"""What a step does: gives waiting requests their slots, reads, draws, and lets go of what ended."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from twinkle_transformers.engine.choosing import choose, score
+from twinkle_transformers.engine.prefixes import BLOCK, PrefixCache, shared_blocks
+from twinkle_transformers.engine.requests import Place, Request, Running
+from twinkle_transformers.engine.room import Room
+from twinkle_transformers.engine.runner import Read, Runner
+from twinkle_transformers.engine.stream import Piece
+
+Work = list[tuple[Request | Running, Piece]]
+"""What a step reads, and for whom."""
+
+_LOGIT_BYTES = 1 << 26  # logits of one dtype that are drawn from or scored at once
+
+
+class Batch:
+    """The requests that wait and run; one thread at a time takes steps.
+
+    A step that is broken off (by Ctrl-C, say) changes nothing that counts: the next one does it again.
+
+    Attributes:
+        runner: the model.
+        room: slots for keys and values.
+        prefixes: what was read of earlier prompts.
+        waiting: requests without a slot, in the order of their arrival.
+    """
+
+    def __init__(self, runner: Runner, room: Room, prefixes: PrefixCache, prefill_tokens: int) -> None:
+        """Begin without requests.
+
+        Args:
+            runner: the model.
+            room: slots for keys and values.
+            prefixes: what was read of earlier prompts.
+            prefill_tokens: tokens of prompts that a step reads at most.
+        """
+        self.runner, self.room, self.prefixes = runner, room, prefixes
+        self._prefill_tokens = prefill_tokens
+        self.waiting: list[Request] = []
+        self._active: list[Request] = []
+        self._running: list[Running] = []
+
+    def step(self) -> bool:
+        """Take one step; False if there was nothing to do."""
+        self.reap()
+        before = len(self.waiting)
+        try:
+            self._begin()
+            self._start()
+            work = self._plan()
+        except (MemoryError, RuntimeError) as error:  # no memory for a larger store
+            self._give_up(error)
+            return True
+        if work:
+            self._serve(work)
+            self.reap()
+        if not self._active and not self.waiting:
+            self.room.release()
+        return bool(work) or before > len(self.waiting)
+
+    def _begin(self) -> None:
+        """Give waiting requests a slot each, in their order."""
+        for request in list(self.waiting):
+            if not self.room.fits(request):
+                return
+            if self._comes(request):
+                continue
+            self.waiting.remove(request)
+            self._active.append(request)
+            request.places.append(self.room.take(request))
+            if not request.scored:
+                self._recall(request)
+
+    def _recall(self, request: Request) -> None:
+        """Begin with what is known of an earlier prompt."""
+        blocks = self.prefixes.find(_key(request), request.prompt.ids)
+        if blocks:
+            self.room.prepare(len(blocks) * BLOCK)
+            for number, block in enumerate(blocks):
+                self.room.store.put(request.places[0].slot, number * BLOCK, block.parts)
+            request.read = len(blocks) * BLOCK
+
+    def _comes(self, request: Request) -> bool:
+        """Say whether a prompt that is being read will leave more of this one's beginning than is known now."""
+        if request.scored or not self.prefixes.limit:
+            return False
+        alike = [r.prompt.ids for r in self._active if r.reading and _key(r) == _key(request)]
+        shared = max((shared_blocks(request.prompt.ids, ids) for ids in alike), default=0)
+        return shared > 0 and shared > len(self.prefixes.find(_key(request), request.prompt.ids))
+
+    def _start(self) -> None:
+        """Give samples that have a first token their slots; a request that waits comes before a second sample."""
+        for request in self._active:
+            while request.pending and (request.idle or (not self.waiting and self.room.fits(request))):
+                if not request.idle:
+                    self._copy_prompt(request)
+                self._running.append(Running(request, request.pending.popleft(), request.idle.pop()))
+            if not request.pending:
+                for place in request.idle:
+                    self._leave(request, place)
+                request.idle.clear()
+
+    def _copy_prompt(self, request: Request) -> None:
+        place = self.room.take(request)
+        request.places.append(place)
+        self.room.prepare(len(request.prompt.ids))
+        self.room.store.copy(request.places[0].slot, place.slot, len(request.prompt.ids))
+        request.idle.append(place)
+
+    def _plan(self) -> Work:
+        """Return what the next step reads, and for whom."""
+        left = self._prefill_tokens
+        parts = []
+        for request in self._active:
+            if request.reading and left:
+                stop = min(len(request.prompt.ids), request.read + left)
+                left -= stop - request.read
+                parts.append((request, stop))
+        lengths = [*(stop for _, stop in parts), *(running.length + 1 for running in self._running)]
+        if not lengths:
+            return []
+        self.room.prepare(max(lengths))
+        work: Work = [(r, Piece(r.place.slot, r.length, r.draft.tokens[-1:], r.request.version)) for r in self._running]
+        for request, stop in parts:
+            ids = request.prompt.ids[request.read : stop]
+            work.append((request, Piece(request.places[0].slot, request.read, ids, request.version)))
+        return work
+
+    def _serve(self, work: Work) -> None:
+        """Run a step; if it fails, run each request's part alone, so that only one that fails there fails."""
+        try:
+            read = self.runner.read([piece for _, piece in work], self.room.store)
+            self._take(work, read)
+        except Exception as error:  # whatever the model raises is the answer to somebody's request
+            mine: dict[Request, Work] = {}
+            for owner, piece in work:
+                mine.setdefault(owner.request if isinstance(owner, Running) else owner, []).append((owner, piece))
+            if len(mine) > 1:
+                for part in mine.values():
+                    if left := [(o, p) for o, p in part if not _taken(o, p)]:
+                        self._serve(left)
+            else:
+                for request in mine:
+                    request.error = request.error or error
+
+    def _take(self, work: Work, read: Read) -> None:
+        """Score what was read, and draw what comes next."""
+        rows: dict[int, Request | Running] = {}
+        for (owner, piece), first in zip(work, read.stream.firsts, strict=True):
+            past = first + len(piece.tokens)
+            if isinstance(owner, Request):
+                if owner.scored:
+                    self._score(owner, piece, read, first)
+                stop = piece.start + len(piece.tokens)
+                if stop < len(owner.prompt.ids) or owner.prompt.room == 0:
+                    owner.read = stop
+                    continue
+            rows[past - 1] = owner
+        for part in self._portions(sorted(rows)):
+            logits = self.runner.logits(read, part)
+            owners = [rows[row] for row in part]
+            going = [(index, owner) for index, owner in enumerate(owners) if isinstance(owner, Running)]
+            if going:
+                mine = logits if len(going) == len(part) else logits[[index for index, _ in going]]
+                choose(mine, [(owner.request, owner.draft) for _, owner in going])
+            for index, owner in enumerate(owners):
+                if isinstance(owner, Request):
+                    self._draw_first(owner, logits[index : index + 1])
+
+    def _score(self, request: Request, piece: Piece, read: Read, first: int) -> None:
+        for part in self._portions(range(first, first + len(piece.tokens))):
+            score(request, piece.start + part[0] - first, self.runner.logits(read, part))
+
+    def _draw_first(self, request: Request, logits: Tensor) -> None:
+        """Draw the first token of every sample of a prompt that was read to its end."""
+        drafts = [draft for draft in request.result.drafts if not draft.tokens]
+        for part in self._portions(range(len(drafts))):
+            choose(logits, [(request, drafts[index]) for index in part])
+        if request.error is None:
+            self._keep(request, request.places[0], request.prompt.ids)
+        request.pending.extend(draft for draft in request.result.drafts if draft.reason is None)
+        request.idle.extend(request.places)
+        request.read = len(request.prompt.ids)
+
+    def _portions(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield rows in parts whose logits are not too large together."""
+        size = max(1, _LOGIT_BYTES // (4 * self.runner.vocabulary))
+        for first in range(0, len(rows), size):
+            yield rows[first : first + size]
+
+    # Ends
+
+    def reap(self) -> None:
+        """Let go of samples that ended, and of requests that failed, are finished, or are not wanted any more."""
+        for running in [r for r in self._running if r.draft.reason is not None or _over(r.request)]:
+            self._running.remove(running)
+            request = running.request
+            if _over(request):
+                continue
+            self._keep(request, running.place, request.prompt.ids + running.draft.tokens[:-1])
+            if request.pending and (len(request.places) == 1 or not self.waiting):
+                request.idle.append(running.place)
+            else:
+                self._leave(request, running.place)
+        for requests in (self._active, self.waiting):
+            for request in [r for r in requests if _over(r) or _finished(r)]:
+                requests.remove(request)
+                self._close(request)
+
+    def _close(self, request: Request) -> None:
+        for place in list(request.places):
+            if _over(request) and place.slot < self.room.store.slots:
+                self.room.store.clear(place.slot)
+            self._leave(request, place)
+        self.room.forget(request)
+        for draft in request.result.drafts:
+            draft.reason = draft.reason or ("length" if request.prompt.room == 0 else "abort")
+        request.pending.clear()
+        request.done = True
+
+    def _keep(self, request: Request, place: Place, tokens: list[int]) -> None:
+        self.prefixes.add(_key(request), tokens, self.room.store, place.slot)
+
+    def _leave(self, request: Request, place: Place) -> None:
+        request.places.remove(place)
+        self.room.leave(place)
+
+    def _give_up(self, error: Exception) -> None:
+        largest = max(self._active, key=lambda request: request.most)
+        largest.error = error
+        self.reap()
+
+
+def _key(request: Request) -> str:
+    return "" if request.version is None else request.version.key
+
+
+def _over(request: Request) -> bool:
+    return request.cancelled or request.error is not None
+
+
+def _finished(request: Request) -> bool:
+    if request.prompt.room == 0:
+        return not request.reading
+    return all(draft.reason is not None for draft in request.result.drafts)
+
+
+def _taken(owner: Request | Running, piece: Piece) -> bool:
+    """Say whether a step that failed had come so far that this piece is not to be read again."""
+    if isinstance(owner, Running):
+        return owner.length > piece.start
+    return owner.read > piece.start
