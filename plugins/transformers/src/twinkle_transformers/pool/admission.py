@@ -57,7 +57,7 @@ class Admission:
         if kept is None:
             return None
         if not any(part.work.training for part in parts):
-            kept //= max(1, self.backbone.model.config.get_text_config().num_hidden_layers)  # a layer's, then the next
+            kept //= self.passes.scales.layers  # a layer's, then the next
         return kept + load.beside
 
     def _fits(self, parts: Sequence[Part], free: int | None) -> bool:

@@ -27,46 +27,57 @@ class Load:
     beside: int
 
 
-def load_of(parts: Sequence[Part], backbone: Backbone, dtype: torch.dtype, *, share: bool) -> Load:
-    """Return what a pass over parts (and their twins) weighs.
+class Scales:
+    """Weighs passes over one model, by sizes that are read once: a configuration is slow to ask.
 
     Args:
-        parts: of the pass.
         backbone: the model.
         dtype: of the low-rank products.
-        share: whether prefixes that rows of a part share are computed once.
+
+    Attributes:
+        layers: of the model.
     """
-    everything = [*parts, *(part.twin for part in parts if part.twin is not None)]
-    tokens = sum(len(piece) for part in everything for piece in pieces_of(part, share).ids)
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    beside = sum(_adapter_bytes(part, dtype.itemsize, wide) for part in everything)
-    chunk = 0
-    for part in everything:
-        kept, passing = _head_bytes(part, backbone, wide)
-        beside, chunk = beside + kept, max(chunk, passing)
-    return Load(tokens, max(part.width for part in parts), beside + chunk)
 
+    def __init__(self, backbone: Backbone, dtype: torch.dtype) -> None:
+        config = backbone.model.config.get_text_config()
+        self.layers = max(1, int(config.num_hidden_layers))
+        self._narrow, self._wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+        self._hidden, self._logits = config.hidden_size * self._wide, config.vocab_size * self._wide
+        self._splits, self._capped = backbone.splits, bool(backbone.transform.softcap)
 
-def _adapter_bytes(part: Part, narrow: int, wide: int) -> int:
-    """Return the bytes for an adapter's weights, for its gradients, and for keeping those where nothing is kept yet."""
-    work = part.work
-    if work.tenant is None:
-        return 0
-    numbers, flat = work.tenant.plan.layout.size, work.tenant.flat
-    if not work.training:
-        return numbers * narrow
-    new = (flat.grad is None and work.tenant.spare is None) + (len(work.parts) > 1 and work.grad is None)
-    return numbers * (narrow + wide + new * flat.element_size())
+    def weigh(self, parts: Sequence[Part], *, share: bool) -> Load:
+        """Return what a pass over parts (and their twins) weighs.
 
+        Args:
+            parts: of the pass.
+            share: whether prefixes that rows of a part share are computed once.
+        """
+        everything = [*parts, *(part.twin for part in parts if part.twin is not None)]
+        tokens = sum(len(piece) for part in everything for piece in pieces_of(part, share).ids)
+        beside = chunk = 0
+        for part in everything:
+            kept, passing = self._head_bytes(part)
+            beside, chunk = beside + kept + self._adapter_bytes(part), max(chunk, passing)
+        return Load(tokens, max(part.width for part in parts), beside + chunk)
 
-def _head_bytes(part: Part, backbone: Backbone, wide: int) -> tuple[int, int]:
-    """Return the bytes of the head's results that stay, and of the logits that exist at one time."""
-    needs, config = part.work.needs, backbone.model.config.get_text_config()
-    if needs.embeddings:
-        return 0, 0
-    logits = config.vocab_size * wide
-    if needs.logits or not backbone.splits:
-        return 3 * part.tokens * logits, 0  # logits, log-probabilities, and the gradient of one of them
-    copies = 4 if needs.entropies or needs.uniform_logps or backbone.transform.softcap else 2
-    rows = min(part.tokens, needs.chunk_tokens or CHUNK_TOKENS)
-    return part.tokens * config.hidden_size * wide, copies * rows * logits
+    def _adapter_bytes(self, part: Part) -> int:
+        """Return the bytes of an adapter's weights and gradients here, and of gradients that are kept nowhere yet."""
+        work = part.work
+        if work.tenant is None:
+            return 0
+        numbers, flat = work.tenant.plan.layout.size, work.tenant.flat
+        if not work.training:
+            return numbers * self._narrow
+        new = (flat.grad is None and work.tenant.spare is None) + (len(work.parts) > 1 and work.grad is None)
+        return numbers * (self._narrow + self._wide + new * flat.element_size())
+
+    def _head_bytes(self, part: Part) -> tuple[int, int]:
+        """Return the bytes of the head's results that stay, and of the logits that exist at one time."""
+        needs = part.work.needs
+        if needs.embeddings:
+            return 0, 0
+        if needs.logits or not self._splits:
+            return 3 * part.tokens * self._logits, 0  # logits, log-probabilities, and the gradient of one of them
+        copies = 4 if needs.entropies or needs.uniform_logps or self._capped else 2
+        rows = min(part.tokens, needs.chunk_tokens or CHUNK_TOKENS)
+        return part.tokens * self._hidden, copies * rows * self._logits

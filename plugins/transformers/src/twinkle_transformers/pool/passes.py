@@ -16,7 +16,7 @@ from twinkle.torch.layout import Layout
 from twinkle.torch.lowrank import Cohort, Routing
 from twinkle.torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.pool.load import Load, load_of
+from twinkle_transformers.pool.load import Load, Scales
 from twinkle_transformers.pool.outputs import Outputs
 from twinkle_transformers.pool.slow import run_alone
 from twinkle_transformers.pool.stream import Scratch, Stream, build
@@ -60,11 +60,11 @@ class Passes:
         self._outputs = Outputs(backbone, device, head)
         self._layers = [m for m in backbone.model.modules() if _can_recompute(m)]
         self.share_prefixes = False
-        self.scratch = Scratch()
+        self.scratch, self.scales = Scratch(), Scales(backbone, dtype)
 
     def load(self, parts: Sequence[Part]) -> Load:
         """Return what a pass over parts weighs."""
-        return load_of(parts, self.backbone, self.dtype, share=self.share_prefixes)
+        return self.scales.weigh(parts, share=self.share_prefixes)
 
     def change(self, backbone: Backbone, alone: bool) -> None:
         """Go on with a model that was changed: what it is split into, and whether sequences go through it alone."""
