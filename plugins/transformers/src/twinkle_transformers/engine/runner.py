@@ -82,7 +82,7 @@ class Runner:
         state: list[int] = []
         for name, parameter in self.model.named_parameters():
             if ".lora_" not in name:
-                state += parameter.data_ptr(), parameter._version
+                state += parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
         structure = tuple(map(id, self.model.modules()))
         if structure != self._structure[: len(structure)] or len(self._structure) != len(structure) + len(state):
             self._sites = None

@@ -1,0 +1,72 @@
+"""TorchSampler on a model whose many adapters train in one pass."""
+
+import pytest
+import torch
+
+from twinkle.errors import ArgumentError
+from twinkle.sampler import TorchSampler
+from twinkle.testing import tiny_model
+from twinkle_transformers.pool.multi import MultiLoraTransformersModel
+
+ROWS = [{"input_ids": list(range(n, 2 * n + 3))} for n in range(1, 7)]
+NAMES = ["a", "b", None, "c", "a", None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tiny_model(tmp_path / "base", "qwen3", initializer_range=0.3)
+    model = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no")
+    everything = {"r": 4, "target_modules": "all-linear"}
+    for name, config in {"a": everything, "b": {"r": 2, "train_mlp": False}, "c": everything}.items():
+        model.add_adapter_to_model(name, config, seed=1)
+        flat = model.pool.tenants[name].flat
+        with torch.no_grad():
+            flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(ord(name))))
+    return model
+
+
+def tokens_of(responses):
+    return [response.sequences[0].tokens for response in responses]
+
+
+def test_what_it_samples_with_adapters_and_base_is_what_the_pool_scores(model):
+    sampler = TorchSampler(model=model)
+    assert sampler._service.engine is not None
+    assert sampler.model is model.model
+    params = {"max_tokens": 8, "seed": 1, "logprobs": 1, "temperature": 0.9}
+    responses = sampler.sample(ROWS, params, adapter_name=NAMES)
+    features = [response.sequences[0].new_input_feature for response in responses]
+    outputs = model.forward_only(inputs=features, adapter_name=NAMES, temperature=0.9)
+    for feature, output, response in zip(features, outputs, responses, strict=True):
+        trained = [at for at, label in enumerate(feature["labels"]) if label != -100]
+        sampled = [pairs[0][1] for pairs in response.sequences[0].logprobs]
+        assert output["logps"].flatten()[trained].tolist() == pytest.approx(sampled, abs=1e-4)
+
+
+def test_what_is_being_sampled_keeps_its_weights_while_the_pool_trains(model):
+    sampler = TorchSampler(model=model)
+    params = {"temperature": 0, "max_tokens": 20, "stop": []}
+    before = tokens_of(sampler.sample(ROWS[:1], params, adapter_name="a"))[0]
+    handle = sampler.submit(ROWS[0], params, adapter_name="a")
+    drawn = handle.tokens()
+    first = next(drawn)
+    model.set_loss("CrossEntropyLoss", adapter_name="a")
+    model.set_optimizer("AdamW", lr=0.1, adapter_name="a")
+    row = {"input_ids": [5, 6, 7, 8], "labels": [6, 7, 8, -100]}
+    model.forward_backward(inputs=[row], adapter_name="a")
+    model.clip_grad_and_step(adapter_name="a")
+    assert [first, *drawn] == before
+    assert tokens_of(sampler.sample(ROWS[:1], params, adapter_name="a"))[0] != before
+
+
+def test_an_adapter_that_the_pool_has_not_is_refused(model):
+    with pytest.raises(ArgumentError, match="'d'"):
+        TorchSampler(model=model).sample(ROWS[:1], {"max_tokens": 1}, adapter_name="d")
