@@ -173,6 +173,36 @@ def test_embeddings_of_several_adapters_are_each_row_s_own(model: Any) -> None:
         assert distance(output["embeddings"], alone) < 2e-6
 
 
+def test_an_embedding_is_whole_however_long_the_rows_are(model: Any) -> None:
+    """The hidden size is 64, and so is the length of the longest row."""
+    rows = make_rows(2, (64, 10), seed=1)
+    vectors = model.forward_only(inputs=rows, adapter_name=["a", "a"], task="embedding")
+    assert [vector["embeddings"].shape for vector in vectors] == [(64,), (64,)]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_collated_batch_keeps_its_padding(folder: Path, left: bool) -> None:
+    model, rows = three_adapters(folder), make_rows(2, (9, 6), seed=1)
+    names = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    filled = [row | {"attention_mask": [1] * len(row["labels"])} for row in rows]
+    batch = {}
+    for key, fill in names.items():
+        padding = [[fill] * (12 - len(row[key])) for row in filled]
+        batch[key] = torch.tensor(
+            [p + row[key] if left else row[key] + p for p, row in zip(padding, filled, strict=True)]
+        )
+    if left:
+        model.set_processor("InputProcessor", padding_side="left", adapter_name="a")
+    output = model.forward_only(inputs=batch, adapter_name="a")["logps"]
+    plain = model.forward_only(inputs=rows, adapter_name="b", disable_lora=True)["logps"]
+    assert output.shape == (2, 12)
+    mine = model.forward_only(inputs=batch, adapter_name="a", disable_lora=True)["logps"]
+    for at, row in enumerate(rows):
+        size = len(row["labels"])
+        part = mine[at, 12 - size :] if left else mine[at, :size]
+        torch.testing.assert_close(part, plain[at, :size], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("call", ["forward_only", "forward_backward"])
 def test_no_rows_are_no_outputs_or_an_error_that_says_so(model: Any, call: str) -> None:
     assert getattr(model, call)(inputs=[], adapter_name=[]) == []

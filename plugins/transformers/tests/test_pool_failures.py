@@ -257,6 +257,20 @@ def test_an_interrupted_call_leaves_everything_as_it_was(model: Any) -> None:
     model.forward_backward(inputs=GOOD, adapter_name=["a", "b"])
 
 
+def test_an_interrupted_call_of_several_passes_does_each_operation_whole_or_not_at_all(folder: Path) -> None:
+    model, whole = three_adapters(folder, tokens_per_pass=10), three_adapters(folder, tokens_per_pass=10)
+    rows, names = [*GOOD, *make_rows(2, 9, seed=2)], ["a", "b", "c", "c"]
+    whole.forward_backward(inputs=rows, adapter_name=names)
+    before = state_of(model, "c")
+    broken_forward = Interruption(model, KeyboardInterrupt(), token=rows[3]["input_ids"][0])
+    with pytest.raises(KeyboardInterrupt):
+        model.forward_backward(inputs=rows, adapter_name=names)
+    broken_forward.handle.remove()
+    assert same(state_of(model, "c"), before)
+    for name in ("a", "b"):
+        assert torch.equal(flat_of(model, name).grad, flat_of(whole, name).grad)
+
+
 # calls that make no sense
 
 
@@ -332,6 +346,38 @@ def test_arguments_of_a_loss_are_there_for_all_rows_of_an_adapter_or_for_none(mo
         model.forward_backward(
             inputs=GOOD + OTHER, adapter_name=["a", "a", "b", "b"], advantages=[1.0, None, None, None]
         )
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"position_ids": [0, 2, 4, 6]}, "row 1 has holes"),
+        ({"position_ids": [5, 6, 7, 8]}, "row 1 has holes"),
+        ({"attention_mask": [1, 0, 1, 1], "labels": [2, -100, 4, -100]}, "row 1 has holes"),
+        ({"attention_mask": [1, 1, 0, 0]}, "row 1 has a label at 2, where its attention_mask has no token"),
+        ({"attention_mask": [0, 0, 0, 0]}, "no tokens"),
+    ],
+)
+def test_rows_that_are_no_whole_sequences_are_refused(model: Any, row: dict[str, Any], match: str) -> None:
+    """A pass sees the tokens of each sequence one after the other, from position 0."""
+    first = {key: [0, 1, 2, 3] if key == "position_ids" else [1] * 4 for key in row if key != "labels"}
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [2, 3, 4, -100], **change} for change in (first, row)]
+    with pytest.raises(DataError, match=match):
+        model.forward_backward(inputs=rows, adapter_name="a")
+
+
+def test_arguments_of_steps_are_checked(model: Any) -> None:
+    for name in ("b", ["b"]):
+        with pytest.raises(TypeError, match="max_grad_nrm"):
+            model.clip_grad_and_step(max_grad_nrm=1.0, adapter_name=name)
+    for names in (3, [3]):
+        with pytest.raises(ArgumentError, match="int"):
+            model.clip_grad_and_step(adapter_name=names)
+    model.add_adapter_to_model("d", lora())
+    model.pool.run([Operation("d", "forward_backward", GOOD)])
+    with pytest.raises(TrainingStateError, match="adapter 'd' has no optimizer"):
+        model.clip_grad_and_step(adapter_name=["b", "d"])
+    assert model.optimizer_group["b"].pending == 1
 
 
 # losses that compare rows
@@ -433,8 +479,8 @@ def test_what_is_no_lora_configuration_is_refused(folder: Path, config: Any) -> 
         open_pool(folder).add_adapter_to_model("x", config)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../x", "1x", "a.b"])
-def test_names_are_letters_digits_and_dashes(folder: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["", "a b", "../x", "1x", "a.b", 5, None])
+def test_names_are_letters_digits_and_dashes(folder: Path, name: Any) -> None:
     with pytest.raises(ArgumentError, match="adapter name"):
         open_pool(folder).add_adapter_to_model(name, lora())
 

@@ -75,7 +75,7 @@ def check_name(name: str, interval: int) -> None:
 
 def check_adapter(name: str, taken: Mapping[str, Any]) -> None:
     """Refuse adapter names that exist or that could be mistaken for a module's."""
-    if not name.replace("-", "_").isidentifier():
+    if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ArgumentError(f"adapter name {name!r}: use letters, digits, '_' and '-', not beginning with a digit")
     if name in taken:
         raise ArgumentError(f"adapter {name!r} exists already; choose another name")

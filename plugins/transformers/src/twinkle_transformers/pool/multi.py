@@ -321,17 +321,23 @@ class MultiLoraTransformersModel(TransformersModel):
     # the step
 
     def clip_grad_and_step(
-        self, max_grad_norm: float = 1.0, norm_type: float = 2, *, adapter_name: Any = None, **kwargs: Any
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: Any = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
     ) -> Any:
         """`clip_grad_norm`, `step`, `zero_grad` and `lr_step` of one adapter, or of a list of them in one call.
 
         Returns:
             for a list the norm of each adapter's gradient before clipping (0 where an accumulation is unfinished).
         """
+        how = (self.parallel, max_grad_norm, norm_type, self.on_nonfinite)
+        options: dict[str, Any] = {"gradient_accumulation_steps": gradient_accumulation_steps, "flush": flush}
         if isinstance(adapter_name, str | None):
-            step_together(
-                [self._tenant(adapter_name)], self.parallel, max_grad_norm, norm_type, self.on_nonfinite, **kwargs
-            )
+            step_together([self._tenant(adapter_name)], *how, **options)
             return None
         if not isinstance(adapter_name, list | tuple):
             raise ArgumentError(f"adapter_name is a {type(adapter_name).__name__}; give a name or a list of names")
@@ -339,7 +345,7 @@ class MultiLoraTransformersModel(TransformersModel):
             raise ArgumentError("clip_grad_and_step: an adapter is named twice; each has one step")
         with self.pool.paging.together():
             tenants = [self._tenant(name) for name in adapter_name]
-            return step_together(tenants, self.parallel, max_grad_norm, norm_type, self.on_nonfinite, **kwargs)
+            return step_together(tenants, *how, **options)
 
     # numbers
 

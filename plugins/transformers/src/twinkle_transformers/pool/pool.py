@@ -453,14 +453,14 @@ def _by_row(work: Work) -> list[ModelOutput]:
         if part.item is None:
             continue
         shape = part.batch["input_ids"].shape[:2]
-        row, column = part.places // shape[1], part.places % shape[1]
-        sizes = torch.bincount(row, minlength=shape[0]).tolist()
-        starts = [int(columns[0]) for columns in torch.split(column, sizes)]
-        for at, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        packed = len(part.rows) < shape[0]
+        sizes = map(len, part.sequences if packed else [row["input_ids"] for row in part.rows])
+        for at, size in enumerate(sizes):
+            start = shape[1] - size if part.left else 0
             output: dict[str, Any] = {}
             for key, value in part.item.outputs.items():
                 if isinstance(value, Tensor) and value.ndim and len(value) == shape[0]:
-                    wide = value.ndim > 1 and value.shape[1] == shape[1]
+                    wide = value.ndim > 1 and value.shape[1] == shape[1] and key != "embeddings"
                     output[key] = value[at, start : start + size] if wide else value[at]
             found.append(output)  # type: ignore[arg-type]
     return found

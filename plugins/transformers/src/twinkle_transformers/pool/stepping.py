@@ -60,10 +60,12 @@ def check_pending(tenant: Tenant, flush: bool = False) -> None:
     """Refuse a step without gradients.
 
     Raises:
-        TrainingStateError: nothing was accumulated.
+        TrainingStateError: nothing was accumulated, or there is no optimizer.
     """
     if not tenant.group.pending and not flush:
         raise TrainingStateError(f"step: adapter {tenant.name!r} has no accumulated gradients; call backward first")
+    if tenant.group.optimizer is None:
+        raise TrainingStateError(f"step: adapter {tenant.name!r} has no optimizer; call set_optimizer first")
 
 
 def step_each(

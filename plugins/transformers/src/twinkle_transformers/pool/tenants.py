@@ -184,12 +184,14 @@ class Tenants:
             ArgumentError: there is none of this name.
             TrainingStateError: the one that the reference means is gone, whoever has its name now.
         """
+        if not isinstance(adapter, str | AdapterRef):
+            raise ArgumentError(f"an adapter is named by a str, not by a {type(adapter).__name__}")
         name = adapter if isinstance(adapter, str) else adapter.name
         found = self._found.get(name)
         if isinstance(adapter, AdapterRef) and (found is None or found.ref != adapter):
             raise TrainingStateError(f"the adapter {name!r} (the {adapter.generation}. of this pool) was removed")
         if found is None:
-            hint = nearest(name, self._found) if isinstance(name, str) else []
+            hint = nearest(name, self._found)
             raise ArgumentError(
                 f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; there are "
                 f"{sorted(self._found) or 'none'}; add one with add_adapter_to_model"

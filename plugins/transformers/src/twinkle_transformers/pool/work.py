@@ -21,6 +21,7 @@ from twinkle_transformers.packing import PackedBatch, without_padding
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.prompts import context_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
+from twinkle_transformers.scores import IGNORE, has_targets
 from twinkle_transformers.scoring import check_loss_arguments, loss_name
 
 _OPTIONS = ("temperature", "return_logits", "task")
@@ -47,6 +48,8 @@ class Part:
     sequences: list[Tensor]
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     first: int = 0
+    left: bool = False
+    """Whether its rows are padded on the left."""
     stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 `[S]`, where the tokens at `places` lie in the stream of the pass."""
     computed: int = 0
@@ -289,7 +292,34 @@ def _part(rows: Sequence[Any], work: Work, processor: Any, backbone: Backbone, l
             f"row {first + lengths.index(max(lengths))} has {max(lengths)} tokens, the model's context {context}; cut "
             "rows with max_length= of the template"
         )
-    return Part(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first)
+    _check_places(batch, places, lengths, first)
+    return Part(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first, left=left)
+
+
+def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[int], first: int) -> None:
+    """Refuse rows whose tokens are not all that is scored, or that stand elsewhere than at 0, 1, 2, ..."""
+    labels, positions = batch.get("labels"), batch.get("position_ids")
+    rows, width = batch["input_ids"].shape[:2]
+    if has_targets(labels) and len(places) < rows * width:
+        outside = (labels.reshape(-1) != IGNORE).index_fill(0, places, False).nonzero()
+        if len(outside):
+            row, column = divmod(int(outside[0]), width)
+            raise DataError(
+                f"row {first + row} has a label at {column}, where its attention_mask has no token; make it {IGNORE}"
+            )
+    sizes = torch.tensor(lengths)
+    begins = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    counts, columns = torch.arange(len(places)) - begins, places % width
+    odd = columns - columns[begins] != counts
+    if positions is not None:
+        given = positions.reshape(-1)[places]
+        odd |= (given != counts) & (given != columns)  # those of rows padded on the left may count the padding
+    if bool(odd.any()):
+        row = first + int(torch.bucketize(odd.nonzero()[0], sizes.cumsum(0), right=True))
+        raise DataError(
+            f"row {row} has holes in its attention_mask, or position_ids that do not count 0, 1, 2, ...; where "
+            "adapters share a pass each sequence is whole: leave position_ids out, and give holes no row"
+        )
 
 
 _TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "loss_scale"})
