@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 from twinkle.errors import CapacityError
-from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.passes import Passes
 from twinkle_transformers.pool.work import Part, Work, halves
 from twinkle_transformers.recompute import SHARE
@@ -18,11 +17,10 @@ class Admission:
 
     Args:
         passes: how parts are computed.
-        backbone: the model.
     """
 
-    def __init__(self, passes: Passes, backbone: Backbone) -> None:
-        self.passes, self.backbone = passes, backbone
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
 
     def sort(self, works: Sequence[Work], budget: int) -> Iterator[tuple[list[Part], int | None]]:
         """Yield the parts of each pass and the bytes that are free; training parts come first.
@@ -40,7 +38,7 @@ class Admission:
             while not self._fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
-                elif cut := halves(taken[0], self.backbone):
+                elif cut := halves(taken[0], self.passes.backbone):
                     waiting[:1], taken = cut, cut[:1]
                 else:
                     taken[0].work.error = self._refusal(taken[0], free or 0)

@@ -70,6 +70,8 @@ class Passes:
         """Go on with a model that was changed: what it is split into, and whether sequences go through it alone."""
         self.backbone = self._outputs.backbone = backbone
         self._alone = alone
+        self.scales = Scales(backbone, self.dtype)
+        self.recompute.forget()
 
     def forward(self, parts: Sequence[Part], free: int | None = None) -> Flight:
         """Compute the outputs of parts; with a graph if one of them is trained.
