@@ -87,8 +87,8 @@ def _forward(
         down, up = down.to(x.dtype), up.to(x.dtype)
     rows = _rows(x)
     y = nn.functional.linear(rows, weight, bias)
-    hidden = nn.functional.linear(rows if into is None else _rows(into), down)
-    y.addmm_(hidden, up.t(), alpha=scale)
+    hidden = nn.functional.linear(rows if into is None else _rows(into), down).mul_(scale)
+    y.addmm_(hidden, up.t())  # a factor in a half-precision product costs more than one on these few numbers
     return y.view(*x.shape[:-1], y.shape[-1]), hidden
 
 
@@ -97,9 +97,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Adapted(torch.autograd.Function):
-    """For rows x, after dropout z, with gradient g: dx = g W, dz = s (g B) A, dA = s (g B)^T z, dB = s g^T (z A^T).
+    """For rows x, after dropout z, with gradient g: dx = g W, dz = s (g B) A, dA = s (g B)^T z, dB = g^T (s z A^T).
 
-    It keeps z and z A^T; the matrices are there anyway. Without dropout z is x, and gets both gradients in one product.
+    It keeps z and s z A^T; the matrices are there anyway. Without dropout z is x, and
+    gets both gradients.
     """
 
     @staticmethod
@@ -120,19 +121,19 @@ class _Adapted(torch.autograd.Function):
             down, up = down.to(z.dtype), up.to(z.dtype)
         rows, g = _rows(z), _rows(grads[0])
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted, and what was kept has no graph
-            hidden = rows @ down.t()
-        inner = g @ up
+            hidden = rows @ down.t() * scale
+        inner = (g @ up).mul_(scale)
         dx = dz = ddown = dup = None
         if ctx.needs_input_grad[0]:
             dx = g @ weight
         if ctx.needs_input_grad[1]:
-            dz = torch.addmm(rows, inner, down, beta=0, alpha=scale).view(z.shape)
+            dz = (inner @ down).view(z.shape)
         elif dx is not None and not ctx.drops:
-            dx.addmm_(inner, down, alpha=scale)
+            dx.addmm_(inner, down)
         if ctx.needs_input_grad[4]:
-            ddown = torch.addmm(down, inner.t(), rows, beta=0, alpha=scale).to(wide_down.dtype)
+            ddown = (inner.t() @ rows).to(wide_down.dtype)
         if ctx.needs_input_grad[5]:
-            dup = torch.addmm(up, g.t(), hidden, beta=0, alpha=scale).to(wide_up.dtype)
+            dup = (g.t() @ hidden).to(wide_up.dtype)
         return None if dx is None else dx.view(z.shape), dz, None, None, ddown, dup, None
 
 
