@@ -344,3 +344,13 @@ def test_an_adapter_of_broken_numbers_is_refused_and_harms_nobody(folder, adapte
     with pytest.raises(NonFiniteError, match="bad"):
         sampler.submit(rows()[0], params, adapter_name="bad")
     assert tokens_of([good.result()]) == alone
+
+
+def test_rows_of_equal_length_are_bit_equal_alone_and_among_others_where_that_is_asked_for(folder):
+    sampler = sampler_of(folder, batch_invariant=True, prefix_cache_bytes=0)
+    prompts = torch.randint(0, 256, (10, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    params = {"temperature": 0, "max_tokens": 6, "logprobs": 3, "stop": []}
+    together = sampler.sample(rows(prompts), params)
+    for ids, response in zip(prompts, together, strict=True):
+        (alone,) = sampler.sample(rows([ids]), params)
+        assert alone.sequences[0].logprobs == response.sequences[0].logprobs

@@ -104,7 +104,8 @@ class CacheScope(Scope):
         """Attend in the next layer: `[T, heads, size]` each; returns `[T, H, E]`, 0 for padding."""
         keys, values = self.store.keys[self._layer], self.store.values[self._layer]
         self._layer += 1
-        q, k, v = q.to(keys.dtype), k.to(keys.dtype), v.to(values.dtype)
+        if not q.dtype == k.dtype == v.dtype == keys.dtype:  # autocast
+            q, k, v = q.to(keys.dtype), k.to(keys.dtype), v.to(values.dtype)
         scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         rule = Rule(scale, options["window"], options["softcap"], options["sinks"])
         self._write(keys, values, k, v)

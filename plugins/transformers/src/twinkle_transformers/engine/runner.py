@@ -125,13 +125,17 @@ class Runner:
         """Return the logits `[n, V]` of rows of the stream, in ascending order, float32 or wider."""
         hidden = read.hidden if len(rows) == len(read.hidden) else read.hidden[torch.tensor(rows, device=self.device)]
         head: Any = self.backbone.head
-        routing = self.route([read.stream.owners[row] for row in rows]) if self.head_name else None
+        owners = [read.stream.owners[row] for row in rows]
+        if spare := -len(hidden) % self.row_multiple:
+            hidden = nn.functional.pad(hidden, (0, 0, 0, spare))
+            owners += [None] * spare
+        routing = self.route(owners) if self.head_name else None
         if routing is not None and routing.at(self.head_name):
             base = getattr(head, "base_layer", head)
             raw = lowrank.linear(hidden, base.weight, base.bias, routing, self.head_name)
         else:
             raw = self._plain_head(hidden, head)
-        return self.backbone.transform.apply_(raw.to(wide(raw.dtype)))
+        return self.backbone.transform.apply_(raw[: len(rows)].to(wide(raw.dtype)))
 
     def _plain_head(self, hidden: Tensor, head: Any) -> Tensor:
         base = getattr(head, "base_layer", head)
