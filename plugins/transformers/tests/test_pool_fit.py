@@ -209,6 +209,31 @@ def test_a_patch_that_would_bypass_adapters_is_refused_and_undone(folder: Path) 
     assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
 
 
+class Running(Patch):
+    """Lets the MLPs mix tokens along the row, as no segment could tell."""
+
+    def __call__(self, module: Any) -> Any:
+        for layer in module.model.layers:
+            self.replace(layer.mlp, "forward", lambda x: x.cumsum(1), create=True)
+        return module
+
+
+def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = opened(folder)
+    before = trained(model)
+    with caplog.at_level(logging.WARNING):
+        model.apply_patch(Running)
+    assert "they would see each other. Each sequence goes through it alone" in caplog.text
+    together = model.forward_only(inputs=ROWS, adapter_name=["a", None])
+    alone = [
+        model.forward_only(inputs=[row], adapter_name=[who])[0] for row, who in zip(ROWS, ["a", None], strict=True)
+    ]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one["logps"], other["logps"], rtol=0, atol=1e-5)
+    model.undo_patch(Running)
+    assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
+
+
 def test_rows_with_images_are_refused_and_text_goes_on(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "depth": 1, "out_hidden_size": 32}

@@ -186,6 +186,11 @@ class Segmenter:
             self._checked = True
         return self._refusal
 
+    @property
+    def mixers(self) -> list[str]:
+        """Names of the classes of its modules that run on each sequence alone."""
+        return sorted({type(mixer).__name__ for mixer in self._switch.mixers})
+
     def forget(self) -> None:
         """Find out anew when it is next asked: the model was changed."""
         self._checked = self._prefixes_checked = False
@@ -200,9 +205,8 @@ class Segmenter:
         if refusal := self.check():
             return refusal
         if not self._prefixes_checked:
-            mixers = sorted({type(mixer).__name__ for mixer in self._switch.mixers})
-            keeps = f"what {', '.join(mixers)} knows at the end of a prefix is not kept"
-            reason = keeps if mixers else self._try(_CHECKED_PARENTS)
+            keeps = f"what {', '.join(self.mixers)} knows at the end of a prefix is not kept"
+            reason = keeps if self.mixers else self._try(_CHECKED_PARENTS)
             if reason is not None:
                 self._prefix_refusal = (
                     f"{type(self.model).__name__} does not take sequences that share a prefix: {reason}; give each "

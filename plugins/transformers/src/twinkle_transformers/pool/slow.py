@@ -17,14 +17,19 @@ _TOKENS, _SAME = 7, 4
 
 
 def goes_alone(backbone: Backbone) -> bool:
-    """Say whether each sequence must go through a model alone, which is slower; a warning says so once.
+    """Say whether each sequence must go through a model alone, which is slower; the log says so once.
 
     Raises:
         Unsupported: not even that is right: the model's tokens see those that come after them, say.
     """
-    if backbone.segmenter.check() is None:
-        return False
     name = type(backbone.model).__name__
+    if backbone.segmenter.check() is None:
+        if mixers := backbone.segmenter.mixers:
+            get_logger().info(
+                "%s: %s sees sequences of one length at a time, which is slower than one call for all", name,
+                ", ".join(mixers),
+            )  # fmt: skip
+        return False
     if (wrong := _against(backbone)) is not None:
         raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
     get_logger().warning(
