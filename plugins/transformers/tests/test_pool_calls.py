@@ -101,6 +101,26 @@ def test_rows_without_adapter_are_a_reference_in_the_same_pass(folder: Path) -> 
     assert distance(alone["logps"][0], outputs[6]["logps"]) < 2e-6
 
 
+@pytest.mark.parametrize("budget", [10, 10_000])
+def test_the_base_as_reference_is_what_it_computes_by_itself(folder: Path, budget: int) -> None:
+    model, other = (three_adapters(folder, tokens_per_pass=size) for size in (budget, 10_000))
+    for each in (model, other):
+        each.set_loss("GRPOLoss", beta=0.5, adapter_name="b")
+        each.set_loss("DPOLoss", beta=0.3, adapter_name="c")
+    reference = [output["logps"].tolist() for output in other.forward_only(inputs=MIXED, adapter_name=[None] * 6)]
+    advantages = [None, None, 1.0, -1.0, None, None]
+    outputs = model.forward_backward(
+        inputs=MIXED, adapter_name=NAMES, advantages=advantages, ref_logps=[None, None, *["base"] * 4]
+    )
+    expected = other.forward_backward(
+        inputs=MIXED, adapter_name=NAMES, advantages=advantages, ref_logps=[None, None, *reference[2:]]
+    )
+    for mine, given in zip(outputs, expected, strict=True):
+        assert mine["loss"] == pytest.approx(given["loss"], rel=1e-5, abs=1e-6)
+    for name in "abc":
+        assert distance(flat_of(model, name).grad, flat_of(other, name).grad) < 3e-6
+
+
 def test_a_tensor_of_arguments_is_cut_with_the_rows(folder: Path) -> None:
     model = three_adapters(folder)
     for name in "ab":
