@@ -2,17 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError
+from twinkle.loss import Loss
 from twinkle_registry import check_keywords, nearest
 from twinkle_transformers.rows import rows_together
 from twinkle_transformers.scores import IGNORE, has_targets
 
 _OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "return_logits", "task")
 """Arguments of `forward_backward` beside those of the loss."""
+
+_TAKES_A_BATCH: WeakSet[type[Loss]] = WeakSet()
+"""Losses whose signature takes inputs and outputs: reading it takes as long as the loss of a short row."""
 
 
 def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
@@ -21,6 +26,8 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: names the argument and the nearest one that exists.
     """
+    if not loss_kwargs and type(loss) in _TAKES_A_BATCH:
+        return
     try:
         check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
     except ArgumentError as error:
@@ -28,6 +35,8 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
             if close := nearest(name, _OF_THE_CALL, 1):
                 raise ArgumentError(f"there is no argument {name!r}; did you mean {close[0]!r}? ({error})") from error
         raise
+    if isinstance(loss, Loss):
+        _TAKES_A_BATCH.add(type(loss))
 
 
 def check_rows_for(loss: Any, sizes: Sequence[tuple[int, int]]) -> None:
