@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from twinkle.errors import ArgumentError
 from twinkle.model import MultiLoraTransformersModel, Operation, OperationError, Step, StepResult
 from twinkle.testing import tiny_model
 
@@ -92,3 +93,9 @@ def test_an_adapter_without_optimizer_is_told_so(model: Any) -> None:
     train(model, "d")
     [result] = model.pool.step([Step("d")])
     assert "has no optimizer; call set_optimizer first" in str(result.error)
+
+
+def test_an_unknown_argument_of_the_step_names_the_nearest(model: Any) -> None:
+    train(model, "a")
+    with pytest.raises(ArgumentError, match="max_grad_norm"):
+        model.clip_grad_and_step(adapter_name=["a"], max_grad_nrom=1.0)

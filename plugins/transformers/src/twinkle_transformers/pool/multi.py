@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from twinkle import get_logger, registry, remote_class, remote_function
+from twinkle._arguments import explains_calls
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.hub import local_folder
@@ -41,7 +42,7 @@ class MultiLoraTransformersModel(TransformersModel):
     it would have got alone. The base model sees its own dropout switched off; adapters have theirs.
 
     Args:
-        lora_config: fields that every adapter's configuration has unless it says otherwise.
+        lora_config: fields that an adapter given as a mapping has unless it says otherwise.
         max_loras: refuse more adapters than this; by default memory is the only limit.
         max_r: refuse higher ranks; by default there is no limit.
         max_length: refuse longer rows; by default the model's context is the limit.
@@ -320,6 +321,7 @@ class MultiLoraTransformersModel(TransformersModel):
 
     # the step
 
+    @explains_calls
     def clip_grad_and_step(
         self,
         max_grad_norm: float = 1.0,
