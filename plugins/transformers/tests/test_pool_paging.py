@@ -268,14 +268,16 @@ def test_more_than_there_is_room_for_at_once_is_refused_with_the_figures(folder:
     assert small.pool.tenants.names() == []
 
 
-def test_gradients_have_room_before_they_are_computed(folder: Path) -> None:
+def test_gradients_and_moments_have_room_before_they_are_computed(folder: Path) -> None:
     size = flat_bytes(folder)
-    model = opened(folder, "a", "b", scheduler=False, adapter_memory=3 * size)
+    model = opened(folder, "a", "b", scheduler=False, adapter_memory=5 * size)
     results = model.pool.run([Operation(name, "forward_backward", ROWS[0]) for name in ("a", "b")])
     assert isinstance(results[0], OperationResult)
     assert isinstance(results[1].error, CapacityError)
     assert flat_of(model, "b").grad is None
     assert model.optimizer_group["b"].pending == 0
+    model.clip_grad_and_step(adapter_name=["a"], gradient_accumulation_steps=1)
+    assert model.pool.paging.used <= 5 * size + 4  # the number of steps
 
 
 def test_idle_adapters_that_cannot_leave_are_told_and_refused(

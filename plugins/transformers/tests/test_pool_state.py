@@ -159,6 +159,8 @@ def test_a_removed_adapter_leaves_no_memory_whoever_holds_on_to_it(folder: Path)
     tensors = [tenant.flat, *tenant.views().values()]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == 0
     assert not tenant.group.optimizer.state
+    with pytest.raises(TrainingStateError, match="'a' was removed"):
+        model.pool.paging.use(tenant)
 
 
 @pytest.mark.parametrize("place", ["device", "host", "disk"])

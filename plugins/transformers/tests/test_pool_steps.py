@@ -1,6 +1,5 @@
 """Steps of several adapters asked of the pool itself, as a server does."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(folder: Path) -> Iterator[Any]:
+def model(folder: Path) -> Any:
     model: Any = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no")
     for seed, name in enumerate("abc"):
         model.add_adapter_to_model(name, CONFIG, seed=seed)
         model.set_optimizer("AdamW", adapter_name=name, lr=1e-2, weight_decay=0.0)
-    yield model
+    return model
 
 
 def train(model: Any, *names: str) -> None:

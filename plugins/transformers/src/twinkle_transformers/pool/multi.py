@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 
 from twinkle import get_logger, registry, remote_class, remote_function
-from twinkle._arguments import explains_calls
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.hub import local_folder
@@ -321,7 +320,7 @@ class MultiLoraTransformersModel(TransformersModel):
 
     # the step
 
-    @explains_calls
+    @remote_function(collect="first")
     def clip_grad_and_step(
         self,
         max_grad_norm: float = 1.0,

@@ -33,8 +33,8 @@ class Paging:
 
     Args:
         device: where the model is.
-        adapter_memory: bytes that adapters may take there; by default 40 % of what is free. Moments that an optimizer
-            makes in its first step may pass it until the next call.
+        adapter_memory: bytes that adapters may take there; by default 40 % of what is free. What is trained is asked
+            to have room for its gradients and, under an optimizer with betas, for two moments.
         host_memory: bytes that paged adapters may take in host memory, beyond which they go to disk; by default 25 % of
             what is free.
 
@@ -113,7 +113,7 @@ class Paging:
 
         Args:
             tenant: the adapter.
-            trained: also keep room for its gradients.
+            trained: also keep room for its gradients and moments.
 
         Raises:
             CapacityError: there is no room for it.
@@ -133,12 +133,13 @@ class Paging:
             page.back()
             self._forget_page(tenant)
             self._here[tenant] = 0
+        elif tenant not in self._here:
+            raise TrainingStateError(f"the adapter {tenant.name!r} was removed")
         if self._thread.depth and tenant not in self._thread.held:
             self._thread.held.append(tenant)
             self._hold(tenant)
         self._count(tenant)
-        if trained and tenant.flat.grad is None and tenant.spare is None:
-            size = tenant.flat.numel() * tenant.flat.element_size()
+        if trained and (size := _still_to_come(tenant)):
             self._protect(tenant, size)
             self._here[tenant] += size
             self._used += size
@@ -321,6 +322,15 @@ class _Calls(local):
     def __init__(self) -> None:
         self.depth = 0
         self.held: list[Tenant] = []
+
+
+def _still_to_come(tenant: Tenant) -> int:
+    """Return the bytes of gradients and moments that training makes and that are not there yet."""
+    optimizer = tenant.group.optimizer
+    copies = int(tenant.flat.grad is None and tenant.spare is None)
+    if optimizer is not None and not optimizer.state and "betas" in optimizer.defaults:
+        copies += 2
+    return copies * tenant.flat.numel() * tenant.flat.element_size()
 
 
 def _default(free: int | None, share: float) -> int | None:
