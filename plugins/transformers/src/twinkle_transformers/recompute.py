@@ -149,7 +149,8 @@ class Recompute:
             inputs = self._footprint(adapter, masked, True)
             if inputs is None:
                 return None
-            kept = inputs.of(tokens, width) + kept // max(1, self._module.config.get_text_config().num_hidden_layers)
+            layers = getattr(self._module.config.get_text_config(), "num_hidden_layers", None) or 1
+            kept = inputs.of(tokens, width) + kept // layers
         return kept + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
 
     def _footprint(self, adapter: str, masked: bool, recomputed: bool) -> Footprint | None:

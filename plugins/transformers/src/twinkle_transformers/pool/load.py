@@ -40,9 +40,10 @@ class Scales:
 
     def __init__(self, backbone: Backbone, dtype: torch.dtype) -> None:
         config = backbone.model.config.get_text_config()
-        self.layers = max(1, int(config.num_hidden_layers))
+        self.layers = max(1, getattr(config, "num_hidden_layers", None) or 1)
         self._narrow, self._wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-        self._hidden, self._logits = config.hidden_size * self._wide, config.vocab_size * self._wide
+        self._logits = config.vocab_size * self._wide
+        self._hidden = (getattr(config, "hidden_size", None) or 0) * self._wide
         self._splits, self._capped = backbone.splits, bool(backbone.transform.softcap)
 
     def weigh(self, parts: Sequence[Part], *, share: bool) -> Load:
