@@ -181,11 +181,11 @@ class Pool(RuleBasedStateMachine):
         self.train(numbers, sizes, seed, base=False)
         self.step(numbers, bound, single=False)
 
-    @precondition(lambda self: any(twin.pending for twin in self.twins.values()))
+    @precondition(lambda self: any(twin.alone.denominator for twin in self.twins.values()))
     @rule()
     def spoil(self) -> None:
         """A step whose gradient is no number is not made; the gradient is gone."""
-        name = next(name for name, twin in self.twins.items() if twin.pending)
+        name = next(name for name, twin in self.twins.items() if twin.alone.denominator)
         flat_of(self.model, name).grad[0] = float("nan")
         with pytest.raises((NonFiniteError, OperationsFailed)):
             self.model.clip_grad_and_step(adapter_name=name)

@@ -50,7 +50,7 @@ def test_a_paged_adapter_comes_back_bit_for_bit_and_trains_on_as_if_it_had_staye
         assert goes.pool.bytes_of("a").device == 0
         assert equal(everything(goes, "a"), everything(stays, "a"))
         assert goes.pool.bytes_of("a").device > 0
-        assert goes.pool.version("a").id == version.id
+        assert goes.pool.version("a").key == version.key
         move(goes, "a")
         for model in (stays, goes):
             train(model, "a", range(seed, seed + 1))

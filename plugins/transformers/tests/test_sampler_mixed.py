@@ -178,8 +178,7 @@ def test_adapters_of_a_pool_on_such_a_model_are_sampled_by_the_slower_path(tmp_p
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
     peft.save_pretrained(tmp_path)
     version = read_version(tmp_path, sites_of(base))
-    taken = SimpleNamespace(layout=version.layout, flat=version.flat, id=version.key)
-    pool = SimpleNamespace(model=base, sampler_version=lambda name: taken)
+    pool = SimpleNamespace(model=base, sampler_version=lambda name: version)
     params = {"temperature": 0, "max_tokens": 6}
     found = tokens_of(TorchSampler(model=pool).sample(rows(PROMPTS[:3]), params, adapter_name=["a", None, "a"]))
     alone = [tokens_of(TorchSampler(model=model).sample(rows(PROMPTS[:3]), params)) for model in (peft, base)]
@@ -278,11 +277,7 @@ def test_adapters_of_a_pool_are_taken_as_they_are_now(folder, adapters):
     install(list(sites.values()))
     versions = {name: read_version(target / name, sites) for name in ("small", "large")}
 
-    def taken(name):
-        version = versions[name]
-        return SimpleNamespace(layout=version.layout, flat=version.flat, id=version.key)
-
-    pool = SimpleNamespace(model=base, sampler_version=taken)
+    pool = SimpleNamespace(model=base, sampler_version=versions.__getitem__)
     sampler = TorchSampler(model=pool)
     params = {"temperature": 0, "max_tokens": 8}
     own = TorchSampler(folder)

@@ -263,8 +263,7 @@ class SharedModel(Source):
     def _of_pool(self, name: str, runner: Runner | None) -> Pick:
         if not name:
             return Pick()
-        taken = self._model.sampler_version(name)
-        return Pick(version=self._live.adopt(taken.layout, taken.flat, taken.id), whole=runner is None)
+        return Pick(version=self._model.sampler_version(name), whole=runner is None)
 
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """Refuse: the adapters of a live model are its own."""

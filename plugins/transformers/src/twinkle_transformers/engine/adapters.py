@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -138,7 +137,6 @@ class LiveAdapters:
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[tuple[Any, ...], AdapterVersion]] = {}
-        self._adopted: WeakValueDictionary[str, AdapterVersion] = WeakValueDictionary()
 
     def version(self, model: PeftModel, name: str) -> AdapterVersion:
         """Return an adapter as it is now.
@@ -163,13 +161,6 @@ class LiveAdapters:
         )
         version = AdapterVersion(layout, flatten(layout, weights), f"{name}@{next(_NUMBERS)}")
         self._versions[name] = state, version
-        return version
-
-    def adopt(self, layout: Layout, flat: Tensor, key: str) -> AdapterVersion:
-        """Return a version that somebody else took: the same object for the same one."""
-        version = self._adopted.get(key)
-        if version is None:
-            version = self._adopted[key] = AdapterVersion(layout, flat, key)
         return version
 
 

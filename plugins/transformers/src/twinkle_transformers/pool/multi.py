@@ -14,6 +14,7 @@ from twinkle.model.base import Inputs
 from twinkle.model.pool import Operation, OperationError, OperationResult
 from twinkle.torch.flat_step import is_elementwise
 from twinkle_transformers.describe import describe
+from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.optimizers import DEFAULT_WEIGHT_DECAY, build_optimizer
@@ -361,7 +362,7 @@ class MultiLoraTransformersModel(TransformersModel):
         trained = tenant.plan.layout.parameters
         return describe(self.model, tenant.group, precision=self.mixed_precision, source=self.model_id, trained=trained)
 
-    def sampler_version(self, adapter_name: str) -> Any:
+    def sampler_version(self, adapter_name: str) -> AdapterVersion:
         """Return an adapter's weights as they are now, which training does not change; see `LoraPool.version`."""
         return self.pool.version(adapter_name)
 

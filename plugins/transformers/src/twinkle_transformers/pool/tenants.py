@@ -8,26 +8,11 @@ from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle.model.pool import AdapterRef, Usage
-from twinkle.torch.layout import Layout
 from twinkle_registry import nearest
+from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
 from twinkle_transformers.pool.expert_files import expert_views
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterVersion:
-    """Weights of an adapter at one moment, which nothing changes.
-
-    Attributes:
-        layout: where the matrices lie.
-        flat: float32 `[P]`.
-        id: tells versions apart: name, generation and state.
-    """
-
-    layout: Layout
-    flat: Tensor
-    id: str
 
 
 @dataclass(slots=True, eq=False)
