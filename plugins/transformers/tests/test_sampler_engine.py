@@ -5,43 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from samplers import PROMPTS, folder, one_thread, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
 
 from twinkle.errors import CapacityError, NonFiniteError
 from twinkle.sampler import TorchSampler
-from twinkle.testing import tiny_model
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.stopping import StopRule
-
-GENERATOR = torch.Generator().manual_seed(5)
-PROMPTS = [torch.randint(0, 256, (n,), generator=GENERATOR).tolist() for n in (3, 21, 1, 40, 8, 16, 17, 5, 33)]
-LENGTHS = (9, 20, 14, 3, 25, 11, 6, 18, 12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("base"), "qwen3", initializer_range=0.3)
-
-
-def rows(prompts=PROMPTS):
-    return [{"input_ids": list(ids)} for ids in prompts]
-
-
-def tokens_of(responses):
-    return [[sequence.tokens for sequence in response.sequences] for response in responses]
-
-
-def sampler_of(folder, **kwargs):
-    sampler = TorchSampler(folder, **kwargs)
-    assert sampler._service.engine is not None
-    return sampler
 
 
 def spy(sampler, monkeypatch):

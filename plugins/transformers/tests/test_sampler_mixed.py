@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from samplers import LENGTHS, PROMPTS, adapters, folder, module, one_thread, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
 
 from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, NonFiniteError
@@ -15,68 +16,6 @@ from twinkle.testing import tiny_model
 from twinkle_transformers.engine.adapters import read_version, sites_of
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.pool.sites import install
-
-GENERATOR = torch.Generator().manual_seed(5)
-PROMPTS = [torch.randint(0, 256, (n,), generator=GENERATOR).tolist() for n in (3, 21, 1, 40, 8, 16, 17, 5, 33)]
-LENGTHS = (9, 20, 14, 3, 25, 11, 6, 18, 12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("base"), "qwen3", initializer_range=0.3)
-
-
-@pytest.fixture(scope="module")
-def module(folder):
-    return load_model(folder)[0]
-
-
-@pytest.fixture(scope="module")
-def adapters(folder, tmp_path_factory):
-    """Folders of adapters of several ranks and targets, and PEFT's model with all of them."""
-    target = tmp_path_factory.mktemp("adapters")
-    model, _ = load_model(folder)
-    configs = {
-        "small": LoraConfig(r=2, target_modules="all-linear"),
-        "other": LoraConfig(r=2, target_modules="all-linear"),
-        "large": LoraConfig(r=6, lora_alpha=12, target_modules=["q_proj", "down_proj"], use_rslora=True),
-        "head": LoraConfig(r=3, target_modules=["v_proj", "lm_head"], rank_pattern={"v_proj": 4}),
-    }
-    wrapped = None
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for name, config in configs.items():
-            if wrapped is None:
-                wrapped = get_peft_model(model, config, adapter_name=name)
-            else:
-                wrapped.add_adapter(name, config)
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-    wrapped.save_pretrained(target, save_embedding_layers=False)
-    return target, wrapped.eval()
-
-
-def rows(prompts=PROMPTS):
-    return [{"input_ids": list(ids)} for ids in prompts]
-
-
-def tokens_of(responses):
-    return [[sequence.tokens for sequence in response.sequences] for response in responses]
-
-
-def sampler_of(folder, **kwargs):
-    sampler = TorchSampler(folder, **kwargs)
-    assert sampler._service.engine is not None
-    return sampler
 
 
 def logprobs_by_forward(module, ids, temperature=1.0):
