@@ -21,8 +21,8 @@ from twinkle.torch.lowrank import Cohort, Routing
 from twinkle.torch.segments import Segments
 from twinkle_transformers.pool.expert_files import as_peft_reads, expert_views, from_peft, match_experts, to_peft
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts, uninstall_experts
-from twinkle_transformers.pool.sites import find_sites, install, uninstall
 from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now
+from twinkle_transformers.sites import find_sites, install, uninstall
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,

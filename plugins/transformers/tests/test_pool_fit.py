@@ -19,7 +19,7 @@ from twinkle.testing import tiny_model
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.config import read_config
 from twinkle_transformers.pool.fit import check_kind
-from twinkle_transformers.pool.sites import find_sites, install
+from twinkle_transformers.sites import find_sites, install
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

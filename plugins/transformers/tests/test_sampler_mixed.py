@@ -15,7 +15,7 @@ from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers.engine.adapters import read_version, sites_of
 from twinkle_transformers.loading import load_model
-from twinkle_transformers.pool.sites import install
+from twinkle_transformers.sites import install
 
 
 def logprobs_by_forward(module, ids, temperature=1.0):

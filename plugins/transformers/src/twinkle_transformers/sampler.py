@@ -16,9 +16,9 @@ from twinkle.platform import Platform
 from twinkle.sampler import Sampler
 from twinkle_transformers.engine.handle import SampleHandle
 from twinkle_transformers.engine.requests import Request
-from twinkle_transformers.engine.service import Limits, Service
 from twinkle_transformers.generation import Draft, Prompt
 from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms, token_ids
+from twinkle_transformers.service import Limits, Service
 from twinkle_transformers.sources import OwnWeights, SharedModel, Source
 from twinkle_transformers.stopping import StopRule
 

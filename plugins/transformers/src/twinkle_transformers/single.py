@@ -11,7 +11,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from twinkle_transformers.pool.sites import is_at_rest
+from twinkle_transformers.sites import is_at_rest
 
 _Term = tuple[Tensor, Tensor | None, Tensor, Tensor, float, Callable[[Tensor], Tensor] | None, bool]
 _DROPOUTS = (nn.Identity, nn.Dropout)

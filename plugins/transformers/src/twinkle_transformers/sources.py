@@ -20,8 +20,8 @@ from twinkle_transformers import adapters
 from twinkle_transformers.engine.adapters import LiveAdapters, read_version
 from twinkle_transformers.engine.modes import active_adapters, evaluating, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.loading import load_model
+from twinkle_transformers.versions import AdapterVersion
 
 _KEPT = 4  # adapters given by path that stay loaded; a training loop writes a new one each step
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.torch.layout import Layout, Shape
 from twinkle_transformers.adapters import WEIGHTS, read_config
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.pool.files import shapes_in
-from twinkle_transformers.pool.sites import Site, find_sites
 from twinkle_transformers.reading import read_tensors
+from twinkle_transformers.sites import Site, find_sites
+from twinkle_transformers.versions import AdapterVersion
 
 _KEY = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])\.weight$")
 _NUMBERS = count(1)  # no two versions have one key, whatever a folder says about when it was written

@@ -4,9 +4,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from twinkle.data_format import SamplingParams
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.generation import Draft, Generated, Prompt
 from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.versions import AdapterVersion
 
 
 @dataclass(slots=True, eq=False)

@@ -15,11 +15,12 @@ from twinkle.torch.lowrank import Routing
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.engine.adapters import sites_of
 from twinkle_transformers.engine.attention import CacheScope
+from twinkle_transformers.engine.banks import Banks
 from twinkle_transformers.engine.store import LayerShape, Store
 from twinkle_transformers.engine.stream import Piece, Stream, lay_out, route
-from twinkle_transformers.engine.versions import AdapterVersion, Banks
-from twinkle_transformers.pool.sites import Site, install
 from twinkle_transformers.segments import Scope, Switch
+from twinkle_transformers.sites import Site, install
+from twinkle_transformers.versions import AdapterVersion
 
 _LIVELY_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change with the longest sequence of a call."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from twinkle.torch.grouped import Groups, runs
 from twinkle.torch.lowrank import Cohort, Routing
 from twinkle_transformers.engine.reach import Reach, Stretch
-from twinkle_transformers.engine.versions import AdapterVersion
+from twinkle_transformers.versions import AdapterVersion
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,9 @@ from twinkle.torch.segments import Segments
 from twinkle_transformers.cached import CachedModel, Within
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.generation import generate
 from twinkle_transformers.segments import Scope
+from twinkle_transformers.versions import AdapterVersion
 
 Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
 

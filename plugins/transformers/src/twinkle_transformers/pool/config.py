@@ -20,7 +20,7 @@ from twinkle_registry import check_keywords
 from twinkle_transformers.pool.expert_files import as_peft_reads, match_experts
 from twinkle_transformers.pool.experts import ExpertSite
 from twinkle_transformers.pool.memory import host_zeros
-from twinkle_transformers.pool.sites import Site
+from twinkle_transformers.sites import Site
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
 """Names of the modules of a decoder layer that mix tokens; its other layers are its MLP."""

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from twinkle.errors import ArgumentError, CapacityError, CheckpointError, DataError
 from twinkle_transformers import adapters
 from twinkle_transformers.pool.config import AdapterPlan
-from twinkle_transformers.pool.sites import Site
 from twinkle_transformers.pool.tenants import Tenant, matrices_of
 from twinkle_transformers.reading import read_tensors
+from twinkle_transformers.sites import Site
 
 
 @dataclass(frozen=True, slots=True)

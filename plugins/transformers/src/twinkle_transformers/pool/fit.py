@@ -13,8 +13,8 @@ from twinkle.logging import get_logger
 from twinkle.torch.lowrank import Routing
 from twinkle.torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.pool.sites import Site, decoder_of, uninstall
 from twinkle_transformers.segments import Scope, routing_now
+from twinkle_transformers.sites import Site, decoder_of, uninstall
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LENGTHS = (5, 4)

@@ -14,7 +14,6 @@ from twinkle.model.base import Inputs
 from twinkle.model.pool import Operation, OperationError, OperationResult
 from twinkle.torch.flat_step import is_elementwise
 from twinkle_transformers.describe import describe
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.optimizers import DEFAULT_WEIGHT_DECAY, build_optimizer
@@ -29,6 +28,7 @@ from twinkle_transformers.pool.work import Work
 from twinkle_transformers.rows import as_rows
 from twinkle_transformers.scoring import loss_name
 from twinkle_transformers.stepping import set_accumulation
+from twinkle_transformers.versions import AdapterVersion
 
 Names = str | Sequence[str | None]
 

@@ -29,7 +29,6 @@ from twinkle.model.pool import (
 from twinkle.torch.layout import Layout, Shape
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.options import check_adapter, check_clipping
@@ -43,13 +42,14 @@ from twinkle_transformers.pool.fit import check_kind, drop_partial
 from twinkle_transformers.pool.pages import BLANK
 from twinkle_transformers.pool.paging import Paging
 from twinkle_transformers.pool.passes import Flight, Passes
-from twinkle_transformers.pool.sites import check_places, find_sites, install, uninstall
 from twinkle_transformers.pool.slow import goes_alone
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import Tenant, Tenants
 from twinkle_transformers.pool.work import Part, Work, halves, prepare, split
 from twinkle_transformers.recompute import Recompute, is_out_of_memory
 from twinkle_transformers.scoring import loss_name
+from twinkle_transformers.sites import check_places, find_sites, install, uninstall
+from twinkle_transformers.versions import AdapterVersion
 
 TOKENS_PER_PASS = 16_384
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle.model.pool import AdapterRef, Usage
 from twinkle_registry import nearest
-from twinkle_transformers.engine.versions import AdapterVersion
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
 from twinkle_transformers.pool.expert_files import expert_views
+from twinkle_transformers.versions import AdapterVersion
 
 
 @dataclass(slots=True, eq=False)
