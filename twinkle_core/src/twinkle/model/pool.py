@@ -213,5 +213,9 @@ class AdapterPool(ABC):
         """Return the adapter's weights as they are now, for a sampler; training does not change them."""
 
     @abstractmethod
+    def usage(self, adapter: str | AdapterRef) -> Usage:
+        """Return what all operations of an adapter have cost since it was added."""
+
+    @abstractmethod
     def bytes_of(self, adapter: str | AdapterRef) -> AdapterBytes:
         """Return how much memory an adapter takes."""
