@@ -10,8 +10,8 @@ layers, rows dealt out to 8 of them, against the same rows with one. Nothing is 
 never slower than `generate`; 8 samples a prompt at least 1.3 x; 8 adapters at least 0.8 x one.
 
 With `--vllm` the same prompts run beside vLLM's CPU build (`_vllm_worker.py`), which needs an environment of its own:
-compiled as it comes, float32, one thread, no cache of prefixes, in a process that takes turns with this one. Greedy tokens
-are compared first. There is no goal.
+compiled as it comes, float32, one thread, no cache of prefixes, in a process that takes turns with this one. Greedy
+tokens are compared first. There is no goal.
 """
 
 import argparse
