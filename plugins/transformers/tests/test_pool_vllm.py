@@ -14,15 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from pools import LINEAR, make_rows, open_pool
+from pools import LINEAR, lora, make_rows, open_pool
 
 from twinkle.testing import tiny_model
 
 WORKER = Path(__file__).parents[3] / "benchmarks" / "_vllm_worker.py"
-RANKS = {"small": 2, "middle": 8, "attention": 16}
+CONFIGS = {
+    "small": lora(2),
+    "middle": lora(8, use_rslora=True),
+    "attention": lora(16, target_modules=LINEAR[:4]),
+    "patterns": lora(4, rank_pattern={"q_proj": 2, "down_proj": 6}, alpha_pattern={"v_proj": 32}),
+    "late": lora(5, layers_to_transform=[1]),
+}
 LENGTHS = (40, 9, 25, 3, 64, 17, 31)
 NEW = 6
-OWNERS = ["middle", None, "small", "attention", "small", None, "middle"]
+OWNERS = ["middle", None, "small", "attention", "patterns", None, "late"]
 
 
 def interpreter() -> str:
@@ -35,9 +41,8 @@ def interpreter() -> str:
     pytest.skip("vLLM is not installed here: TWINKLE_VLLM_PYTHON may name the python of an environment that has it")
 
 
-def ask_vllm(job: dict[str, Any], *questions: dict[str, Any]) -> list[dict[str, Any]]:
+def ask_vllm(python: str, job: dict[str, Any], *questions: dict[str, Any]) -> list[dict[str, Any]]:
     """Return vLLM's answers to questions about one model."""
-    python = interpreter()
     lines = "".join(json.dumps(line) + "\n" for line in (job, *questions))
     done = subprocess.run([python, str(WORKER)], input=lines, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -45,16 +50,14 @@ def ask_vllm(job: dict[str, Any], *questions: dict[str, Any]) -> list[dict[str, 
 
 
 def trained(folder: Path, target: Path) -> tuple[Any, dict[str, str]]:
-    """Return a pool whose adapters, of different ranks and targets, have made two steps, and where they are saved."""
+    """Return a pool whose adapters, of different ranks and targets, made two steps, and where they are saved."""
     model = open_pool(folder)
-    for seed, (name, rank) in enumerate(RANKS.items()):
-        targets = LINEAR[:4] if name == "attention" else LINEAR
-        config = {"r": rank, "lora_alpha": 3 * rank, "target_modules": targets, "init_lora_weights": False}
+    for seed, (name, config) in enumerate(CONFIGS.items()):
         model.add_adapter_to_model(name, config, seed=seed)
         model.set_optimizer("AdamW", lr=2e-2, adapter_name=name)
-    names = list(RANKS)
+    names = list(CONFIGS)
     for step in range(2):
-        model.forward_backward(inputs=make_rows(3, (40, 20, 33), seed=step), adapter_name=names)
+        model.forward_backward(inputs=make_rows(len(names), (40, 20, 33), seed=step), adapter_name=names)
         model.clip_grad_and_step(adapter_name=names)
     return model, {name: str(model.save(name, str(target), adapter_name=name)) for name in names}
 
@@ -62,16 +65,16 @@ def trained(folder: Path, target: Path) -> tuple[Any, dict[str, str]]:
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_vllm_scores_and_draws_with_saved_adapters_as_we_do(tmp_path: Path, architecture: str) -> None:
-    interpreter()
+    python = interpreter()
     shape = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "initializer_range": 0.1}
     folder = tiny_model(tmp_path / "base", architecture, **shape)
     model, adapters = trained(folder, tmp_path / "adapters")
     rows = make_rows(len(LENGTHS), LENGTHS, seed=9)
     prompts = [row["input_ids"] for row in rows]
-    job = {"model": str(folder), "adapters": adapters, "rank": max(RANKS.values())}
+    job = {"model": str(folder), "adapters": adapters, "rank": 16}
     job |= {"rows": 8, "length": 128, "eager": True}
     question = {"prompts": prompts, "adapters": OWNERS}
-    scored, drawn = ask_vllm(job, {**question, "scores": True}, {**question, "new": NEW})
+    scored, drawn = ask_vllm(python, job, {**question, "scores": True}, {**question, "new": NEW})
 
     expected = model.forward_only(inputs=rows, adapter_name=OWNERS)
     base = model.forward_only(inputs=rows, adapter_name=[None] * len(rows))
