@@ -1,5 +1,7 @@
 """Three tenants train their own adapters on one model, in one pass: by imitation, by preference and by reward.
 
+The first two losses fall; GRPO's says nothing, there the mean reward rises. Two minutes on two CPU cores.
+
 python examples/many_adapters.py
 """
 
@@ -21,9 +23,10 @@ def talk(question, answer=None):
 def train():
     template = Template(model_id=MODEL)
     model = MultiLoraTransformersModel(model_id=MODEL)
-    for name, rank, loss in ((ANA, 16, "CrossEntropyLoss"), (BEN, 8, "DPOLoss"), (CLEO, 8, "GRPOLoss")):
-        model.add_adapter_to_model(name, {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"})
-        model.set_loss(loss, adapter_name=name)
+    kinds = (ANA, 16, "CrossEntropyLoss", {}), (BEN, 8, "DPOLoss", {"sft_weight": 0.3}), (CLEO, 8, "GRPOLoss", {})
+    for name, rank, loss, options in kinds:
+        model.add_adapter_to_model(name, {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}, seed=1)
+        model.set_loss(loss, adapter_name=name, **options)
         model.set_optimizer("AdamW", adapter_name=name, lr=4e-4)
     sampler = TorchSampler(model=model)  # shares the base model
 
@@ -35,7 +38,7 @@ def train():
         params = SamplingParams(max_tokens=24, num_samples=GROUP, logprobs=1, seed=step)
         [response] = sampler.sample([talk(QUESTIONS[step % 4])], params, adapter_name=CLEO)
         drawn = response.sequences
-        rewards = [-len(sequence.decoded) / 20 for sequence in drawn]  # short answers are good ones
+        rewards = [-len(sequence.decoded) / 20 for sequence in drawn]  # short is good; in units of 20 characters
         mean = sum(rewards) / GROUP
         outputs = model.forward_backward(
             inputs=imitated + pairs + [sequence.new_input_feature for sequence in drawn],

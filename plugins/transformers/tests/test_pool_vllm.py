@@ -24,11 +24,12 @@ CONFIGS = {
     "middle": lora(8, use_rslora=True),
     "attention": lora(16, target_modules=LINEAR[:4]),
     "patterns": lora(4, rank_pattern={"q_proj": 2, "down_proj": 6}, alpha_pattern={"v_proj": 32}),
+    "head": lora(3, target_modules=["lm_head", "v_proj"]),
     "late": lora(5, layers_to_transform=[1]),
 }
-LENGTHS = (40, 9, 25, 3, 64, 17, 31)
+LENGTHS = (40, 9, 25, 3, 64, 17, 31, 12)
 NEW = 6
-OWNERS = ["middle", None, "small", "attention", "patterns", None, "late"]
+OWNERS = ["middle", None, "small", "attention", "patterns", None, "late", "head"]
 
 
 def interpreter() -> str:

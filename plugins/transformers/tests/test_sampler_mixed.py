@@ -220,7 +220,7 @@ def test_adapters_of_a_pool_are_taken_as_they_are_now(folder, adapters):
     sampler = TorchSampler(model=pool)
     params = {"temperature": 0, "max_tokens": 8}
     own = TorchSampler(folder)
-    names = ["small", None, "large", ""]
+    names = ["small", None, "large", None]
     found = tokens_of(sampler.sample(rows(PROMPTS[:4]), params, adapter_name=names))
     for ids, name, tokens in zip(PROMPTS, names, found, strict=False):
         own.set_template("Template", model_id=str(folder))

@@ -114,7 +114,8 @@ class Trained:
             numbers = torch.as_tensor(entry, dtype=dtype).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ArgumentError(
-                f"{found} is no list of numbers ({error}); give its log-probabilities or advantages"
+                f"{found} is {entry!r:.60}, no list of numbers; give its log-probabilities or advantages "
+                "(ref_logps='base' is for models with many adapters)"
             ) from error
         if numbers.dim() > 1:
             raise ArgumentError(

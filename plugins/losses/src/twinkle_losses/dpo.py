@@ -175,8 +175,8 @@ class DPOLoss(Loss):
         if not given:
             raise ArgumentError(
                 f"{what}: the reference is missing; pass ref_outputs= (what forward_only(disable_lora=True), or a "
-                "reference model, returned for the same rows), ref_logps=, or ref_chosen_logps= and "
-                "ref_rejected_logps=; or build it with reference_free=True"
+                "reference model, returned for the same rows), ref_logps= ('base' where many adapters share a model), "
+                "or ref_chosen_logps= and ref_rejected_logps=; or build it with reference_free=True"
             )
         if given.keys() == {"ref_outputs"}:
             found = ref_outputs.get("logps") if isinstance(ref_outputs, Mapping) else None

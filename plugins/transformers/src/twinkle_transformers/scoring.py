@@ -31,7 +31,7 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
     try:
         check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
     except ArgumentError as error:
-        for name in loss_kwargs:
+        for name in (name for name in loss_kwargs if repr(name) in str(error)):
             if close := nearest(name, _OF_THE_CALL, 1):
                 raise ArgumentError(f"there is no argument {name!r}; did you mean {close[0]!r}? ({error})") from error
         raise

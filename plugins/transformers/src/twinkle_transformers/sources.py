@@ -262,7 +262,10 @@ class SharedModel(Source):
 
     def _of_pool(self, name: str, runner: Runner | None) -> Pick:
         if not name:
-            return Pick()
+            raise ArgumentError(
+                "sample: adapter_name is required where many adapters share a model: a name, or None for the base "
+                "model; or one for each input"
+            )
         return Pick(version=self._model.sampler_version(name), whole=runner is None)
 
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:

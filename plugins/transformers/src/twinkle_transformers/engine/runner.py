@@ -241,8 +241,11 @@ def _rope_types(parameters: Any) -> list[str]:
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Say whether two results `[T, H]` differ by no more than rounding; see `segments`."""
+    """Say whether two results `[T, H]` differ by no more than rounding; see `segments`.
+
+    Rounding of 1e-7 can grow a thousandfold in a trained model's first tokens; a wrong mask is off by a tenth or more.
+    """
     precise = ours.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(ours.device.type)
     error = (ours.double() - theirs.double()).norm(dim=-1)
-    near = error <= (1e-4 if precise else 0.05) * theirs.double().norm(dim=-1)
+    near = error <= (1e-3 if precise else 0.05) * theirs.double().norm(dim=-1)
     return bool(near.double().mean() >= (1.0 if precise else 0.75))

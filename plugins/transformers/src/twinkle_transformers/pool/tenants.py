@@ -179,6 +179,6 @@ class Tenants:
             hint = nearest(name, self._found)
             raise ArgumentError(
                 f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; there are "
-                f"{sorted(self._found) or 'none'}; add one with add_adapter_to_model"
+                f"{', '.join(sorted(self._found)) or 'none'}" + ("" if hint else "; add one with add_adapter_to_model")
             )
         return found

@@ -88,7 +88,10 @@ def share(arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: 
                 )
             row_count(key, value, total)
             for name, mine in rows.items():
-                part = _rows_of(value, mine)
+                part = _rows_of(value, mine, f"{key} of adapter {name!r}")
+                if part is not None and name in losses and not _takes(losses[name], key):
+                    whose = f"{loss_name(losses[name])} of adapter {name!r}"
+                    raise ArgumentError(f"{key}: {whose} takes none; give None for its rows {mine}")
                 if part is not None:
                     found[name][key] = part
             continue
@@ -112,10 +115,10 @@ def _takes(loss: Any, key: str) -> bool:
     return True
 
 
-def _rows_of(value: Any, rows: list[int]) -> Any:
+def _rows_of(value: Any, rows: list[int], what: str) -> Any:
     """Return the entries of some rows; None if all of them are None."""
     if isinstance(value, Mapping):
-        return {key: _rows_of(part, rows) if hasattr(part, "__len__") else part for key, part in value.items()}
+        return {key: _rows_of(part, rows, what) if hasattr(part, "__len__") else part for key, part in value.items()}
     if isinstance(value, Tensor):
         return value[torch.tensor(rows, device=value.device)]
     if hasattr(value, "dtype"):
@@ -126,7 +129,11 @@ def _rows_of(value: Any, rows: list[int]) -> Any:
     if all(isinstance(entry, str) and entry == "base" for entry in part):
         return "base"
     if any(entry is None for entry in part):
-        raise ArgumentError("an argument of the loss is None for some rows of an adapter and not for others")
+        none = [row for row, entry in zip(rows, part, strict=True) if entry is None]
+        raise ArgumentError(
+            f"{what} is None for the rows {none} and not for the others; give an entry for each of its rows {rows}, or "
+            "None for all"
+        )
     return part
 
 
@@ -140,15 +147,20 @@ def answers(
     """
     found: list[ModelOutput | None] = [None] * total
     errors: list[Exception] = []
+    told: list[str] = []
     for (name, mine), result in zip(rows.items(), results, strict=True):
         if isinstance(result, OperationError):
-            result.error.add_note(f"in the rows {mine} of adapter {name!r}")
+            whose = "the base model" if name is None else f"adapter {name!r}"
+            result.error.add_note(f"in {whose}: its rows 0, 1, ... are the rows {mine} of the call")
             errors.append(result.error)
+            told.append(f"{whose} (rows {mine} of the call): {result.error}")
             continue
         for row, output in zip(mine, result.outputs, strict=True):
             found[row] = output
     if errors:
-        raise OperationsFailed(f"{len(errors)} of {len(rows)} operations failed; the others are done", errors, found)
+        rest = "; the others are done" if len(errors) < len(rows) else ""
+        what = f"{len(errors)} of {len(rows)} operations failed{rest}. " + "; ".join(told)
+        raise OperationsFailed(what, errors, found)
     return found  # type: ignore[return-value]
 
 

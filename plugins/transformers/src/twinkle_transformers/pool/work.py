@@ -188,7 +188,8 @@ def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
     if len(whole.rows) % together:
         raise ArgumentError(
-            f"{loss_name(work.loss)} takes rows {together} by {together}, and there are {len(whole.rows)}"
+            f"{loss_name(work.loss)} of adapter {work.name!r} compares rows {together} by {together} (chosen and "
+            f"rejected, say), and there are {len(whole.rows)}; give whole groups, one after the other"
         )
     most = _most_rows(work, rows, together, len(whole.rows))
     splittable = getattr(work.loss, "splittable", True) and len(whole.sequences) == len(whole.rows)
@@ -263,6 +264,7 @@ def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < together:
         raise ArgumentError(
             f"micro_batch_size={rows!r}; it must be a whole number of at least {together}, or None for the whole batch"
+            + (f" ({loss_name(work.loss)} compares rows {together} by {together})" if together > 1 else "")
         )
     if rows < count and not getattr(work.loss, "splittable", True):
         raise ArgumentError(
