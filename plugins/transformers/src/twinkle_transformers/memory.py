@@ -36,8 +36,9 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
     if (available := _field(root / "proc/meminfo", "MemAvailable:")) is not None:
         found.append(available * 1024)
     for limit, used, stat, cache in _CGROUPS:
-        bound, taken = _number(root / limit), _number(root / used)
-        if bound is not None and taken is not None:
+        if (bound := _number(root / limit)) is None:
+            continue
+        if (taken := _number(root / used)) is not None:
             found.append(max(0, bound - taken + (_field(root / stat, cache) or 0)))
     return min(found, default=None)
 
