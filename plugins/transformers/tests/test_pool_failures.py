@@ -422,7 +422,7 @@ def test_a_micro_batch_size_that_parts_what_a_loss_compares_is_refused(model: An
     model.set_loss(Pairs(), adapter_name="a")
     with pytest.raises(ArgumentError, match="micro_batch_size=1; it must be a whole number of at least 2"):
         model.forward_backward(inputs=GOOD, adapter_name="a", micro_batch_size=1)
-    with pytest.raises(ArgumentError, match="compares rows 2 by 2 .*and there are 1"):
+    with pytest.raises(ArgumentError, match=r"compares rows 2 by 2 .*and there are 1"):
         model.forward_backward(inputs=GOOD[:1], adapter_name="a")
     model.forward_backward(inputs=GOOD, adapter_name="a", micro_batch_size=3)
 
