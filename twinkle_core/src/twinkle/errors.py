@@ -142,7 +142,7 @@ class OperationsFailed(TwinkleError, ExceptionGroup):
         super().__init__(message, errors)
         self.outputs = outputs
 
-    def derive(self, excs: "Any") -> "OperationsFailed":
+    def derive(self, excs: "Any") -> "OperationsFailed":  # type: ignore[override]
         """Return a group of some of the errors, as `split` and `except*` do."""
         return OperationsFailed(self.message, list(excs), self.outputs)
 
