@@ -43,7 +43,7 @@ format: install  ## Format the code, mend what ruff can mend, renew generated bl
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: install  ## Run the benchmarks of this machine, about 20 minutes
+bench: install  ## Run the benchmarks of this machine, about 40 minutes
 	$(PIP) -r requirements-bench.txt -c constraints.txt
 	@export OMP_NUM_THREADS=1; failed=; for script in $(wildcard benchmarks/[a-z]*.py); do \
 		(set -x; $(BIN)/python $$script) || failed="$$failed $$script"; \
