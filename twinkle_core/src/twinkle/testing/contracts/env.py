@@ -71,8 +71,9 @@ def worlds_apart(case: EnvCase) -> None:
     """Two environments know nothing of each other, however their steps are interleaved."""
     if not case.seeded:
         raise NotApplicable("its example says seeded=False: the world is random")
-    alone = _plain(case.episode(case.build()))
-    one, two = case.build(), case.build()
+    single, one, two = case.build(), case.build(), case.build()
+    single.reset(case.trajectory)
+    alone = _plain(case.episode(single))
     one.reset(case.trajectory)
     case.episode(two)
     found = _plain(case.episode(one))
