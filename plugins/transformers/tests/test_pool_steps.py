@@ -79,9 +79,10 @@ def test_a_gradient_that_is_not_finite_stops_its_own_step(model: Any) -> None:
     train(model, "a", "b")
     before = {name: weights(model, name) for name in "ab"}
     model.pool.tenants["a"].flat.grad[0] = float("inf")
-    results = model.pool.step([Step("a"), Step("b")])
+    results = model.pool.step([Step("a", optim_params={"lr": 0.5}), Step("b")])
     assert isinstance(results[0], OperationError)
     assert "is inf" in str(results[0].error)
+    assert model.optimizer_group["a"].learning_rates() == [1e-2]
     assert isinstance(results[1], StepResult)
     assert torch.equal(before["a"], weights(model, "a"))
     assert not torch.equal(before["b"], weights(model, "b"))

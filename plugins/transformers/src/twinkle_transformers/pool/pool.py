@@ -185,9 +185,12 @@ class LoraPool(AdapterPool):
     def _step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
         found: list[StepResult | OperationError | None] = [None] * len(steps)
         ready: dict[int, Tenant] = {}
+        options: dict[int, list[dict[str, Any]]] = {}
         for index, step in enumerate(steps):
             try:
-                ready[index] = self._ready_for(step, ready)
+                tenant = self.tenants[step.adapter]
+                options[index] = _options_of(tenant)
+                ready[index] = self._ready_for(step, tenant, ready)
             except (TwinkleError, ValueError, TypeError) as error:
                 found[index] = OperationError(error, _name(step.adapter), index)
         updates = {index: tenant.group.updates for index, tenant in ready.items()}
@@ -196,24 +199,25 @@ class LoraPool(AdapterPool):
         )
         for (index, tenant), norm in zip(ready.items(), norms, strict=True):
             if isinstance(norm, Exception):
+                for group, before in zip(tenant.group.optimizer.param_groups, options[index], strict=True):
+                    group.update(before)
                 found[index] = OperationError(norm, tenant.name, index)
             else:
                 found[index] = StepResult(norm, tenant.group.updates > updates[index])
         return [result for result in found if result is not None]
 
-    def _ready_for(self, step: Step, others: Mapping[int, Tenant]) -> Tenant:
-        tenant = self.tenants[step.adapter]
+    def _ready_for(self, step: Step, tenant: Tenant, others: Mapping[int, Tenant]) -> Tenant:
         if tenant in others.values():
             raise ArgumentError(f"step: adapter {tenant.name!r} is named twice; each has one step")
         check_clipping(step.max_grad_norm, 2.0)
         if tenant.group.optimizer is None:
             raise TrainingStateError(f"step: adapter {tenant.name!r} has no optimizer; call set_optimizer first")
         check_pending(tenant)
-        if step.optim_params:
+        self.paging.use(tenant, trained=True)
+        if step.optim_params:  # last of all that can be wrong: a step that is refused changes nothing
             override(tenant.group.optimizer, step.optim_params)
         if not step.divide:
             tenant.group.denominator = 1.0
-        self.paging.use(tenant, trained=True)
         return tenant
 
     def execute(self, works: Sequence[Work]) -> None:
@@ -427,6 +431,11 @@ class LoraPool(AdapterPool):
     def usage(self, adapter: str | AdapterRef) -> Usage:
         """Return what all operations of an adapter have cost; those that failed are not counted."""
         return replace(self.tenants.find(adapter).usage)
+
+
+def _options_of(tenant: Tenant) -> list[dict[str, Any]]:
+    groups = [] if tenant.group.optimizer is None else tenant.group.optimizer.param_groups
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _name(adapter: str | AdapterRef | None) -> str | None:
