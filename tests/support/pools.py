@@ -5,16 +5,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twinkle.model import MultiLoraTransformersModel
+from twinkle.testing import tiny_model
 
 VOCABULARY = 264
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Row = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def make_rows(count: int, length: int | Sequence[int], seed: int) -> list[Row]:

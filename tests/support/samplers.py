@@ -1,6 +1,6 @@
 """What tests of the sampler's engine share: prompts, a tiny model, adapters of several kinds, and short ways to ask."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,6 @@ from twinkle_transformers.loading import load_model
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(0, 256, (n,), generator=GENERATOR).tolist() for n in (3, 21, 1, 40, 8, 16, 17, 5, 33)]
 LENGTHS = (9, 20, 14, 3, 25, 11, 6, 18, 12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute in one thread, so that products have one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

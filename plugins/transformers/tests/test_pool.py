@@ -1,32 +1,27 @@
 """The pool's own contract: operations in, results out, whatever else is in it, in other threads and on other ranks."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from pools import Row, distance, flat_of, lora, make_rows, moments_of, open_pool
+from pools import (
+    Row,
+    distance,
+    flat_of,
+    folder,  # noqa: F401 - a fixture
+    lora,
+    make_rows,
+    moments_of,
+    open_pool,
+)
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle.model.pool import AdapterPool, Operation, OperationError, OperationResult
-from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def adapters(folder: Path, count: int = 3, **options: Any) -> Any:

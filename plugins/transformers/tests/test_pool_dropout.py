@@ -1,34 +1,27 @@
 """Dropout that neighbours and resuming do not change, and the dtypes in which adapters train."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pools import distance, flat_of, lora, make_rows, open_pool
+from pools import (
+    distance,
+    flat_of,
+    folder,  # noqa: F401 - a fixture
+    lora,
+    make_rows,
+    open_pool,
+)
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.model.pool import Operation, OperationResult
-from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
 ROWS = {name: make_rows(2, (9, 6), seed=at) for at, name in enumerate(("a", "b", "c"))}
 MIXED = [row for name in "abc" for row in ROWS[name]]
 NAMES = ["a", "a", "b", "b", "c", "c"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def three_adapters(folder: Path, **options: Any) -> Any:

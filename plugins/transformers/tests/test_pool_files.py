@@ -2,35 +2,30 @@
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from pools import LINEAR, distance, flat_of, lora, make_rows, moments_of, open_pool
+from pools import (
+    LINEAR,
+    distance,
+    flat_of,
+    folder,  # noqa: F401 - a fixture
+    lora,
+    make_rows,
+    moments_of,
+    open_pool,
+)
 from safetensors.torch import load_file, save_file
+from threads import one_thread  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
 ROWS = make_rows(3, (9, 5, 12), seed=4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def trained(folder: Path, config: Any, steps: int = 2, optimizer: str = "AdamW", **options: Any) -> Any:

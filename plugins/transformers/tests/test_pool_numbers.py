@@ -5,7 +5,7 @@ kernels, so failures name the version.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from pools import (
     Row,
     distance,
     flat_of,
+    folder,  # noqa: F401 - a fixture
     lora,
     make_rows,
     moments_of,
     open_pool,
 )
+from threads import one_thread  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinkle.model.pool import Operation, OperationResult
@@ -31,19 +33,6 @@ from twinkle.testing import tiny_model
 
 VERSION = f"torch {torch.__version__}"
 ROUNDS = 10
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Tenant:

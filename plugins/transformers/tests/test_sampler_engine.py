@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from samplers import PROMPTS, folder, one_thread, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import PROMPTS, folder, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import CapacityError, NonFiniteError
 from twinkle.sampler import TorchSampler

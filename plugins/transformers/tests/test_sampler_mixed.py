@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from samplers import LENGTHS, PROMPTS, adapters, folder, module, one_thread, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import LENGTHS, PROMPTS, adapters, folder, module, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, NonFiniteError

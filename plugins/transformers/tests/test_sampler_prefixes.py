@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from samplers import PROMPTS, adapters, folder, module, one_thread, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import PROMPTS, adapters, folder, module, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.sampler import TorchSampler
 from twinkle_transformers.loading import load_model

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from samplers import PROMPTS, adapters, folder, one_thread, rows, sampler_of  # noqa: F401 - fixtures
+from samplers import PROMPTS, adapters, folder, rows, sampler_of  # noqa: F401 - fixtures
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import ArgumentError
 from twinkle.sampler import TorchSampler
