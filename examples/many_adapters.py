@@ -1,6 +1,6 @@
 """Three tenants train their own adapters on one model, in one pass: by imitation, by preference and by reward.
 
-The first two losses fall; GRPO's says nothing, there the mean reward rises. Two minutes on two CPU cores.
+The first two losses fall; GRPO's says nothing, there the mean reward rises. Two minutes on one CPU core.
 
 python examples/many_adapters.py
 """
