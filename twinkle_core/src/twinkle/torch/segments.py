@@ -53,10 +53,6 @@ def _by_family(function: Callable[..., Tensor], segments: Segments, *tensors: Te
 
     Where they have a parent, it is also given what comes before them in all tensors but the first: keys and values.
     """
-    lengths = segments.lengths
-    if not segments.parents and min(lengths) == max(lengths):  # as they lie: nothing is taken apart
-        rows = (len(lengths), lengths[0])
-        return function(*(tensor.view(*rows, *tensor.shape[1:]) for tensor in tensors)).flatten(0, 1)
     # One split, one backward: slices would each add a gradient as long as the whole row.
     pieces = [torch.split_with_sizes(tensor, segments.lengths) for tensor in tensors]
     results: list[Tensor | None] = [None] * len(segments.lengths)
