@@ -52,6 +52,9 @@ from twinkle_transformers.sites import check_places, find_sites, install, uninst
 from twinkle_transformers.versions import AdapterVersion
 
 TOKENS_PER_PASS = 16_384
+_FULL_ON_CPU = 1_024
+"""Tokens from which a CPU gains nothing by more operations in a pass: its products are at full speed long before, and
+larger activations are given back to the system and faulted in anew each time (`benchmarks/RESULTS.md` has both)."""
 
 
 class LoraPool(AdapterPool):
@@ -222,7 +225,8 @@ class LoraPool(AdapterPool):
 
     def execute(self, works: Sequence[Work]) -> None:
         """Compute prepared operations, in as many passes as that takes."""
-        for parts, free in self.admission.sort(works, self.tokens_per_pass):
+        full = min(self.tokens_per_pass, _FULL_ON_CPU) if self.device.type == "cpu" else self.tokens_per_pass
+        for parts, free in self.admission.sort(works, full):
             self._compute(parts, free)
 
     def prepare(
