@@ -1,0 +1,1 @@
+"""Checkpoints as folders that are whole or not there."""

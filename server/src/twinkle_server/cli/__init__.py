@@ -1,0 +1,1 @@
+"""The commands `twinkle serve` and `twinkle server`."""

@@ -1,0 +1,54 @@
+"""Messages between the API process and the engine process: a JSON head, and bytes beside it, over one socket.
+
+A frame is two little-endian uint32 (bytes of the head, bytes of the body), the head, the body.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+SIZES = struct.Struct("<II")
+
+# to the engine                           head beside "type"                                         body
+RUN = "run"  #                            id, lane, number, kind, tenant, tokens, alone, replay      the payload
+RESTORE = "restore"  #                    lane, folder (None: from nothing)                          -
+DETACH = "detach"  #                      lane: snapshot it, then free its memory                    -
+CANCEL = "cancel"  #                      id                                                         -
+SNAPSHOT = "snapshot"  #                  lane                                                       -
+DRAIN = "drain"  #                        end the pass that runs, snapshot what changed, then DRAINED -
+# from the engine
+READY = "ready"  #                        info: fields of ModelInfo                                  -
+BEGIN = "begin"  #                        ids of the operations that are now under way               -
+DONE = "done"  #                          id, error, category, extra (what a checkpoint's row says)  the result
+SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -
+DETACHED = "detached"  #                  lane                                                       -
+DRAINED = "drained"  #                    -
+PASSED = "passed"  #                      kind, seconds, tokens, padded, tenants, operations, flops  -
+
+
+@dataclass(slots=True)
+class Message:
+    """One message.
+
+    Attributes:
+        type: one of the names of this module.
+        head: what JSON can say.
+        body: bytes that go as they are.
+    """
+
+    type: str
+    head: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""
+
+    def pack(self) -> bytes:
+        """Return the frame."""
+        head = orjson.dumps({"type": self.type, **self.head})
+        return b"".join((SIZES.pack(len(head), len(self.body)), head, self.body))
+
+    @classmethod
+    def unpack(cls, head: bytes, body: bytes) -> "Message":
+        """Read a frame's parts."""
+        fields = orjson.loads(head)
+        return cls(fields.pop("type"), fields, body)

@@ -1,0 +1,69 @@
+"""Names that the service gives: 128 random bits each, so that nobody can guess another's."""
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from twinkle_server.errors import BadRequest
+
+KINDS = ("weights", "sampler_weights", "external_weights")
+"""Kinds of checkpoints, as they stand in a `tinker://` path."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def new_id() -> str:
+    """Return 128 random bits as 32 hexadecimal digits."""
+    return secrets.token_hex(16)
+
+
+def model_id(session: str, number: int) -> str:
+    """Return the id of a session's model; the SDK makes the same by itself."""
+    return f"{session}:train:{number}"
+
+
+def sampler_id(session: str, number: int) -> str:
+    """Return the id of a session's sampling session."""
+    return f"{session}:sample:{number}"
+
+
+def check_name(name: str) -> str:
+    """Return the name of a checkpoint.
+
+    Raises:
+        BadRequest: it is empty, too long, has other characters than `[A-Za-z0-9._-]`, or is only dots.
+    """
+    if not _NAME.fullmatch(name) or not name.strip("."):
+        raise BadRequest(
+            f"{name[:140]!r} is no name of a checkpoint: 1 to 128 letters, digits, '.', '_' and '-', and not dots alone"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """`tinker://<run>/<kind>/<name>`.
+
+    Attributes:
+        run: id of the model that was saved.
+        kind: "weights" (for training), "sampler_weights" or "external_weights".
+        name: of the checkpoint.
+    """
+
+    run: str
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> "CheckpointPath":
+        """Read a path.
+
+        Raises:
+            BadRequest: it has another form.
+        """
+        run, kind, name, *rest = [*text.removeprefix("tinker://").split("/"), "", "", ""]
+        if not text.startswith("tinker://") or any(rest) or not run or kind not in KINDS:
+            raise BadRequest(f"{text[:300]!r} is no path of a checkpoint: tinker://<run>/<{'|'.join(KINDS)}>/<name>")
+        return cls(run, kind, check_name(name))

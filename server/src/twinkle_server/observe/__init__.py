@@ -1,0 +1,1 @@
+"""Logs, metrics and the state of the service, without secrets."""

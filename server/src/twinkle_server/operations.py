@@ -1,0 +1,179 @@
+"""What the whole service speaks of: operations of lanes, in order, each with one outcome.
+
+A **lane** is what has an order: a model (its id), or a sampling session. In a model's lane operations run in the order of
+their numbers, without gaps, whatever the order of arrival; creation is number 0. In a sampling session's lane numbers only
+tell a repeated request from a new one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal[
+    "create",  # a new adapter, or one from a checkpoint ("source" in its payload)
+    "forward",
+    "forward_backward",
+    "optim_step",
+    "save",  # a checkpoint of any kind: "kind" in its payload
+    "load",  # a checkpoint into a model that exists
+    "unload",
+    "sample",
+]
+PASSES: frozenset[Kind] = frozenset({"forward", "forward_backward"})
+"""Kinds that go through the model together; every other kind is a barrier of its lane."""
+Category = Literal["user", "server", "unknown"]
+Status = Literal["pending", "done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """An operation that somebody asks for.
+
+    Attributes:
+        tenant: whose it is.
+        lane: see above.
+        kind: what is to be done.
+        payload: how, as bytes that never change: a `wire` `ForwardBackwardRequest` for passes, JSON for the others (see
+            `payloads`). Its hash tells a repeated request from another one under the same number.
+        number: its place in the lane; None takes the next one (legacy unload only).
+        tokens: what it costs, in tokens of the model.
+        refusal: why it fails without being tried; its number is used up all the same.
+    """
+
+    tenant: str
+    lane: str
+    kind: Kind
+    payload: bytes
+    number: int | None
+    tokens: int = 0
+    refusal: str | None = None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it waits for the numbers before its own."""
+        return self.kind != "sample"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The answer to a submission, after it is durable.
+
+    Attributes:
+        request: id of its future.
+        fresh: False when the same had come before.
+    """
+
+    request: str
+    fresh: bool
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operation of the log.
+
+    Attributes:
+        id: number of its row; grows with time.
+        request: id of its future.
+        tenant: whose it is.
+        lane: see `Submission`.
+        number: its place there.
+        kind: what is to be done.
+        tokens: what it costs.
+        status: whether it is over.
+        attempts: times that the engine died while it was under way.
+        payload: None when it is not in memory (`Journal.payload` reads it).
+    """
+
+    id: int
+    request: str
+    tenant: str
+    lane: str
+    number: int
+    kind: Kind
+    tokens: int
+    status: Status = "pending"
+    attempts: int = 0
+    payload: bytes | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How an operation ended.
+
+    Attributes:
+        operation: id of its row.
+        result: what its future gives: a `wire` message for passes and samples, JSON for the others; None if it failed.
+        error: why it failed, in words for the client.
+        category: whose fault that was.
+        cancelled: nobody wanted it any more.
+        also: what is written in the same transaction when it is done (the row of a checkpoint, say); it may raise
+            `ServiceError`, and then the operation has failed with that message as the user's fault.
+    """
+
+    operation: int
+    result: bytes | None = None
+    error: str | None = None
+    category: Category = "server"
+    cancelled: bool = False
+    also: Callable[[Any], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """What is known of a future.
+
+    Attributes:
+        kind: of its operation, which says what `result` is.
+        status: "pending" while it runs.
+        result: see `Outcome`.
+        error: see `Outcome`.
+        category: see `Outcome`.
+        lane: of its operation.
+    """
+
+    kind: Kind
+    status: Status
+    lane: str
+    result: bytes | None = None
+    error: str | None = None
+    category: Category = "server"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """All of a model's state after an operation, in a folder.
+
+    Attributes:
+        lane: the model.
+        number: of the last operation that it contains, failed ones counted.
+        folder: below the data directory, relative.
+        digest: SHA-256 of its manifest.
+        size: bytes.
+    """
+
+    lane: str
+    number: int
+    folder: str
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The base model, as the engine found it.
+
+    Attributes:
+        name: what clients call it.
+        context: tokens that a row may have.
+        vocabulary: number of token ids.
+        architecture: of the model class.
+        tokenizer: where clients find its tokenizer.
+        losses: names that a request may use.
+    """
+
+    name: str
+    context: int
+    vocabulary: int
+    architecture: str = ""
+    tokenizer: str = ""
+    losses: tuple[str, ...] = field(default=())

@@ -1,0 +1,99 @@
+"""Every limit of the service, with the default of a small machine."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a body, a request and a tenant may be.
+
+    Attributes:
+        body_bytes: of a request, as sent.
+        decompressed_bytes: of a request, after decompression.
+        inflight_bytes: of all bodies that are being read or wait for the log.
+        datums: rows of a pass.
+        request_tokens: tokens of all rows of a pass.
+        samples: sequences of one sampling request.
+        queued: operations of one tenant that wait or run.
+        small_bytes: payloads and results up to this size live in their row; larger ones in files.
+    """
+
+    body_bytes: int = 64 * 2**20
+    decompressed_bytes: int = 256 * 2**20
+    inflight_bytes: int = 512 * 2**20
+    datums: int = 4096
+    request_tokens: int = 4 * 2**20
+    samples: int = 512
+    queued: int = 4096
+    small_bytes: int = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds.
+
+    Attributes:
+        poll: a future's request is held so long before it answers `try_again`.
+        gap_pause: a missing number is told as the reason after this.
+        gap_fail: what waits for it fails after this.
+        session: a session without heartbeat ends after this.
+        kept_run: the state of a model whose session ended is kept so long.
+        kept_result: a result that nobody has read is kept so long.
+        read_result: a result that was read is kept so long.
+        deadline: a pass that takes longer is taken for hung, and the engine is started anew.
+        drain: SIGTERM waits so long for the pass that runs.
+        snapshot: a model that changed is snapshotted at least so often.
+    """
+
+    poll: float = 30.0
+    gap_pause: float = 60.0
+    gap_fail: float = 600.0
+    session: float = 300.0
+    kept_run: float = 7 * 86400.0
+    kept_result: float = 86400.0
+    read_result: float = 600.0
+    deadline: float = 600.0
+    drain: float = 30.0
+    snapshot: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one service.
+
+    Attributes:
+        model: folder or Hub id of the base model.
+        data: directory of the database, payloads, snapshots and checkpoints.
+        name: what clients call the model; by default `model` as given.
+        host: to listen on.
+        port: to listen on; 0 takes a free one.
+        auth: False serves everybody; on loopback only.
+        max_pass_seconds: a decode step waits at most about so long for training.
+        backend: "pool" (torch) or "ledger" (counts what was applied; for tests).
+        snapshot_steps: optimizer steps of a model after which it is snapshotted.
+        losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
+            says it is tenant-safe.
+        custom_losses: let clients register loss graphs.
+        limits: see `Limits`.
+        times: see `Times`.
+    """
+
+    model: str
+    data: Path
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    auth: bool = True
+    max_pass_seconds: float = 0.5
+    backend: str = "pool"
+    snapshot_steps: int = 20
+    losses: tuple[str, ...] | None = None
+    custom_losses: bool = False
+    limits: Limits = field(default_factory=Limits)
+    times: Times = field(default_factory=Times)
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or self.model

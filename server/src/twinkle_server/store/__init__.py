@@ -1,0 +1,1 @@
+"""What is durable: SQLite, and files beside it."""

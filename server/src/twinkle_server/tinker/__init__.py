@@ -1,0 +1,1 @@
+"""The Tinker face: routes under `/api/v1`."""
