@@ -378,12 +378,19 @@ def test_a_run_name_or_folder_that_cannot_be_is_a_clean_error() -> None:
 
 def test_ctrl_c_ends_with_130_and_the_tracker_knows() -> None:
     command = [sys.executable, "-m", "twinkle.cli", "run", "toy", "--model.id", "x", "--fail", "sleep"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    assert process.stdout is not None
-    assert process.stdout.readline() == "sleeping\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "sleeping\n"
+            time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert errors == "Interrupted\n"
     assert next(Path("runs").glob("*/error.txt")).read_text() == "KeyboardInterrupt"
