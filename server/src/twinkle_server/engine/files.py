@@ -9,8 +9,9 @@ import shutil
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
@@ -147,7 +148,7 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
     return manifest
 
 
-def open_file(folder: Path, name: str) -> BinaryIO:
+def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a folder for reading; neither the folder nor the file may be a symbolic link.
 
     Raises:
@@ -175,7 +176,7 @@ def _make_parent(folder: Path) -> None:
 
 def _seal(work: Path, facts: Mapping[str, Any]) -> Published:
     """List and sync what was written."""
-    entries = {name: _entry(work, name) for name in sorted(os.listdir(work))}
+    entries = {name: _entry(work, name) for name in sorted(path.name for path in work.iterdir())}
     said = {
         "format": FORMAT,
         "files": {name: {"sha256": entry.sha256, "size": entry.size} for name, entry in entries.items()},
