@@ -38,6 +38,8 @@ class Submission:
         number: its place in the lane; None takes the next one (legacy unload only).
         tokens: what it costs, in tokens of the model.
         refusal: why it fails without being tried; its number is used up all the same.
+        asked: what was asked for as it came, where `payload` holds what is chosen anew each time (a folder, a seed); then
+            its hash, and not that of `payload`, tells a repeated request from another one.
     """
 
     tenant: str
@@ -47,6 +49,7 @@ class Submission:
     number: int | None
     tokens: int = 0
     refusal: str | None = None
+    asked: bytes | None = None
 
     @property
     def ordered(self) -> bool:
