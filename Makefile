@@ -7,7 +7,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
 PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* hub/src/twinkle* plugins/*/src/twinkle* server/src/twinkle* templates/src/twinkle*))
-SETTINGS := requirements.txt requirements-dev.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
+SETTINGS := requirements.txt requirements-dev.txt requirements-cookbook.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test soak gpu lint format bench docs clean
@@ -62,5 +62,6 @@ clean:  ## Remove what the tools left; .venv and runs stay
 	@echo "Making .venv: about 1.8 GB, of which torch is the most, in one to three minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip hatchling editables -c constraints.txt
-	$(PIP) --no-build-isolation -r requirements.txt -r requirements-dev.txt -c constraints.txt
+	$(PIP) --no-build-isolation -r requirements.txt -r requirements-dev.txt -r requirements-cookbook.txt -c constraints.txt
+	$(PIP) --no-deps tinker-cookbook -c constraints.txt
 	@touch $@
