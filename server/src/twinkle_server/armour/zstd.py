@@ -1,0 +1,69 @@
+"""Decompression that counts: a small body that stands for a huge one stops at the bound."""
+
+import io
+from collections.abc import Callable
+
+import zstandard
+
+from twinkle_server.errors import BadRequest, TooLarge
+
+_PIECE = 2**20
+_WINDOW = 2**27
+_BLOCKS = 2**16  # of at most 128 KiB each
+_CHECKSUM, _BLOCK_HEADER = 4, 3
+_RLE = 1
+
+
+def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
+    """Return what a zstd body stands for.
+
+    The size that a frame claims is not believed: output is made a piece at a time and counted.
+
+    Args:
+        body: one frame or several.
+        limit: bytes of the result.
+        take: is told the size of each piece before it is kept; may raise.
+
+    Raises:
+        TooLarge: the result is larger than the limit.
+        BadRequest: the body is no zstd, or is cut off.
+    """
+    pieces, total = io.BytesIO(), 0
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    try:
+        _check_whole(body)
+        with decompressor.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+            while piece := reader.read(min(_PIECE, limit + 1 - total)):
+                total += len(piece)
+                if total > limit:
+                    raise TooLarge(f"the body is larger than {limit} bytes once decompressed; send fewer rows at a time")
+                take(len(piece))
+                pieces.write(piece)
+    except zstandard.ZstdError as error:
+        raise BadRequest("the body says Content-Encoding: zstd and cannot be decompressed") from error
+    return pieces.getvalue()
+
+
+def _check_whole(body: bytes) -> None:
+    """Refuse a body that ends inside a frame; the decompressor would take it for a short one."""
+    place, blocks = 0, 0
+    while place < len(body):
+        place, inside = _frame(body, place, _BLOCKS - blocks)
+        blocks += inside
+    if place != len(body) or not body:
+        raise BadRequest("the body's zstd frame is cut off")
+
+
+def _frame(body: bytes, start: int, allowed: int) -> tuple[int, int]:
+    """Return where a frame ends (perhaps behind the end of the body), and how many blocks it has (RFC 8878, 3.1)."""
+    head = body[start : start + 18]
+    frame = zstandard.get_frame_parameters(head)
+    place, last, count = start + zstandard.frame_header_size(head), False, 0
+    while not last:
+        header = int.from_bytes(body[place : place + _BLOCK_HEADER], "little")
+        if place + _BLOCK_HEADER > len(body) or count == allowed:
+            raise BadRequest("the body's zstd frame is cut off, or has too many blocks")
+        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        place += _BLOCK_HEADER + (1 if kind == _RLE else size)
+        count += 1
+    return place + (_CHECKSUM if frame.has_checksum else 0), count

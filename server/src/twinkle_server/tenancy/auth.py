@@ -1,0 +1,139 @@
+"""Who asks: the key of a request, checked before anything of its body is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from fastapi import Request
+
+from twinkle_server.errors import Forbidden, ServiceError, Unauthorized
+
+Role = Literal["user", "operator"]
+LOCAL_TENANT = "local"
+"""Whose everything is where no keys are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks.
+
+    Attributes:
+        tenant: owner of what is made, and of what may be seen.
+        key: id of the key, never the key.
+        role: an operator may also see figures of the whole service.
+        quotas: limits of this key; those that are absent are the service's.
+    """
+
+    tenant: str
+    key: str
+    role: Role = "user"
+    quotas: Mapping[str, float] = field(default_factory=dict)
+
+
+LOCAL = Caller(LOCAL_TENANT, LOCAL_TENANT, "operator")
+
+
+class Keys(Protocol):
+    """Whatever knows the keys."""
+
+    async def find(self, key: str) -> Caller | None:
+        """Return whose key this is; None if there is no such key, or it was revoked."""
+
+
+async def identify(key: str | None, keys: Keys | None) -> Caller:
+    """Return who asks with a key.
+
+    Args:
+        key: value of `X-API-Key`.
+        keys: None serves everybody as the tenant "local".
+
+    Raises:
+        Unauthorized: there is no key, or it is not known.
+    """
+    if keys is None:
+        return LOCAL
+    if not key:
+        raise Unauthorized("this service asks for a key: send it as the header X-API-Key")
+    found = await keys.find(key)
+    if found is None:
+        raise Unauthorized("the key in X-API-Key is not one of this service, or it was revoked")
+    return found
+
+
+def caller(request: Request) -> Caller:
+    """FastAPI dependency: return who asks; `Authentication` has found it before the body was read.
+
+    Raises:
+        Unauthorized: the application runs without that middleware, so nobody is known.
+    """
+    found = request.scope.get("caller")
+    if not isinstance(found, Caller):
+        raise Unauthorized("nobody is known here")
+    return found
+
+
+def operator(request: Request) -> Caller:
+    """FastAPI dependency: return who asks, if that is an operator.
+
+    Raises:
+        Forbidden: it is a user.
+    """
+    found = caller(request)
+    if found.role != "operator":
+        raise Forbidden("only an operator's key may ask this")
+    return found
+
+
+class Authentication:
+    """ASGI middleware: puts the `Caller` into the scope, or answers 401 and reads nothing.
+
+    Args:
+        app: what comes behind it.
+        keys: see `identify`.
+        open_paths: answered without a key.
+        admit: is given the caller and the scope, and may raise `ServiceError` (a quota, say).
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        keys: Keys | None,
+        open_paths: frozenset[str] = frozenset(),
+        admit: Callable[[Caller, Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = open_paths
+        self._admit = admit
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
+            try:
+                found = await identify(header(scope, b"x-api-key"), self._keys)
+                if self._admit is not None:
+                    self._admit(found, scope)
+            except ServiceError as error:
+                from twinkle_server.armour.answers import refuse
+
+                await refuse(send, error)
+                return
+            scope["caller"] = found
+        await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith("/download/")
+
+
+def header(scope: Mapping[str, Any], name: bytes) -> str | None:
+    """Return a header of a request; None if it is absent.
+
+    Args:
+        scope: of ASGI.
+        name: in lower case.
+    """
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None

@@ -1,0 +1,123 @@
+"""API keys: `tml-` and 256 random bits, stored as argon2id hashes.
+
+A key is found by a keyed hash of it, which no guess meets: only a key that exists costs an argon2 run, and only once.
+"""
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+from twinkle_server.ids import new_id
+from twinkle_server.store.records import Key
+from twinkle_server.tenancy.auth import Caller, Role
+
+PREFIX = "tml-"
+_LENGTH = len(PREFIX) + 43
+_KEPT = 4096  # verified keys in memory
+_FRESH = 1.0  # seconds after which revocations are looked for
+_BETWEEN = 0.1  # seconds between two readings of the table for keys that are unknown
+_AT_ONCE = 2  # runs of argon2
+
+
+def new_key() -> str:
+    """Return a new key; it is shown once and kept nowhere."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def make_record(key: str, secret: bytes, name: str, tenant: str, role: Role, created: float) -> Key:
+    """Return what is stored of a key.
+
+    Args:
+        key: as the client sends it.
+        secret: of the data directory.
+        name: that people call it.
+        tenant: who it speaks for.
+        role: what it may do.
+        created: UTC seconds.
+    """
+    return Key(new_id(), tenant, name, role, lookup(key, secret), hash_key(key), created)
+
+
+def lookup(key: str, secret: bytes) -> str:
+    """Return by what a key is found in the table: 64 bits that say nothing of it to whoever has no secret."""
+    return hmac.digest(secret, b"lookup\0" + key.encode(), "sha256").hex()[:16]
+
+
+def hash_key(key: str) -> str:
+    """Return the argon2id hash of a key."""
+    from argon2 import PasswordHasher
+
+    # OWASP's smallest cost: a key has 256 random bits, so guessing is hopeless at any cost.
+    return PasswordHasher(time_cost=2, memory_cost=19 * 1024, parallelism=1).hash(key)
+
+
+def matches(key: str, hashed: str) -> bool:
+    """Return whether a key is the one of a hash."""
+    from argon2 import PasswordHasher
+    from argon2.exceptions import InvalidHashError, VerificationError
+
+    try:
+        return PasswordHasher().verify(hashed, key)
+    except (VerificationError, InvalidHashError):
+        return False
+
+
+class Keyring:
+    """The keys of a service that runs; it notices within a second what another process creates or revokes.
+
+    Args:
+        load: reads every key that is not revoked.
+        secret: of the data directory.
+    """
+
+    def __init__(self, load: Callable[[], Awaitable[Sequence[Key]]], secret: bytes) -> None:
+        self._load = load
+        self._secret = secret
+        self._rows: dict[str, Key] = {}
+        self._read = -float("inf")
+        self._reading = asyncio.Lock()
+        self._verified: OrderedDict[bytes, str] = OrderedDict()
+        self._argon = asyncio.Semaphore(_AT_ONCE)
+
+    async def find(self, key: str) -> Caller | None:
+        """Return whose key this is; None if there is no such key, or it was revoked."""
+        if len(key) != _LENGTH or not key.startswith(PREFIX) or not key.isascii():
+            return None
+        asked = time.monotonic()
+        await self._refresh(asked - _FRESH)
+        place = lookup(key, self._secret)
+        if place not in self._rows:
+            await self._refresh(asked)
+        row = self._rows.get(place)
+        if row is None or not await self._verify(key, row):
+            return None
+        return Caller(row.tenant, row.id, "operator" if row.role == "operator" else "user", row.quotas)
+
+    async def _refresh(self, since: float) -> None:
+        """Read the table, unless that was begun after `since`; those who ask for unknown keys share a reading."""
+        if self._read >= since:
+            return
+        async with self._reading:
+            if self._read >= since:
+                return
+            await asyncio.sleep(max(0.0, self._read + _BETWEEN - time.monotonic()))
+            began = time.monotonic()
+            self._rows = {row.prefix: row for row in await self._load()}
+            self._read = began
+
+    async def _verify(self, key: str, row: Key) -> bool:
+        """Return whether it is the row's key; one that was is remembered by a keyed hash of it."""
+        mark = hmac.digest(self._secret, b"verified\0" + key.encode(), "sha256")
+        if self._verified.get(mark) == row.hash:
+            self._verified.move_to_end(mark)
+            return True
+        async with self._argon:
+            if self._verified.get(mark) != row.hash and not await asyncio.to_thread(matches, key, row.hash):
+                return False
+        self._verified[mark] = row.hash
+        while len(self._verified) > _KEPT:
+            self._verified.popitem(last=False)
+        return True
