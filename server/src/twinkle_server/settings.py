@@ -1,7 +1,11 @@
 """Every limit of the service, with the default of a small machine."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Times:
         deadline: a pass that takes longer is taken for hung, and the engine is started anew.
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
+        start: the engine may take so long to load the model.
     """
 
     poll: float = 30.0
@@ -56,6 +61,7 @@ class Times:
     deadline: float = 600.0
     drain: float = 30.0
     snapshot: float = 30.0
+    start: float = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,7 @@ class Settings:
         custom_losses: let clients register loss graphs.
         limits: see `Limits`.
         times: see `Times`.
+        extra: of the backend (`BackendOptions.extra`).
     """
 
     model: str
@@ -92,8 +99,26 @@ class Settings:
     custom_losses: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def served_name(self) -> str:
         """What clients call the model."""
         return self.name or self.model
+
+    def dump(self) -> str:
+        """Return them as JSON, for the engine's command line: `python -m twinkle_server.engine DESCRIPTOR JSON`."""
+        return orjson.dumps(asdict(self), default=str).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> "Settings":
+        """Read what `dump` wrote."""
+        fields = orjson.loads(text)
+        losses = fields.pop("losses")
+        return cls(
+            data=Path(fields.pop("data")),
+            losses=None if losses is None else tuple(losses),
+            limits=Limits(**fields.pop("limits")),
+            times=Times(**fields.pop("times")),
+            **fields,
+        )

@@ -22,6 +22,7 @@ DRAIN = "drain"  #                        end the pass that runs, snapshot what 
 READY = "ready"  #                        info: fields of ModelInfo                                  -
 BEGIN = "begin"  #                        ids of the operations that are now under way               -
 DONE = "done"  #                          id, error, category, extra (what a checkpoint's row says)  the result
+RESTORED = "restored"  #                  lane, error (None: it is there; otherwise why not)         -
 SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -
 DETACHED = "detached"  #                  lane                                                       -
 DRAINED = "drained"  #                    -
@@ -42,10 +43,14 @@ class Message:
     head: dict[str, Any] = field(default_factory=dict)
     body: bytes = b""
 
+    def pack_head(self) -> bytes:
+        """Return the frame without its body, for bodies that are too large to be copied."""
+        head = orjson.dumps({"type": self.type, **self.head})
+        return SIZES.pack(len(head), len(self.body)) + head
+
     def pack(self) -> bytes:
         """Return the frame."""
-        head = orjson.dumps({"type": self.type, **self.head})
-        return b"".join((SIZES.pack(len(head), len(self.body)), head, self.body))
+        return self.pack_head() + self.body
 
     @classmethod
     def unpack(cls, head: bytes, body: bytes) -> "Message":
