@@ -30,3 +30,34 @@ def grpo() -> dict[str, Any]:
 def dpo() -> dict[str, Any]:
     """Both terms take part."""
     return {"kwargs": {"sft_weight": 0.5}}
+
+
+_HELD = {"gradient": "its ratio is held constant where the formula says so, and its value is not"}
+
+
+def _bounds() -> dict[str, Any]:
+    """Bounds of each token, which some ratios pass."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    low, high = (torch.rand((4, 6), generator=draw) * 0.2 + least for least in (0.1, 1.05))
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+def ppo() -> dict[str, Any]:
+    """Every token has bounds of its own."""
+    return {"row_inputs": _bounds()}
+
+
+def cispo() -> dict[str, Any]:
+    """Every token has bounds of its own."""
+    return {"row_inputs": _bounds(), "skip": _HELD}
+
+
+def gspo() -> dict[str, Any]:
+    """Every token has bounds of its own, and one row's mask chooses nothing."""
+    import torch
+
+    mask = torch.ones(4, 6)
+    mask[:, :2] = mask[2] = 0
+    return {"row_inputs": {**_bounds(), "sequence_ratio_mask": mask}, "skip": _HELD}
