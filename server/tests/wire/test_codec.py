@@ -22,11 +22,6 @@ from twinkle_server.wire.codec import (
     write_tensor,
 )
 
-REQUEST = bytes.fromhex(
-    "0a016d10011a640a100a0e0a0c01000000020000000300000012300a0d7461726765745f746f6b656e73121f0a1802000000000000000300"
-    "00000000000004000000000000001802220103121e0a077765696768747312130a0c000000000000803f0000803f1801220103220d63726f"
-    "73735f656e74726f7079"
-)
 OUTPUT = bytes.fromhex(
     "0a0b41727261795265636f7264123e123a0a086c6f6770726f6273122e0a10000080bf000000c0000040c0000080c0121800000000000000"
     "000c000000000000001000000000000000180118021a130a086c6f73733a73756d110000000000001440"
@@ -38,8 +33,8 @@ def f4(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def test_the_golden_request_is_decoded_to_exactly_its_arrays():
-    request = parse_request(REQUEST)
+def test_the_golden_request_is_decoded_to_exactly_its_arrays(golden_request: bytes):
+    request = parse_request(golden_request)
     assert (request.model_id, request.seq_id, request.loss_fn, request.forward_only) == (
         "m",
         1,
@@ -52,7 +47,7 @@ def test_the_golden_request_is_decoded_to_exactly_its_arrays():
     assert datum_length(datum) == 3
     assert (inputs["target_tokens"].dtype, inputs["target_tokens"].tolist()) == (np.int64, [2, 3, 4])
     assert (inputs["weights"].dtype, inputs["weights"].tolist()) == (np.float32, [0, 1, 1])
-    assert parse_request(REQUEST + bytes.fromhex("3001")).forward_only
+    assert parse_request(golden_request + bytes.fromhex("3001")).forward_only
 
 
 def test_the_golden_results_are_written_bit_for_bit():
