@@ -1,0 +1,129 @@
+"""Training runs. The functions are for transactions of others (`also`); the class has transactions of its own."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from twinkle_server.errors import NotFound
+from twinkle_server.operations import Snapshot
+from twinkle_server.runtime.ports import Database
+from twinkle_server.store import rows, sessions
+from twinkle_server.store.records import Model, ModelStatus, Page
+from twinkle_server.store.tables import models
+
+
+def add(connection: Connection, model: Model) -> None:
+    """Write a new model.
+
+    Raises:
+        NotFound: its session is not the tenant's.
+        Gone: its session has ended.
+    """
+    sessions.check_active(connection, model.tenant, model.session)
+    connection.execute(insert(models).values(rows.values(models, model)))
+
+
+def set_status(
+    connection: Connection, tenant: str, model: str, status: ModelStatus, now: float, reason: str | None = None
+) -> None:
+    """Say what has become of a model; "detached" notes the time, and "gone" forgets its snapshot.
+
+    A snapshot's number stays even then, for it says which operations are over.
+
+    Raises:
+        NotFound: the tenant has none of that id.
+    """
+    changes: dict[str, Any] = {"status": status, "reason": reason, "detached": now if status == "detached" else None}
+    if status == "gone":
+        changes |= {"snapshot_folder": None, "snapshot_digest": None, "snapshot_size": None}
+    query = update(models).where(models.c.tenant == tenant, models.c.id == model)
+    if not connection.execute(query.values(changes)).rowcount:
+        raise NotFound(f"no model {model[:120]!r}")
+
+
+def get(connection: Connection, tenant: str, model: str) -> Model:
+    """Return a model, whatever has become of it.
+
+    Raises:
+        NotFound: the tenant has none of that id.
+    """
+    row = connection.execute(select(models).where(models.c.tenant == tenant, models.c.id == model)).one_or_none()
+    if row is None:
+        raise NotFound(f"no model {model[:120]!r}")
+    return _model(row)
+
+
+class Models:
+    """The table of models."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def get(self, tenant: str, model: str) -> Model:
+        """Return a model, whatever has become of it.
+
+        Raises:
+            NotFound: the tenant has none of that id.
+        """
+        return await self._database.read(lambda connection: get(connection, tenant, model))
+
+    async def set_status(
+        self, tenant: str, model: str, status: ModelStatus, now: float, reason: str | None = None
+    ) -> None:
+        """See the function of this name."""
+        await self._database.write(lambda connection: set_status(connection, tenant, model, status, now, reason))
+
+    async def of_session(self, tenant: str, session: str) -> list[Model]:
+        """Return a session's models, by number."""
+        query = select(models).where(models.c.tenant == tenant, models.c.session == session)
+        return await self._database.read(
+            lambda connection: [_model(row) for row in connection.execute(query.order_by(models.c.number))]
+        )
+
+    async def page(self, tenant: str, limit: int, offset: int, project: str | None = None) -> Page[Model]:
+        """Return a tenant's models, newest first."""
+        where = [models.c.tenant == tenant] + ([models.c.project == project] if project is not None else [])
+
+        def work(connection: Connection) -> Page[Model]:
+            total = connection.execute(select(func.count()).select_from(models).where(*where)).scalar_one()
+            query = rows.newest_first(select(models).where(*where), models)
+            found = connection.execute(query.limit(max(limit, 0)).offset(max(offset, 0)))
+            return Page([_model(row) for row in found], total)
+
+        return await self._database.read(work)
+
+    async def count(self, tenant: str) -> int:
+        """Return how many models a tenant has that take memory or are being made."""
+        query = select(func.count()).where(models.c.tenant == tenant, models.c.status.in_(("creating", "live")))
+        return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
+
+    async def with_status(self, *statuses: ModelStatus, before: float | None = None) -> list[Model]:
+        """Across tenants: return models by status; `before` is when they were detached."""
+        query = select(models).where(models.c.status.in_(statuses))
+        query = query if before is None else query.where(models.c.detached < before)
+        return await self._database.read(
+            lambda connection: [_model(row) for row in connection.execute(query.order_by(models.c.created))]
+        )
+
+    async def gone(self, tenant: str, model: str, now: float, reason: str) -> list[str]:
+        """Let go of a model and of its snapshot; returns folders that are no longer needed.
+
+        Raises:
+            NotFound: the tenant has none of that id.
+        """
+
+        def work(connection: Connection) -> list[str]:
+            snapshot = get(connection, tenant, model).snapshot
+            set_status(connection, tenant, model, "gone", now, reason)
+            return [snapshot.folder] if snapshot else []
+
+        return await self._database.write(work)
+
+
+def _model(row: Row[Any]) -> Model:
+    found = rows.record(Model, row)
+    if row.snapshot_folder is not None:
+        found.snapshot = Snapshot(
+            row.id, row.snapshot_number, row.snapshot_folder, row.snapshot_digest, row.snapshot_size
+        )
+    return found
