@@ -1,0 +1,145 @@
+"""Lines 109 to 111: the unmodified cookbook's recipes against our service and a tiny model, without a Hub.
+
+Each recipe runs in a process of its own, as its users run it; there every address but this machine's is
+refused.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Served, pool
+
+from twinkle.testing import tiny_model
+
+pytest.importorskip("tinker_cookbook", reason="make install brings it")
+
+BLOCK = """\
+import socket
+_real = socket.socket.connect
+def _connect(self, address):
+    if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "localhost"):
+        raise OSError(f"no way out to {address}")
+    return _real(self, address)
+socket.socket.connect = _connect
+"""
+
+
+def cook(service: Served, recipe: str, folder: Path, *options: str, existing: str = "delete") -> list[dict[str, float]]:
+    """Run a recipe to its end and return the lines of its metrics."""
+    guard = folder / "guard"
+    guard.mkdir(exist_ok=True)
+    (guard / "sitecustomize.py").write_text(BLOCK)
+    environment = {
+        **os.environ, "TINKER_BASE_URL": service.url, "TINKER_API_KEY": service.key, "TINKER_TELEMETRY": "0",
+        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1,localhost", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(guard),
+        "HF_HOME": str(folder / "hf"),
+    }  # fmt: skip
+    log = folder / "log"
+    common = [f"log_path={log}", "renderer_name=role_colon", f"behavior_if_log_dir_exists={existing}"]
+    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", *common, *options]
+    ended = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}\n{service.log()[-3000:]}"
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with room for the recipes' prompts, a token a byte; the SDK takes its folder for its name."""
+    return tiny_model(tmp_path_factory.mktemp("long") / "tiny" / "v1", "qwen3", max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def kitchen(tmp_path_factory: pytest.TempPathFactory, long: Path) -> Iterator[Served]:
+    service = pool(tmp_path_factory.mktemp("kitchen") / "data", long).start()
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n}{n}"}]}
+        for n in range(12)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_line_109_supervised_training_resumes_where_it_was(
+    kitchen: Served, long: Path, conversations: Path, tmp_path: Path
+) -> None:
+    def options(steps: int) -> list[str]:
+        return [
+            f"model_name={long}", f"dataset={conversations}", "batch_size=2", "max_length=128", "lora_rank=4",
+            "save_every=1", f"max_steps={steps}", "learning_rate=1e-2", "eval_every=0",
+        ]  # fmt: skip
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    straight = cook(kitchen, "chat_sl.train", whole, *options(4))
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    cook(kitchen, "chat_sl.train", parts, *options(2))
+    resumed = cook(kitchen, "chat_sl.train", parts, *options(4), existing="resume")
+
+    losses = {int(line["step"]): line["train_mean_nll"] for line in straight if "train_mean_nll" in line}
+    again = {int(line["step"]): line["train_mean_nll"] for line in resumed if "train_mean_nll" in line}
+    assert sorted(losses) == sorted(again) == [0, 1, 2, 3]
+    assert losses[3] < losses[0]
+    assert all(abs(losses[step] - again[step]) < 1e-3 for step in (0, 1))
+    assert again[2] < again[0]
+
+
+def test_line_110_reinforcement_learning_on_generated_sums(kitchen: Served, long: Path, tmp_path: Path) -> None:
+    lines = cook(
+        kitchen, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
+        "groups_per_batch=2", "max_steps=2", "loss_fn=importance_sampling", "lora_rank=4", "eval_every=0",
+    )  # fmt: skip
+    assert len(lines) >= 2
+
+
+def test_line_111_asynchronous_reinforcement_learning(kitchen: Served, long: Path, tmp_path: Path) -> None:
+    lines = cook(
+        kitchen, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
+        "groups_per_batch=2", "max_steps=2", "loss_fn=importance_sampling", "lora_rank=4", "eval_every=0",
+        "max_steps_off_policy=2",
+    )  # fmt: skip
+    assert len(lines) >= 2
+
+
+def test_line_111_prompt_distillation(kitchen: Served, long: Path, conversations: Path, tmp_path: Path) -> None:
+    lines = cook(
+        kitchen, "prompt_distillation.train", tmp_path, f"model_name={long}", f"file_path={conversations}",
+        "batch_size=2", "max_length=128", "lora_rank=4", "max_steps=2", "num_epochs=1", "eval_every=0",
+    )  # fmt: skip
+    assert len(lines) >= 2
+
+
+@pytest.mark.parametrize("recipe", ["multiplayer_rl.guess_number.train", "preference.shorter.train"])
+def test_line_111_other_environments(kitchen: Served, long: Path, tmp_path: Path, recipe: str) -> None:
+    lines = cook(
+        kitchen, recipe, tmp_path, f"model_name={long}", "batch_size=2", "group_size=2", "max_tokens=4", "max_steps=1",
+        "eval_every=0",
+    )  # fmt: skip
+    assert lines
+
+
+def test_line_112_the_loss_without_a_public_formula_is_refused_in_words(
+    kitchen: Served, long: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError) as refused:
+        cook(
+            kitchen, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
+            "groups_per_batch=2", "max_steps=1", "lora_rank=4", "eval_every=0",
+        )  # fmt: skip
+    assert re.search(r"stable_reinforce.*importance_sampling", str(refused.value), re.S)
