@@ -1,0 +1,150 @@
+"""Lines 61 to 69: futures."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from server_raw import PROTOBUF, Failed, Raw, row
+from serving import Served, ledger
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A service with keys, for two tenants; a pass takes a moment."""
+    settings = {"auth": True, "times": {"poll": 2.0, "gap_pause": 0.3, "gap_fail": 30.0}}
+    service = ledger(tmp_path_factory.mktemp("two") / "data", settings).start()
+    yield service
+    service.stop()
+
+
+def never_done(raw: Raw) -> str:
+    """Return a future that waits for a number which nobody sends."""
+    return raw.model().submit("optim_step", 2, adam_params={})
+
+
+def test_line_61_a_poll_is_held_and_then_says_try_again(two: Served) -> None:
+    with Raw(two.url, two.key) as raw:
+        request = never_done(raw)
+        start = time.monotonic()
+        answer = raw.poll(request)
+        waited = time.monotonic() - start
+    assert answer.status_code in (200, 408)
+    assert (answer.json()["type"], answer.json()["request_id"]) == ("try_again", request)
+    assert 1.0 <= waited < 40.0
+
+
+def test_line_62_polls_that_wait_hold_nobody_up(two: Served) -> None:
+    with Raw(two.url, two.key) as raw:
+        request = never_done(raw)
+    gate = threading.Barrier(21, timeout=30)
+    done: list[int] = []
+
+    def poll() -> None:
+        with Raw(two.url, two.key) as mine:
+            gate.wait()
+            done.append(mine.poll(request).status_code)
+
+    threads = [threading.Thread(target=poll) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    for _ in range(5):
+        assert httpx.get(f"{two.url}/healthz", trust_env=False, timeout=1.0).status_code == 200
+    for thread in threads:
+        thread.join(60)
+    assert len(done) == 20
+    assert set(done) <= {200, 408}
+
+
+def test_line_63_work_that_failed_is_a_200_with_error_and_category(counted: Raw) -> None:
+    request = counted.model().submit_pass([row([1, 2])], "no_such_loss")
+    for proto in (False, True):
+        answer = counted.poll(request, proto)
+        assert answer.status_code == 200
+        assert answer.json()["category"] == "user"
+        assert "no_such_loss" in answer.json()["error"]
+
+
+def test_lines_64_66_a_result_can_be_read_again_and_is_whole(counted: Raw) -> None:
+    request = counted.model().submit_pass([row([1, 2, 3])])
+    counted.result(request, "pass")
+    answers = [counted.poll(request, proto=True) for _ in range(3)]
+    assert len({answer.content for answer in answers}) == 1
+    assert all(answer.headers["content-type"].startswith(PROTOBUF) for answer in answers)
+    peek = counted.send(
+        "/retrieve_future", {"request_id": request, "allow_metadata_only": True}, headers={"Accept": PROTOBUF}
+    )
+    assert peek.status_code == 200
+    if peek.headers["content-type"].startswith("application/json"):
+        assert peek.json() == {"status": "complete_metadata", "response_payload_size": len(answers[0].content)}
+
+
+@pytest.mark.parametrize("request_id", ["x", "0" * 32, "../../etc/passwd", "7", "a" * 5000, "\x00"])
+def test_line_65_a_future_that_was_never_given_is_a_404(counted: Raw, request_id: str) -> None:
+    assert counted.poll(request_id).status_code in (404, 422)
+    if request_id != "\x00" and len(request_id) < 100:
+        assert counted.poll(request_id).status_code == 404
+
+
+def test_line_65_a_result_that_is_no_longer_kept_is_a_410(tmp_path_factory: pytest.TempPathFactory) -> None:
+    times = {"read_result": 0.5, "kept_result": 0.5, "poll": 2.0}
+    service = ledger(tmp_path_factory.mktemp("brief") / "data", {"times": times}).start()
+    try:
+        with Raw(service.url) as raw:
+            request = raw.model().submit_pass([row([1, 2, 3])])
+            raw.result(request, "pass")
+            for _ in range(60):
+                time.sleep(0.5)
+                if (status := raw.poll(request, proto=True).status_code) != 200:
+                    break
+            assert status == 410
+    finally:
+        service.stop()
+
+
+def test_line_67_a_future_says_why_it_waits(two: Served) -> None:
+    with Raw(two.url, two.key) as raw:
+        request = never_done(raw)
+        answers = [raw.poll(request).json() for _ in range(2)]
+    assert answers[-1]["queue_state"] in ("paused_capacity", "active")
+    assert "1" in answers[-1]["queue_state_reason"]
+
+
+def test_line_68_a_sample_that_nobody_wants_is_dropped(counted: Raw) -> None:
+    sampler = counted.sampler()
+    promise = sampler.submit([1, 2, 3], params={"max_tokens": 4})
+    assert counted.send("/cancel_future", {"request_id": promise["request_id"]}).is_success
+    answer = counted.poll(promise["request_id"], proto=True)
+    assert answer.status_code in (200, 410)
+
+
+def test_line_69_nobody_reads_anothers_future(two: Served) -> None:
+    with Raw(two.url, two.key) as mine, Raw(two.url, other_key(two)) as theirs:
+        model = mine.model()
+        request = model.submit_pass([row([1, 2, 3])])
+        mine.result(request, "pass")
+        foreign, unknown = theirs.poll(request), theirs.poll("0" * len(request))
+        assert foreign.status_code == unknown.status_code == 404
+        assert foreign.json()["detail"].replace(request, "") == unknown.json()["detail"].replace("0" * len(request), "")
+        assert theirs.send("/cancel_future", {"request_id": request}).status_code in (200, 204, 404)
+        assert mine.result(request, "pass")
+
+
+def other_key(service: Served) -> str:
+    """Return a key of another tenant, made by the command while the service runs."""
+    import re
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "twinkle.cli", "server", "keys", "create", "other", "--data", str(service.data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = re.search(r"tml-[\w-]{20,}", done.stdout)
+    assert found, done.stdout
+    return found[0]
+
+
+def test_a_failed_future_is_raised_by_the_plain_client_too(counted: Raw) -> None:
+    with pytest.raises(Failed):
+        counted.model().forward_backward([row([1, 2])], "no_such_loss")
