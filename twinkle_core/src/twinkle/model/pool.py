@@ -103,12 +103,15 @@ class Step:
         max_grad_norm: bound of the norm of its gradient; 0 or less measures only.
         optim_params: `lr`, `weight_decay`, `betas`, `eps` to overwrite from now on.
         divide: whether gradients are divided by what the losses counted; a service whose losses are sums says False.
+        zero_if_none: step with a zero gradient where none is pending: momentum and decay act all the same. Otherwise
+            such a step is refused.
     """
 
     adapter: str | AdapterRef
     max_grad_norm: float = 0.0
     optim_params: Mapping[str, Any] = field(default_factory=dict)
     divide: bool = True
+    zero_if_none: bool = False
 
 
 @dataclass(slots=True)
@@ -178,7 +181,7 @@ class AdapterPool(ABC):
 
     @abstractmethod
     def remove(self, adapter: str | AdapterRef) -> None:
-        """Remove an adapter and everything that belongs to it."""
+        """Remove an adapter and everything that belongs to it; its memory is zeroed."""
 
     @abstractmethod
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
@@ -195,8 +198,13 @@ class AdapterPool(ABC):
         """
 
     @abstractmethod
-    def snapshot(self, adapter: str | AdapterRef) -> dict[str, Any]:
-        """Return a copy of all that an adapter is: weights, pending gradients, optimizer, scheduler, counters."""
+    def snapshot(self, adapter: str | AdapterRef, *, gradient: bool = True) -> dict[str, Any]:
+        """Return a copy of all that an adapter is: weights, pending gradients, optimizer, scheduler, counters.
+
+        Args:
+            adapter: its name or reference.
+            gradient: False leaves out what is pending, as if the last update had just been made.
+        """
 
     @abstractmethod
     def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:

@@ -78,6 +78,14 @@ def bytes_of_optimizer(tenant: Tenant) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def erase(tenant: Tenant) -> None:
+    """Overwrite with zeros the tensors of an adapter that is not paged: nothing is left in memory that others get."""
+    with torch.no_grad():
+        for tensor in (*(place.tensor for place in places(tenant).values()), tenant.spare):
+            if tensor is not None:
+                tensor.zero_()
+
+
 class Page:
     """Holds an adapter's tensors while it is away.
 
@@ -149,6 +157,12 @@ class Page:
         self._tenant.moved()
         self.drop()
         self._host = {}
+
+    def erase(self) -> None:
+        """Overwrite what is in host memory with zeros, and remove the file."""
+        for tensor in self._host.values():
+            tensor.zero_()
+        self.drop()
 
     def drop(self) -> None:
         """Remove the file."""

@@ -18,7 +18,7 @@ from twinkle.errors import ArgumentError, CapacityError, OutputError, TrainingSt
 from twinkle.logging import get_logger
 from twinkle.model.pool import AdapterBytes
 from twinkle_transformers.memory import free_bytes, free_host_bytes
-from twinkle_transformers.pool.pages import Page, bytes_in, bytes_of_optimizer
+from twinkle_transformers.pool.pages import Page, bytes_in, bytes_of_optimizer, erase
 from twinkle_transformers.pool.tenants import Tenant
 
 DEVICE_SHARE, HOST_SHARE = 0.4, 0.25
@@ -187,8 +187,10 @@ class Paging:
 
     def _forget(self, tenant: Tenant) -> None:
         if (page := self._page_of(tenant)) is not None:
-            page.drop()
+            page.erase()
             self._forget_page(tenant)
+        elif tenant in self._here:
+            erase(tenant)
         self._unborn.pop(tenant, None)
         self._used -= self._here.pop(tenant, 0)
         self._optimizers.pop(tenant, None)

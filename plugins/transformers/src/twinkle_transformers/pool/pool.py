@@ -155,8 +155,12 @@ class LoraPool(AdapterPool):
         return self.passes.probe(row["input_ids"], Layout.of(self._widest.items()))
 
     def remove(self, adapter: str | AdapterRef) -> None:
-        """Remove an adapter and everything that belongs to it."""
+        """Remove an adapter and everything that belongs to it; its memory is zeroed."""
         self.paging.forget(self.tenants.remove(adapter))
+
+    def ref(self, name: str) -> AdapterRef:
+        """Return the reference of the adapter that has a name now."""
+        return self.tenants.find(name).ref
 
     # operations
 
@@ -215,12 +219,14 @@ class LoraPool(AdapterPool):
         check_clipping(step.max_grad_norm, 2.0)
         if tenant.group.optimizer is None:
             raise TrainingStateError(f"step: adapter {tenant.name!r} has no optimizer; call set_optimizer first")
-        check_pending(tenant)
+        check_pending(tenant, step.zero_if_none)
         self.paging.use(tenant, trained=True)
         if step.optim_params:  # last of all that can be wrong: a step that is refused changes nothing
             override(tenant.group.optimizer, step.optim_params)
         if not step.divide:
             tenant.group.denominator = 1.0
+        if tenant.flat.grad is None and step.zero_if_none:
+            tenant.add_gradient(torch.zeros_like(tenant.flat.detach()))
         return tenant
 
     def execute(self, works: Sequence[Work]) -> None:
@@ -401,10 +407,10 @@ class LoraPool(AdapterPool):
 
     # state: see tenants' own modules
 
-    def snapshot(self, adapter: str | AdapterRef) -> dict[str, Any]:
+    def snapshot(self, adapter: str | AdapterRef, *, gradient: bool = True) -> dict[str, Any]:
         """Return a copy of all that an adapter is; see `state.take`."""
         with self.paging.together():
-            return state.take(self.tenants[adapter])
+            return state.take(self.tenants[adapter], gradient=gradient)
 
     def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
         """Put a snapshot in place of an adapter's state, whole or not at all; see `state.put`."""

@@ -23,11 +23,19 @@ _COUNTERS: dict[str, tuple[type, ...]] = {
     "last_loss": (int, float), "last_grad_norm": (int, float, type(None)), "seed": (int, type(None)),
     "divided": (bool,), "measured": (bool,), "stepped": (bool,), "dropped": (bool,),
 }  # fmt: skip
+_NOTHING_PENDING: dict[str, Any] = {
+    "pending": 0, "denominator": 0.0, "loss_sum": 0.0, "skipped": 0, "divided": False, "measured": False,
+    "stepped": False, "dropped": False,
+}  # fmt: skip
 _WHERE = "the snapshot"
 
 
-def take(tenant: Tenant) -> dict[str, Any]:
+def take(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
     """Return a copy of an adapter's state, which later training does not change.
+
+    Args:
+        tenant: the adapter.
+        gradient: False leaves pending gradients out, and what was counted for them.
 
     Components (template, processor, loss, metrics and what metrics have seen) are no part of it, nor is its usage.
 
@@ -40,7 +48,7 @@ def take(tenant: Tenant) -> dict[str, Any]:
     """
     group = tenant.group
     tensors = {WEIGHTS: tenant.flat.detach()}
-    if tenant.flat.grad is not None:
+    if gradient and tenant.flat.grad is not None:
         tensors[GRADIENT] = tenant.flat.grad
     state: dict[str, Any] = {
         "version": VERSION,
@@ -48,7 +56,7 @@ def take(tenant: Tenant) -> dict[str, Any]:
         "rank_multiple": tenant.plan.layout.rank_multiple,
         "layout": _layout(tenant),
         "dropout": tenant.plan.dropout,
-        "counters": {name: getattr(group, name) for name in _COUNTERS},
+        "counters": {name: getattr(group, name) for name in _COUNTERS} | ({} if gradient else _NOTHING_PENDING),
         "optimizer": None,
         "scheduler": None,
     }

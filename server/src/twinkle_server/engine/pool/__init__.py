@@ -1,0 +1,1 @@
+"""The backend that trains and samples with torch: a pool of adapters on one frozen base model."""

@@ -1,0 +1,114 @@
+"""`PoolBackend`: one base model in this process, its adapters, and the sampler that shares its weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twinkle import registry
+from twinkle_server.engine.backend import BackendOptions, Cost, Pass, Sampled, State
+from twinkle_server.engine.pool.checkpoints import Checkpoints
+from twinkle_server.engine.pool.faults import telling
+from twinkle_server.engine.pool.lanes import Lanes
+from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.engine.pool.sampling import Sampling
+from twinkle_server.engine.pool.training import Training
+from twinkle_server.operations import ModelInfo
+from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
+
+_NO_CONTEXT = 1 << 20
+"""Tokens that a row may have where the model's configuration does not say."""
+
+
+class PoolBackend:
+    """Trains and samples adapters of one base model with torch; see `Backend`.
+
+    Args:
+        options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, and
+            `sampler`, those of `TorchSampler`.
+    """
+
+    def __init__(self, options: BackendOptions) -> None:
+        self._options = options
+        precision = "bf16" if torch.cuda.is_available() else "no"
+        given: dict[str, Any] = {"mixed_precision": precision, **options.extra.get("model", {})}
+        self.model: Any = registry().build("MultiLoraTransformersModel", "model", model_id=options.model, **given)
+        config = self.model.model.config
+        text = config.get_text_config()
+        context = getattr(text, "max_position_embeddings", None) or _NO_CONTEXT
+        vocabulary = int(self.model.model.get_input_embeddings().weight.shape[0])
+        losses = Losses(options.losses)
+        self._info = ModelInfo(
+            name=options.name,
+            context=int(context),
+            vocabulary=vocabulary,
+            architecture=type(self.model.model).__name__,
+            tokenizer=str(self.model.model_path),
+            losses=losses.names(),
+        )
+        self._lanes = Lanes(self.model)
+        self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary)
+        self._checkpoints = Checkpoints(self.model, self._lanes, options.model)
+        self._sampling = Sampling(self.model, self._info, options.extra.get("sampler", {}))
+
+    def describe(self) -> ModelInfo:
+        """Return what the base model is."""
+        return self._info
+
+    def create(self, lane: str, create: Create, source: Path | None) -> None:
+        """Make a model, from a checkpoint's folder if one is given."""
+        with telling():
+            self._checkpoints.create(lane, create, source)
+
+    def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
+        """Do passes of many models together."""
+        return self._training.run(passes)
+
+    def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
+        """Update models together, each once."""
+        return self._training.step(steps)
+
+    def save(self, lane: str, save: Save, folder: Path) -> Mapping[str, Any]:
+        """Write a checkpoint's files into an empty folder."""
+        with telling():
+            return self._checkpoints.save(lane, save, folder)
+
+    def load(self, lane: str, load: Load, source: Path) -> None:
+        """Put a checkpoint in place of a model's weights."""
+        with telling():
+            self._checkpoints.load(lane, load, source)
+
+    def remove(self, lane: str) -> None:
+        """Zero and forget a model; one that is not there is no error."""
+        with telling():
+            self._lanes.remove(lane)
+
+    def snapshot(self, lane: str) -> State:
+        """Copy all of a model's state, pending gradients included."""
+        with telling():
+            return self._checkpoints.snapshot(lane)
+
+    def restore(self, lane: str, folder: Path) -> None:
+        """Make a model again as a snapshot has it."""
+        with telling():
+            self._checkpoints.restore(lane, folder)
+
+    def sample(self, key: int, sample: Sample, source: Path | None) -> None:
+        """Take a sampling request; it raises what is wrong with it."""
+        with telling():
+            self._sampling.submit(key, sample, source)
+
+    def decode(self) -> list[Sampled]:
+        """Take one step of sampling, and return the requests that are over."""
+        with telling():
+            return self._sampling.step()
+
+    @property
+    def sampling(self) -> int:
+        """Number of sampling requests that are not over."""
+        return len(self._sampling)
+
+    def cancel(self, key: int) -> None:
+        """Drop a sampling request; one that is not there is no error."""
+        self._sampling.cancel(key)

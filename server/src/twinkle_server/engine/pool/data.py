@@ -1,0 +1,130 @@
+"""From a pass's message to rows of the model and arguments of the loss; what is wrong is said with key and numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from twinkle_server.engine.backend import UserError
+from twinkle_server.wire import codec
+from twinkle_server.wire import tinker_pb2 as pb
+from twinkle_server.wire.codec import Array
+
+TARGETS: Final = "target_tokens"
+WEIGHTS: Final = "weights"
+NAMES: Final[Mapping[str, str]] = {"logprobs": "old_logps"}
+"""What losses call an input that the wire calls otherwise."""
+WIRE_NAMES: Final[Mapping[str, str]] = {own: wire for wire, own in NAMES.items()}
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a request trains on.
+
+    Attributes:
+        features: rows as the pool takes them: `input_ids`, `labels` `[N]` or `[N, K]`, `loss_scale` likewise.
+        inputs: the other inputs of the loss by its own names, an array a row; every row has the same names.
+        shapes: of each row's `target_tokens`.
+    """
+
+    features: list[dict[str, Any]] = field(default_factory=list)
+    inputs: dict[str, list[Array]] = field(default_factory=dict)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def read_request(payload: bytes) -> pb.ForwardBackwardRequest:
+    """Return a pass's request.
+
+    Raises:
+        UserError: the bytes are none.
+    """
+    try:
+        return codec.parse_request(payload)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int) -> Rows:
+    """Return the rows of a request, checked.
+
+    Args:
+        request: what was sent.
+        context: tokens that a row may have.
+        vocabulary: number of token ids.
+
+    Raises:
+        UserError: there are none, or one cannot be used; says which datum, which key, and the numbers.
+    """
+    if not request.data:
+        raise UserError("data is empty; a pass needs at least one datum")
+    rows = Rows()
+    keys: set[str] | None = None
+    for number, datum in enumerate(request.data):
+        where = f"datum {number}"
+        try:
+            tokens = codec.datum_tokens(datum)
+            inputs = codec.datum_inputs(datum)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        _check_tokens(where, tokens, context, vocabulary)
+        if keys is not None and inputs.keys() != keys:
+            odd = sorted(inputs.keys() ^ keys)[0]
+            raise UserError(
+                f"{where}: some datums have the loss_fn_input {odd!r} and others not; give it to all or none"
+            )
+        keys = set(inputs)
+        _add(rows, where, tokens, inputs, vocabulary)
+    return rows
+
+
+def _check_tokens(where: str, tokens: Array, context: int, vocabulary: int) -> None:
+    if not len(tokens):
+        raise UserError(f"{where}: model_input is empty; a row needs at least one token")
+    if len(tokens) > context:
+        raise UserError(f"{where}: model_input has {len(tokens)} tokens, the model's context is {context}; shorten it")
+    _check_ids(f"{where}: model_input", tokens, vocabulary)
+
+
+def _check_ids(what: str, tokens: Array, vocabulary: int) -> None:
+    if not ((tokens >= 0) & (tokens < vocabulary)).all():
+        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
+        raise UserError(f"{what} has the token {wrong}; the model's tokens are 0 to {vocabulary - 1}")
+
+
+def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], vocabulary: int) -> None:
+    targets = inputs.get(TARGETS)
+    if targets is None:
+        raise UserError(f"{where}: the loss_fn_input {TARGETS!r} is missing; it has {sorted(inputs) or 'none'}")
+    if targets.dtype.kind not in "iu":
+        raise UserError(f"{where}: {TARGETS} holds {targets.dtype}; give whole numbers (int64)")
+    if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
+        raise UserError(
+            f"{where}: {TARGETS} has the shape {list(targets.shape)}, and model_input {len(tokens)} tokens; give one "
+            "target (or K targets) for each token"
+        )
+    _check_ids(f"{where}: {TARGETS}", targets, vocabulary)
+    feature: dict[str, Any] = {"input_ids": tokens.astype(np.int64), "labels": targets.astype(np.int64)}
+    for name, values in inputs.items():
+        if name == TARGETS:
+            continue
+        _check_numbers(where, name, values, targets.shape if name == WEIGHTS else (len(tokens),))
+        if name == WEIGHTS:
+            feature["loss_scale"] = values.astype(np.float32)
+        else:
+            rows.inputs.setdefault(NAMES.get(name, name), []).append(values)
+    rows.features.append(feature)
+    rows.shapes.append(targets.shape)
+
+
+def _check_numbers(where: str, name: str, values: Array, shape: tuple[int, ...]) -> None:
+    if values.shape not in {shape, ()} and values.shape[:1] != shape[:1]:
+        raise UserError(
+            f"{where}: {name} has the shape {list(values.shape)}; it should be {list(shape)}, as {TARGETS} and "
+            "model_input are"
+        )
+    if name == WEIGHTS and values.shape != shape:
+        raise UserError(f"{where}: {WEIGHTS} has the shape {list(values.shape)}, and {TARGETS} {list(shape)}")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        at = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise UserError(f"{where}: {name} is {values.reshape(-1)[at]} at {at}; it must be finite")

@@ -1,0 +1,132 @@
+"""The losses that a request may name: the published ones, and installed plugins that say they are safe for tenants."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from twinkle import registry
+from twinkle.errors import ArgumentError, TwinkleError
+from twinkle_registry import ComponentSpec, nearest
+from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.pool.data import WIRE_NAMES, Rows
+from twinkle_server.wire.codec import Array
+
+PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+_NOT_PUBLIC: Final = (
+    "the formula of 'stable_reinforce' is not public, so this service does not guess it; pass "
+    "loss_fn='importance_sampling' (or 'ppo', 'cispo')"
+)
+
+
+class Losses:
+    """The losses of a service.
+
+    Args:
+        allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
+    """
+
+    def __init__(self, allowed: Sequence[str] | None = None) -> None:
+        self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED)
+
+    def names(self) -> tuple[str, ...]:
+        """Return what a request may name, the published ones first."""
+        specs = self._specs
+        return (*(name for name in PUBLISHED if name in specs), *sorted(specs.keys() - set(PUBLISHED)))
+
+    def build(self, name: str, config: Mapping[str, float | str], rows: Rows) -> Any:
+        """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
+
+        Raises:
+            UserError: there is none of this name, an option is wrong, or an input is missing, unknown or misshapen.
+        """
+        spec = self._find(name)
+        _check_inputs(spec, rows)
+        options = _options(spec, config)
+        try:
+            found = registry().resolve(spec, "loss")
+            loss = (
+                registry().build(found, "loss", **options)
+                if isinstance(found, type)
+                else _function(spec, found, options)
+            )
+        except ArgumentError as error:
+            raise UserError(f"loss_fn {name!r}: loss_fn_config: {error}") from error
+        if isinstance(found, type):
+            loss.skips_weight_zero = False  # clients are promised the log-probability of every target
+            loss.row_inputs = tuple(dict.fromkeys((*getattr(loss, "row_inputs", ()), *spec.inputs)))
+        return loss
+
+    @cached_property
+    def _specs(self) -> dict[str, ComponentSpec]:
+        found = {}
+        for name, specs in registry().specs("loss").items():
+            safe = [spec for spec in specs if spec.tenant_safe and "served" in spec.runtimes]
+            if len(safe) == 1 and (self._allowed is None or name in self._allowed):
+                found[name] = safe[0]
+        return found
+
+    def _find(self, name: str) -> ComponentSpec:
+        specs = self._specs
+        if name in specs:
+            return specs[name]
+        if name == "stable_reinforce":
+            raise UserError(_NOT_PUBLIC)
+        close = nearest(name, specs)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"there is no loss_fn {name[:80]!r}{hint}; there are {', '.join(self.names())}")
+
+
+def _function(spec: ComponentSpec, found: Any, options: Mapping[str, Any]) -> Any:
+    if options:
+        raise UserError(f"loss_fn {spec.name!r} has no options; leave {sorted(options)[0]!r} out of loss_fn_config")
+    return found
+
+
+def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str, Any]:
+    """Return the arguments of the loss's constructor; a declared model of its options checks them first."""
+    if not spec.config or not config:
+        return dict(config)
+    try:
+        model = registry().load(dataclasses.replace(spec, ref=spec.config))
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            return model.model_validate(dict(config)).model_dump(exclude_unset=True)
+        model(**config)
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:4])
+        raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {what}") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TwinkleError) and not isinstance(error, ArgumentError):
+            raise
+        raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
+    return dict(config)
+
+
+def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
+    declared = {WIRE_NAMES.get(name, name): (name, kind) for name, kind in spec.inputs.items()}
+    for name, arrays in rows.inputs.items():
+        wire = WIRE_NAMES.get(name, name)
+        if name not in spec.inputs:
+            takes = ", ".join(["target_tokens", "weights", *declared])
+            raise UserError(f"loss_fn {spec.name!r} has no loss_fn_input {wire!r}; it takes {takes}")
+        for number, array in enumerate(arrays):
+            _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
+
+
+def _check_shape(kind: str, array: Array, where: str, length: int) -> None:
+    """Compare an array with a declaration such as `float32[T]`; T is the number of the row's tokens.
+
+    A size that is another letter is free, but it must be there.
+    """
+    dtype, _, rest = kind.partition("[")
+    sizes = [size.strip() for size in rest.rstrip("]").split(",") if size.strip()]
+    if array.dtype.kind == "f" and dtype.startswith("int"):
+        raise UserError(f"{where} holds {array.dtype}; it should hold whole numbers ({kind})")
+    wanted = [length if size == "T" else int(size) if size.isdigit() else None for size in sizes]
+    found = list(array.shape)
+    if not sizes and found == [1]:
+        return
+    if len(found) != len(wanted) or any(w not in (None, f) for w, f in zip(wanted, found, strict=True)):
+        raise UserError(f"{where} has the shape {found}, and the row has {length} tokens; the loss wants {kind}")
