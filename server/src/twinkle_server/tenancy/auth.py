@@ -1,11 +1,13 @@
 """Who asks: the key of a request, checked before anything of its body is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fastapi import Request
 
+from twinkle_server.armour.answers import refuse
 from twinkle_server.errors import Forbidden, ServiceError, Unauthorized
 
 Role = Literal["user", "operator"]
@@ -31,6 +33,8 @@ class Caller:
 
 
 LOCAL = Caller(LOCAL_TENANT, LOCAL_TENANT, "operator")
+CURRENT: ContextVar[Caller | None] = ContextVar("caller", default=None)
+"""Who asks, for what is called while a request is answered."""
 
 
 class Keys(Protocol):
@@ -90,35 +94,24 @@ class Authentication:
     Args:
         app: what comes behind it.
         keys: see `identify`.
-        open_paths: answered without a key.
-        admit: is given the caller and the scope, and may raise `ServiceError` (a quota, say).
+        open_paths: answered without a key here; what is below `/download/` carries its own.
     """
 
-    def __init__(
-        self,
-        app: Any,
-        keys: Keys | None,
-        open_paths: frozenset[str] = frozenset(),
-        admit: Callable[[Caller, Mapping[str, Any]], None] | None = None,
-    ) -> None:
+    def __init__(self, app: Any, keys: Keys | None, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
         self._keys = keys
         self._open = open_paths
-        self._admit = admit
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection."""
         if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
                 found = await identify(header(scope, b"x-api-key"), self._keys)
-                if self._admit is not None:
-                    self._admit(found, scope)
             except ServiceError as error:
-                from twinkle_server.armour.answers import refuse
-
                 await refuse(send, error)
                 return
             scope["caller"] = found
+            CURRENT.set(found)
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:

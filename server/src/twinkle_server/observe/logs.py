@@ -1,0 +1,58 @@
+"""Logs: one JSON object a line on standard error, whatever library speaks; secrets are taken out last."""
+
+import logging
+import sys
+from typing import TextIO
+
+import orjson
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from twinkle_server.observe.redaction import redact
+
+
+def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Send all logging of this process through one formatter.
+
+    Args:
+        level: of what is written.
+        stream: where to; standard error by default.
+    """
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _render, _redact],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    logging.getLogger("uvicorn.error").setLevel("WARNING")  # its lines about starting are not ours
+    logging.getLogger("asyncio").setLevel("WARNING")
+
+
+def _render(logger: WrappedLogger, name: str, event: EventDict) -> str:
+    return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _redact(logger: WrappedLogger, name: str, event: EventDict | str) -> str:
+    return redact(str(event))

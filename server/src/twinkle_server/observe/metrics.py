@@ -1,0 +1,126 @@
+"""Figures of the running service, for Prometheus. Tenants are marks, and only so many of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from twinkle_server.observe.redaction import tenant_mark
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
+_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+_TENANTS = 256
+OTHERS = "others"
+
+
+class Metrics:
+    """What is counted.
+
+    Args:
+        secret: of the data directory, for the marks of tenants.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._marks: dict[str, str] = {}
+        self.registry = registry = CollectorRegistry()
+        self._operations = _counter(registry, "operations", "Operations that are over.", "kind", "outcome")
+        self._waited = _histogram(registry, "operation_seconds", "From the log to the outcome.", _SECONDS, "kind")
+        self._tokens = _counter(registry, "tokens", "Tokens of operations that are done.", "kind")
+        self._of_tenants = _counter(registry, "tenant_tokens", "Tokens of each tenant, for fairness.", "tenant")
+        self._passes = _histogram(registry, "pass_seconds", "Turns of the engine.", _SECONDS, "kind")
+        self._fill = _histogram(registry, "pass_fill", "Tokens asked for, of those computed.", _SHARES, "kind")
+        self._pass_tenants = _histogram(registry, "pass_tenants", "Tenants in one turn.", _COUNTS, "kind")
+        self._pass_operations = _histogram(registry, "pass_operations", "Operations in one turn.", _COUNTS, "kind")
+        self._pass_tokens = _counter(registry, "pass_tokens", "Tokens asked for, in turns of the engine.", "kind")
+        self._flops = _counter(registry, "pass_flops", "Floating-point operations of the model.", "kind")
+        self._swaps = _counter(registry, "swaps", "Models that came into the engine or left it.", "direction")
+        self._replays = _counter(registry, "replays", "Operations done again to make a model anew.")
+        self._restarts = _counter(registry, "engine_restarts", "Times that the engine was started again.", "reason")
+        self._snapshots = _counter(registry, "snapshot_bytes", "Bytes of snapshots.")
+        self._http = _counter(registry, "http_requests", "Requests.", "method", "route", "status")
+        self._http_seconds = _histogram(registry, "http_seconds", "Until the answer began.", _SECONDS, "route")
+
+    def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
+        """Count an operation that is over.
+
+        Args:
+            kind: of the operation.
+            outcome: "done", "cancelled", or whose fault a failure was.
+            seconds: since it was written into the log.
+            tokens: that it cost.
+            tenant: whose it was.
+        """
+        self._operations.labels(kind, outcome).inc()
+        self._waited.labels(kind).observe(max(0.0, seconds))
+        if outcome == "done" and tokens:
+            self._tokens.labels(kind).inc(tokens)
+            self._of_tenants.labels(self.mark(tenant)).inc(tokens)
+
+    def passed(self, head: Mapping[str, Any]) -> None:
+        """Count a turn of the engine, as its message `passed` tells it."""
+        kind, tokens, padded = str(head.get("kind", "")), int(head.get("tokens", 0)), int(head.get("padded", 0))
+        self._passes.labels(kind).observe(float(head.get("seconds", 0.0)))
+        if tokens + padded:
+            self._fill.labels(kind).observe(tokens / (tokens + padded))
+            self._pass_tokens.labels(kind).inc(tokens)
+        self._pass_tenants.labels(kind).observe(_count(head.get("tenants", 1)))
+        self._pass_operations.labels(kind).observe(_count(head.get("operations", 1)))
+        self._flops.labels(kind).inc(max(0.0, float(head.get("flops", 0.0))))
+
+    def restored(self) -> None:
+        """Count a model that came into the engine again."""
+        self._swaps.labels("in").inc()
+
+    def detached(self) -> None:
+        """Count a model that left the engine."""
+        self._swaps.labels("out").inc()
+
+    def replayed(self, count: int = 1) -> None:
+        """Count operations that were done again."""
+        self._replays.inc(count)
+
+    def restarted(self, reason: str) -> None:
+        """Count a new start of the engine; the reason is one of few words."""
+        self._restarts.labels(reason).inc()
+
+    def snapshotted(self, size: int) -> None:
+        """Count a snapshot's bytes."""
+        self._snapshots.inc(size)
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request; `route` is a template, never what the client wrote."""
+        self._http.labels(method, route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Show a figure that is read when it is asked for."""
+        Gauge(f"twinkle_{name}", text, registry=self.registry).set_function(read)
+
+    def mark(self, tenant: str) -> str:
+        """Return what stands for a tenant; after so many, one mark for all others."""
+        found = self._marks.get(tenant)
+        if found is None:
+            if len(self._marks) >= _TENANTS:
+                return OTHERS
+            found = self._marks[tenant] = tenant_mark(tenant, self._secret)
+        return found
+
+    def write(self) -> bytes:
+        """Return all figures in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, (list, tuple)) else int(value)
+
+
+def _counter(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"twinkle_{name}", text, labels, registry=registry)
+
+
+def _histogram(
+    registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...], *labels: str
+) -> Histogram:
+    return Histogram(f"twinkle_{name}", text, labels, registry=registry, buckets=buckets)
