@@ -150,13 +150,37 @@ def test_what_it_samples_is_what_the_trainer_scores(folder):
         assert scored[row, trained].tolist() == pytest.approx(sampled, abs=0.15)
 
 
-@pytest.mark.parametrize("call", [{"adapter_path": "x"}])
-def test_a_live_model_takes_no_adapters_from_folders(live, call):
+def test_a_live_model_samples_with_a_folder_and_keeps_no_adapter_of_it(live, saved):
+    target, says = saved
     sampler = TorchSampler(model=live)
+    before = state_of(live)
+    assert tokens_of(sampler, adapter_path=target / "second") == says["second"]
+    assert tokens_of(sampler, use_base_model=True) == says[""]
+    with pytest.raises(CheckpointError, match="no adapter at"):
+        tokens_of(sampler, adapter_path=target / "none")
     with pytest.raises(Unsupported, match="shares the module"):
-        sampler.sample(ROWS, PARAMS, **call)
-    with pytest.raises(Unsupported, match="shares the module"):
-        sampler.add_adapter_to_sampler("a", "x")
+        sampler.add_adapter_to_sampler("a", target / "first")
+    assert str(state_of(live)) == str(before)
+
+
+def test_weights_that_were_read_once_are_sampled_with_as_long_as_somebody_holds_them(live, folder, saved):
+    target, says = saved
+    for sampler in (TorchSampler(model=live), TorchSampler(folder)):
+        held = {name: sampler.read_adapter(target / name) for name in ("first", "second")}
+        for name in ("second", "first", "second"):
+            assert tokens_of(sampler, adapter_version=held[name]) == says[name]
+        with pytest.raises(ArgumentError, match="give one of"):
+            tokens_of(sampler, adapter_version=held["first"], adapter_path=target / "first")
+        with pytest.raises(ArgumentError, match="excludes"):
+            tokens_of(sampler, adapter_version=held["first"], use_base_model=True)
+
+
+def test_weights_of_another_model_are_refused(folder, saved, tmp_path):
+    target, _ = saved
+    other = tiny_model(tmp_path / "other", num_hidden_layers=1)
+    held = TorchSampler(folder).read_adapter(target / "first")
+    with pytest.raises(ArgumentError, match=r"layers\.1.*does not have"):
+        tokens_of(TorchSampler(other), adapter_version=held)
 
 
 def test_an_unknown_adapter_names_the_nearest(live, folder):
@@ -182,7 +206,7 @@ def test_adapters_from_folders_answer_by_path_and_by_name(folder, saved):
     assert tokens_of(sampler, adapter_name="mine") == says["first"]
     sampler.add_adapter_to_sampler("mine", target / "second")
     assert tokens_of(sampler, adapter_name="mine") == says["second"]
-    with pytest.raises(ArgumentError, match="not both"):
+    with pytest.raises(ArgumentError, match="not several"):
         tokens_of(sampler, adapter_name="mine", adapter_path=target / "first")
 
 

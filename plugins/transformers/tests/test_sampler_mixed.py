@@ -257,7 +257,7 @@ def test_names_of_adapters_must_fit_the_inputs(folder, adapters):
         sampler.sample(rows(PROMPTS[:2]), adapter_name=[None])
     with pytest.raises(ArgumentError, match="'smal' is unknown"):
         sampler.sample(rows(PROMPTS[:2]), adapter_name=[None, "smal"])
-    with pytest.raises(ArgumentError, match="not both"):
+    with pytest.raises(ArgumentError, match="not several"):
         sampler.sample(rows(PROMPTS[:1]), adapter_name="a", adapter_path=adapters[0] / "small")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ def uniform(seed: int, row: int, sample: int, position: int) -> float:
     """
     key = struct.pack("<Qqqq", seed & 0xFFFF_FFFF_FFFF_FFFF, row, sample, position)
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "little") / 2**48
+
+
+def noise_of(seed: int | Sequence[int], row: int, sample: int, position: int) -> float:
+    """Return `uniform` of one seed; of a list of seeds, that of a request of its own with the sample's."""
+    return uniform(seed, row, sample, position) if isinstance(seed, int) else uniform(seed[sample], row, 0, position)
 
 
 def penalize(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
@@ -89,6 +95,23 @@ def draw(
     return ids_BK.gather(-1, _invert(probs_BK, noise_B)[:, None]).squeeze(-1)
 
 
+def draw_several(logits_BV: Tensor, noise_BN: Tensor, *, temperature: float) -> Tensor:
+    """Draw several tokens a row, with replacement, among all tokens.
+
+    Args:
+        logits_BV: `[B, V]`.
+        noise_BN: float64 `[B, N]` in [0, 1).
+        temperature: 0 is greedy.
+
+    Returns:
+        token ids int64 `[B, N]`.
+    """
+    if temperature == 0:
+        return logits_BV.argmax(-1, keepdim=True).expand(noise_BN.shape)
+    probs_BV = _exact(_scaled(logits_BV.to(wide(logits_BV.dtype)), temperature).softmax(-1))
+    return _invert(probs_BV, noise_BN)
+
+
 def with_logprobs(log_probs_BV: Tensor, tokens_B: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """Return for each row `count` pairs (token id, log-probability): the given token, then the most probable others."""
     own = log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
@@ -116,9 +139,9 @@ def _exact(probs: Tensor) -> Tensor:
     return probs if probs.device.type == "mps" else probs.double()
 
 
-def _invert(probs_BK: Tensor, noise_B: Tensor) -> Tensor:
-    """Return the first index whose cumulative probability exceeds noise times the total."""
+def _invert(probs_BK: Tensor, noise: Tensor) -> Tensor:
+    """Return the first index whose cumulative probability exceeds noise times the total; `[B]` or `[B, N]` as noise."""
     cumulative = probs_BK.cumsum(-1)
-    goal = noise_B.to(cumulative)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
-    return index.clamp(max=probs_BK.shape[-1] - 1)
+    goal = noise.to(cumulative).view(len(probs_BK), -1) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, goal, right=True)
+    return index.clamp(max=probs_BK.shape[-1] - 1).view(noise.shape)

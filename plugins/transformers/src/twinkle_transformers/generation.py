@@ -9,7 +9,8 @@ from torch import Tensor
 from twinkle.data_format import SamplingParams, StopReason
 from twinkle.errors import NonFiniteError
 from twinkle_transformers.cached import CachedModel, Frontier
-from twinkle_transformers.drawing import draw, log_probs, most_probable, penalize, uniform, with_logprobs
+from twinkle_transformers.drawing import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
+from twinkle_transformers.prompt_scores import PromptScores
 from twinkle_transformers.stopping import StopRule, StopWatch
 
 _SCORING_BYTES = 1 << 30  # logits of whole prompts held at once, unless a single prompt needs more
@@ -23,16 +24,18 @@ class Prompt:
         row: its index in the call.
         ids: its token ids.
         room: how many tokens may be drawn; 0 for all prompts of a call or for none.
+        scores: what of it is scored.
     """
 
     row: int
     ids: list[int]
     room: int
+    scores: PromptScores
 
 
 @dataclass(slots=True)
 class Draft:
-    """One sequence in the making: its tokens, their log-probabilities where asked for, and why it ended."""
+    """One sequence in the making: its tokens, log-probabilities and alternatives where asked for, and why it ended."""
 
     row: int
     sample: int
@@ -40,6 +43,7 @@ class Draft:
     watch: StopWatch
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    topk: list[list[tuple[int, float]]] = field(default_factory=list)
     reason: StopReason | None = None
 
     def take(self, token: int) -> None:
@@ -53,11 +57,9 @@ class Draft:
 
 @dataclass(slots=True)
 class Generated:
-    """All samples of one prompt, and its scores where asked for."""
+    """All samples of one prompt; its scores are written where the prompt has them."""
 
     drafts: list[Draft]
-    prompt_logprobs: list[float | None] | None = None
-    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
 
 
 def generate(
@@ -66,7 +68,7 @@ def generate(
     params: SamplingParams,
     *,
     stop: StopRule,
-    seed: int,
+    seed: int | Sequence[int],
     max_batch_size: int,
 ) -> list[Generated]:
     """Draw `params.num_samples` sequences for each prompt.
@@ -102,7 +104,7 @@ def _chunks(
     chunk: list[Prompt] = []
     for prompt in sorted(prompts, key=lambda prompt: -len(prompt.ids)):
         limit = most
-        if _scores(params, prompt):
+        if _scored(prompt):
             limit = min(most, max(1, _SCORING_BYTES // (4 * model.vocabulary * len((chunk or [prompt])[0].ids))))
         if len(chunk) >= limit:
             yield chunk
@@ -112,21 +114,26 @@ def _chunks(
         yield chunk
 
 
-def _scores(params: SamplingParams, prompt: Prompt) -> bool:
-    return bool(params.prompt_logprobs) or prompt.room == 0
+def _scored(prompt: Prompt) -> bool:
+    return prompt.scores.first < len(prompt.ids) or prompt.room == 0
 
 
 def _generate_chunk(
-    model: CachedModel, chunk: list[Prompt], params: SamplingParams, stop: StopRule, seed: int, max_batch_size: int
+    model: CachedModel,
+    chunk: list[Prompt],
+    params: SamplingParams,
+    stop: StopRule,
+    seed: int | Sequence[int],
+    max_batch_size: int,
 ) -> dict[int, Generated]:
-    scored = _scores(params, chunk[0])
+    scored = any(_scored(prompt) for prompt in chunk)
     frontier, logits_BTV = model.prefill(
         [prompt.ids for prompt in chunk], whole=scored, seen=params.repetition_penalty != 1
     )
     found = {prompt.row: Generated([]) for prompt in chunk}
     if scored:
         for prompt, logits_TV in zip(chunk, logits_BTV, strict=True):
-            _score_prompt(found[prompt.row], prompt, logits_TV, params)
+            _score_prompt(prompt, logits_TV, seed)
     del logits_BTV
     if chunk[0].room == 0:
         for prompt in chunk:
@@ -145,20 +152,14 @@ def _generate_chunk(
     return found
 
 
-def _score_prompt(result: Generated, prompt: Prompt, logits_TV: Tensor, params: SamplingParams) -> None:
-    ids = prompt.ids
-    if len(ids) == 1:
-        result.prompt_logprobs, result.topk_prompt_logprobs = [None], [None]
-        return
-    log_probs_TV = log_probs(logits_TV[-len(ids) : -1], params.temperature)
-    _require_finite(log_probs_TV[None], [prompt.row])
-    targets = torch.tensor(ids[1:], device=log_probs_TV.device)
-    result.prompt_logprobs = [None, *log_probs_TV.gather(-1, targets[:, None]).squeeze(-1).tolist()]
-    if params.prompt_logprobs:
-        result.topk_prompt_logprobs = [None, *most_probable(log_probs_TV, params.prompt_logprobs)]
+def _score_prompt(prompt: Prompt, logits_TV: Tensor, seed: int | Sequence[int]) -> None:
+    if not prompt.scores.write(0, logits_TV[-len(prompt.ids) :], seed, prompt.row):
+        raise broken_logits(prompt.row)
 
 
-def _decode(model: CachedModel, frontier: Frontier, drafts: list[Draft], params: SamplingParams, seed: int) -> None:
+def _decode(
+    model: CachedModel, frontier: Frontier, drafts: list[Draft], params: SamplingParams, seed: int | Sequence[int]
+) -> None:
     """Draw until every draft has ended. Rows that ended are dropped once they are half of the batch."""
     rows = drafts
     while True:
@@ -175,30 +176,43 @@ def _decode(model: CachedModel, frontier: Frontier, drafts: list[Draft], params:
             model.step(frontier, tokens_B)
 
 
-def _draw_step(frontier: Frontier, rows: list[Draft], params: SamplingParams, seed: int) -> Tensor:
+def _draw_step(frontier: Frontier, rows: list[Draft], params: SamplingParams, seed: int | Sequence[int]) -> Tensor:
     logits_BV = raw_BV = frontier.logits_BV
     _require_finite(raw_BV, [draft.row for draft in rows])
     if frontier.seen_BV is not None:
         logits_BV = penalize(logits_BV, frontier.seen_BV, params.repetition_penalty)
-    noise = [uniform(seed, draft.row, draft.sample, len(draft.tokens)) for draft in rows]
+    noise = [noise_of(seed, draft.row, draft.sample, len(draft.tokens)) for draft in rows]
     noise_B = torch.tensor(noise, dtype=torch.float64)
     tokens_B = draw(logits_BV, noise_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
     for draft, token in zip(rows, tokens_B.tolist(), strict=True):
         if draft.reason is None:
             draft.take(token)
-    if params.logprobs:
-        pairs = with_logprobs(log_probs(raw_BV, params.temperature), tokens_B, params.logprobs)
-        for draft, pair in zip(rows, pairs, strict=True):
-            if len(draft.logprobs) < len(draft.tokens):  # not for a row that had ended before
-                draft.logprobs.append(pair)
+    if params.logprobs or params.topk_logprobs:
+        _note(rows, log_probs(raw_BV, params.temperature), tokens_B, params)
     return tokens_B
+
+
+def _note(rows: list[Draft], table_BV: Tensor, tokens_B: Tensor, params: SamplingParams) -> None:
+    """Give drafts the log-probabilities of their last tokens; not those that had ended before."""
+    if params.logprobs:
+        for draft, pairs in zip(rows, with_logprobs(table_BV, tokens_B, params.logprobs), strict=True):
+            if len(draft.logprobs) < len(draft.tokens):
+                draft.logprobs.append(pairs)
+    if params.topk_logprobs:
+        for draft, best in zip(rows, most_probable(table_BV, params.topk_logprobs), strict=True):
+            if len(draft.topk) < len(draft.tokens):
+                draft.topk.append(best)
 
 
 def _require_finite(logits: Tensor, rows: list[int]) -> None:
     """Refuse NaN, row by row of the first dimension; -inf is a model's way to forbid a token."""
     broken = logits.isnan().flatten(1).any(-1)
     if bool(broken.any()):
-        row = min(rows[index] for index in broken.nonzero().flatten().tolist())
-        raise NonFiniteError(
-            f"row {row}: the model's logits are NaN; its weights are broken (a diverged run?) or its dtype overflows"
-        )
+        raise broken_logits(min(rows[index] for index in broken.nonzero().flatten().tolist()))
+
+
+def broken_logits(row: int) -> NonFiniteError:
+    """Return the error of a row whose logits are NaN."""
+    return NonFiniteError(
+        f"row {row}: the model's logits are NaN; its weights are broken (a diverged run?) or its dtype overflows"
+    )

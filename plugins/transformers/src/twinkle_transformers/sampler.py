@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,11 +16,14 @@ from twinkle.platform import Platform
 from twinkle.sampler import Sampler
 from twinkle_transformers.engine.handle import SampleHandle
 from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.generation import Draft, Prompt
+from twinkle_transformers.prompt_scores import PromptScores
 from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms, token_ids
 from twinkle_transformers.service import Limits, Service
-from twinkle_transformers.sources import OwnWeights, SharedModel, Source
+from twinkle_transformers.sources import OwnWeights, Pick, SharedModel, Source
 from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.versions import AdapterVersion
 
 Row = InputFeature | Trajectory
 
@@ -118,6 +121,7 @@ class TorchSampler(Sampler):
         adapter_path: str | Path | None = None,
         *,
         use_base_model: bool = False,
+        adapter_version: AdapterVersion | None = None,
         num_samples: int | None = None,
     ) -> list[SampleResponse]:
         """Return one response for each input, in order, with `num_samples` sequences each.
@@ -126,11 +130,13 @@ class TorchSampler(Sampler):
             inputs: trajectories, which the template encodes with a generation prompt, or encoded rows; not both.
             sampling_params: `max_tokens=None` means 2048; every sequence also ends where the model's context ends.
                 `max_tokens=0` draws nothing and scores the prompts. `logprobs=k` gives k pairs a token, the drawn
-                token's first (0 is None). `prompt_logprobs=k` scores the prompt too, at the same temperature.
+                token's first (0 is None). `prompt_logprobs=k` scores the prompt too, at the same temperature unless
+                `prompt_temperature` says another.
             adapter_name: an adapter of the live model, or one added by `add_adapter_to_sampler`; "" is the live model's
                 active adapter, or the sampler's default one; None is the base model. A list has one for each input.
-            adapter_path: the folder of a PEFT adapter to sample with; own weights only.
+            adapter_path: the folder of a PEFT adapter to sample with; a shared model reads it without adding it.
             use_base_model: sample without any adapter.
+            adapter_version: instead, weights at one moment: what `read_adapter`, or a pool's `version`, returned.
             num_samples: wins over `sampling_params.num_samples`.
 
         Raises:
@@ -142,7 +148,9 @@ class TorchSampler(Sampler):
             NonFiniteError: the model's logits, or the weights of an adapter, are NaN.
         """
         handles = self._submit(
-            as_list(inputs), _params(sampling_params, num_samples), adapter_name, adapter_path, use_base_model
+            as_list(inputs),
+            _params(sampling_params, num_samples),
+            _one_adapter(adapter_name, adapter_path, adapter_version, use_base_model),
         )
         try:
             return [handle.result() for handle in handles]
@@ -158,6 +166,7 @@ class TorchSampler(Sampler):
         adapter_path: str | Path | None = None,
         *,
         use_base_model: bool = False,
+        adapter_version: AdapterVersion | None = None,
         num_samples: int | None = None,
     ) -> SampleHandle:
         """Begin to sample one input, beside whatever else is being sampled, and return a handle on it.
@@ -168,13 +177,14 @@ class TorchSampler(Sampler):
             adapter_name: see `sample`.
             adapter_path: see `sample`.
             use_base_model: see `sample`.
+            adapter_version: see `sample`.
             num_samples: see `sample`.
         """
         rows = as_list(inputs)
         if len(rows) != 1:
             raise ArgumentError(f"submit takes one input, not {len(rows)}; call it for each, or use sample")
         params = _params(sampling_params, num_samples)
-        return self._submit(rows, params, adapter_name, adapter_path, use_base_model)[0]
+        return self._submit(rows, params, _one_adapter(adapter_name, adapter_path, adapter_version, use_base_model))[0]
 
     def sample_stream(
         self,
@@ -206,20 +216,29 @@ class TorchSampler(Sampler):
         handle = self.submit(inputs, params, adapter_name, adapter_path, use_base_model=use_base_model)
         return _streamed(handle)
 
-    def _submit(
-        self,
-        rows: list[Any],
-        params: SamplingParams,
-        adapter_name: str | Sequence[str | None] | None,
-        adapter_path: str | Path | None,
-        use_base_model: bool,
-    ) -> list[SampleHandle]:
-        if use_base_model and (adapter_name or adapter_path is not None):
-            raise ArgumentError("sample: use_base_model=True excludes adapter_name and adapter_path")
-        if adapter_name and adapter_path is not None:
-            raise ArgumentError("sample: give adapter_name or adapter_path, not both")
-        names = [None] * len(rows) if use_base_model else _names(adapter_name, len(rows))
+    def step(self) -> bool:
+        """Take one step for whatever is being sampled, for a loop that does other work in between.
+
+        It waits for nobody: where another thread is taking steps, it returns True at once. A model that cannot be
+        sampled step by step serves the next call whole.
+
+        Returns:
+            False if there was nothing to do.
+        """
+        return self._service.step()
+
+    def read_adapter(self, path: str | Path) -> AdapterVersion:
+        """Read a folder that PEFT wrote, for `adapter_version`; whoever holds it decides how long it stays in memory.
+
+        Raises:
+            CheckpointError: the folder is missing or holds an adapter of another model.
+            Unsupported: it is more than low-rank terms of linear layers.
+        """
+        return self._source.read(path, self._service.runner)
+
+    def _submit(self, rows: list[Any], params: SamplingParams, adapter: "_Adapter") -> list[SampleHandle]:
         runner = self._service.runner
+        picks = self._picks(adapter, len(rows), runner)
         features = self._encode(rows)
         stop = self._stop_rule(params)
         base = self._source.base
@@ -229,14 +248,24 @@ class TorchSampler(Sampler):
         if params.max_tokens is None and self._service.engine is not None:
             longest = self._service.engine.longest
             room = [max(1, min(n, longest - len(tokens) + 1)) for n, tokens in zip(room, ids, strict=True)]
-        prompts = [Prompt(row, *pair) for row, pair in enumerate(zip(ids, room, strict=True))]
+        prompts = [
+            Prompt(row, tokens, n, PromptScores.of(tokens, params, row, vocabulary, alone=n == 0))
+            for row, (tokens, n) in enumerate(zip(ids, room, strict=True))
+        ]
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        picks = {name: self._source.pick(name, adapter_path, runner) for name in dict.fromkeys(names)}
-        served = self._service.submit(prompts, params, stop, seed, [picks[name] for name in names])
+        served = self._service.submit(prompts, params, stop, seed, picks)
         return [
             SampleHandle(request, server, partial(self._response, feature))
             for (request, server), feature in zip(served, features, strict=True)
         ]
+
+    def _picks(self, adapter: "_Adapter", count: int, runner: Runner | None) -> list[Pick]:
+        """Return the adapter of each row."""
+        if adapter.version is not None:
+            return [self._source.pick_version(adapter.version, runner)] * count
+        names = [None] * count if adapter.base else _names(adapter.name, count)
+        found = {name: self._source.pick(name, adapter.path, runner) for name in dict.fromkeys(names)}
+        return [found[name] for name in names]
 
     def reset_prefix_cache(self) -> None:
         """Forget what is kept of earlier prompts.
@@ -318,16 +347,20 @@ class TorchSampler(Sampler):
         strings = tuple(string for string in params.stop_strings() if string)
         known = self._template is not None or self._source.model_id is not None
         tokenizer = self.template.tokenizer if known or strings else None
-        ids = end_tokens(self._source.base, tokenizer) | frozenset(params.stop_token_ids())
+        ends = frozenset[int]() if params.endless else end_tokens(self._source.base, tokenizer)
+        ids = ends | frozenset(params.stop_token_ids())
         return StopRule(ids, strings, tokenizer)
 
     def _response(self, feature: InputFeature, request: Request) -> SampleResponse:
-        result = request.result
+        result, scores = request.result, request.prompt.scores
         return SampleResponse(
             sequences=[self._sequence(feature, draft, request.params, request.stop) for draft in result.drafts],
             prompt_token_ids=list(request.prompt.ids),
-            prompt_logprobs=result.prompt_logprobs,
-            topk_prompt_logprobs=result.topk_prompt_logprobs,
+            prompt_logprobs=scores.logprobs,
+            topk_prompt_logprobs=scores.topk,
+            prompt_target_logprobs=scores.targets,
+            prompt_draws=scores.draws,
+            cached_tokens=request.known,
         )
 
     def _sequence(self, feature: InputFeature, draft: Draft, params: SamplingParams, stop: StopRule) -> SampledSequence:
@@ -336,6 +369,7 @@ class TorchSampler(Sampler):
             stop_reason=draft.reason or "error",
             tokens=draft.tokens,
             logprobs=draft.logprobs if params.logprobs else None,
+            topk_logprobs=draft.topk if params.topk_logprobs else None,
             decoded=stop.trim(draft.tokens) if readable else None,
             new_input_feature=(
                 self.template.concat_input_feature(feature, draft.tokens) if readable and draft.tokens else None
@@ -348,6 +382,25 @@ def _params(given: SamplingParams | Mapping[str, Any] | None, num_samples: int |
     if num_samples is None:
         return params
     return SamplingParams(**{**params.to_dict(), "num_samples": num_samples})
+
+
+class _Adapter(NamedTuple):
+    """What a call says about the adapter to sample with."""
+
+    name: str | Sequence[str | None] | None
+    path: str | Path | None
+    version: AdapterVersion | None
+    base: bool
+
+
+def _one_adapter(
+    name: str | Sequence[str | None] | None, path: str | Path | None, version: AdapterVersion | None, base: bool
+) -> _Adapter:
+    if base and (name or path is not None or version is not None):
+        raise ArgumentError("sample: use_base_model=True excludes adapter_name, adapter_path and adapter_version")
+    if bool(name) + (path is not None) + (version is not None) > 1:
+        raise ArgumentError("sample: give one of adapter_name, adapter_path and adapter_version, not several")
+    return _Adapter(name, path, version, base)
 
 
 def _names(given: str | Sequence[str | None] | None, count: int) -> list[str | None]:

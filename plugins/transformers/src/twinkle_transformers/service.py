@@ -90,8 +90,9 @@ class Service:
             self._model = None
 
     def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, stop: StopRule, seed: int, picks: Sequence[Pick]
-    ) -> list[tuple[Request, Server]]:
+        self, prompts: Sequence[Prompt], params: SamplingParams, stop: StopRule, seed: int | Sequence[int],
+        picks: Sequence[Pick],
+    ) -> list[tuple[Request, Server]]:  # fmt: skip
         """Begin with the prompts of a call; returns each one's request and who serves it.
 
         Args:
@@ -122,6 +123,11 @@ class Service:
                 engine.admit(request)
                 served.append((request, engine))
         return served
+
+    def step(self) -> bool:
+        """Take one step for whatever is being sampled, without waiting; False if there was nothing to do."""
+        engine = self._engine
+        return (engine is not None and engine.step()) or self.whole.step()
 
     def _build(self, model: Any) -> Engine | None:
         runner = Runner(model, row_multiple=self._limits.row_multiple)

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -17,7 +17,7 @@ from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.logging import get_logger
 from twinkle_transformers import adapters
-from twinkle_transformers.engine.adapters import LiveAdapters, read_version
+from twinkle_transformers.engine.adapters import LiveAdapters, read_version, sites_of
 from twinkle_transformers.engine.modes import active_adapters, evaluating, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
@@ -67,9 +67,30 @@ class Source(ABC):
             runner: of the engine; None where there is none.
         """
 
+    def pick_version(self, version: AdapterVersion, runner: Runner | None) -> Pick:
+        """Return weights that somebody holds, as the adapter of a row.
+
+        Raises:
+            ArgumentError: they adapt layers that this model does not have.
+        """
+        sites = sites_of(self.base) if runner is None else runner.sites
+        shapes = version.layout.shapes.items()
+        if strange := [name for name, shape in shapes if not shape.experts and name not in sites]:
+            raise ArgumentError(f"adapter {version.key!r} adapts {strange[0]}, which this model does not have")
+        return Pick(version=version, whole=runner is None)
+
     @abstractmethod
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """Load an adapter under a name; one of that name is replaced."""
+
+    def read(self, path: str | Path, runner: Runner | None) -> AdapterVersion:
+        """Read the adapter in a folder; nothing of the module changes.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another model.
+            Unsupported: it is more than low-rank terms of linear layers.
+        """
+        return read_version(_adapter_folder(path), sites_of(self.base) if runner is None else runner.sites)
 
     @property
     def base(self) -> Any:
@@ -160,9 +181,7 @@ class OwnWeights(Source):
 
     def _from_path(self, path: str | Path, runner: Runner | None) -> Pick:
         folder = _adapter_folder(path)
-        weights = folder / adapters.WEIGHTS
-        stat = weights.stat() if weights.is_file() else None
-        key = (str(folder.resolve()), 0 if stat is None else stat.st_mtime_ns, 0 if stat is None else stat.st_ino)
+        key = _state(folder)
         found = self._by_path.pop(key, None) or self._load(folder, runner)
         self._by_path[key] = found
         while len(self._by_path) > _KEPT:
@@ -206,6 +225,7 @@ class SharedModel(Source):
             )
         self._model = model
         self._live = LiveAdapters()
+        self._folders = _Folders()
 
     @property
     def module(self) -> nn.Module:
@@ -236,9 +256,11 @@ class SharedModel(Source):
         return own() if own is not None and not isinstance(self._model, nn.Module) else contextlib.nullcontext()
 
     def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
-        """See `Source.pick`; by default it is the live model's active adapter."""
+        """See `Source.pick`; by default it is the live model's active adapter. A folder is read, not added."""
         if path is not None:
-            raise Unsupported(_SHARED)
+            if runner is None and not hasattr(self._model, "sampler_version"):
+                raise Unsupported(_SHARED)
+            return Pick(version=self._folders.version(path, lambda: self.read(path, runner)), whole=runner is None)
         if name is None:
             return Pick()
         if hasattr(self._model, "sampler_version"):
@@ -271,6 +293,29 @@ class SharedModel(Source):
     def add(self, adapter_name: str, path: str | Path, runner: Runner | None) -> None:
         """Refuse: the adapters of a live model are its own."""
         raise Unsupported(_SHARED)
+
+
+class _Folders:
+    """Adapters of the folders that were read last, as long as those are unchanged."""
+
+    def __init__(self) -> None:
+        self._versions: dict[tuple[str, int, int], AdapterVersion] = {}
+
+    def version(self, path: str | Path, read: Callable[[], AdapterVersion]) -> AdapterVersion:
+        """Return the adapter in a folder, which `read` reads."""
+        key = _state(_adapter_folder(path))
+        found = self._versions.pop(key, None) or read()
+        self._versions[key] = found
+        if len(self._versions) > _KEPT:
+            del self._versions[next(iter(self._versions))]
+        return found
+
+
+def _state(folder: Path) -> tuple[str, int, int]:
+    """Return what says which adapter is in a folder, and changes when it is written anew."""
+    weights = folder / adapters.WEIGHTS
+    stat = weights.stat() if weights.is_file() else None
+    return str(folder.resolve()), 0 if stat is None else stat.st_mtime_ns, 0 if stat is None else stat.st_ino
 
 
 _SHARED = (

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from twinkle.data_format.features import InputFeature
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, Unsupported
 
 StopReason: TypeAlias = Literal["length", "stop", "abort", "error"]
+_OURS_ALONE = ("topk_logprobs", "prompt_logprobs_last", "prompt_temperature", "prompt_targets", "prompt_draws")
 
 
 @dataclass
@@ -16,8 +17,10 @@ class SamplingParams:
 
     Attributes:
         max_tokens: at most so many new tokens; 0 scores the prompt only; None leaves it to the sampler.
-        seed: makes the draw repeatable: same seed, same tokens, whatever else is in the batch.
-        stop: a string, several strings, or token ids, at which a sequence ends (the match is not part of `decoded`).
+        seed: makes the draw repeatable: same seed, same tokens, whatever else is in the batch. A list has one for each
+            sample, which is then what a request of its own with that seed would be.
+        stop: a string, several strings, or token ids, at which a sequence ends beside the model's own end tokens (the
+            match is not part of `decoded`); `[]` lets nothing end it but `max_tokens`.
         temperature: 0 is greedy.
         top_k: draw among the k most probable; -1 means all.
         top_p: draw among the fewest tokens whose probability reaches p.
@@ -25,13 +28,21 @@ class SamplingParams:
         logprobs: number of log-probabilities a token; 1 gives the drawn token's own.
         prompt_logprobs: the same for the prompt's tokens.
         num_samples: sequences a prompt.
+        topk_logprobs: this many most probable tokens at the place of each new one, whether it is among them or not.
+        prompt_logprobs_last: score only so many tokens at the prompt's end, which lets the rest come from what is kept
+            of earlier prompts; None is all. Needs `prompt_logprobs`.
+        prompt_temperature: of the prompt's scores; None is `temperature`.
+        prompt_targets: token ids `[N, K]` to score in the prompt: row i at the place of token i + 1, -1 asks nothing; N
+            is at most the prompt's length (the last row is then the place of the first new token).
+        prompt_draws: this many draws, with replacement, at the place of each prompt token but the first, at
+            `temperature` and without top-k and top-p.
 
     Raises:
         ValueError: a value is outside its range.
     """
 
     max_tokens: int | None = None
-    seed: int | None = None
+    seed: int | Sequence[int] | None = None
     stop: str | Sequence[str] | Sequence[int] | None = None
     temperature: float = 1.0
     top_k: int = -1
@@ -40,6 +51,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_samples: int = 1
+    topk_logprobs: int = 0
+    prompt_logprobs_last: int | None = None
+    prompt_temperature: float | None = None
+    prompt_targets: Sequence[Sequence[int]] | None = None
+    prompt_draws: int = 0
 
     def __post_init__(self) -> None:
         checks = {
@@ -51,6 +67,20 @@ class SamplingParams:
             "num_samples": (self.num_samples >= 1, "at least 1"),
             "max_tokens": (self.max_tokens is None or self.max_tokens >= 0, "None or at least 0"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "topk_logprobs": (self.topk_logprobs >= 0, "at least 0"),
+            "prompt_logprobs_last": (
+                self.prompt_logprobs_last is None or (self.prompt_logprobs_last >= 0 and bool(self.prompt_logprobs)),
+                "None, or at least 0 together with prompt_logprobs",
+            ),
+            "prompt_temperature": (
+                self.prompt_temperature is None or self.prompt_temperature >= 0,
+                "None or at least 0 (0 counts as 1)",
+            ),
+            "prompt_draws": (self.prompt_draws >= 0, "at least 0"),
+            "seed": (
+                self.seed is None or isinstance(self.seed, int) or len(self.seed) == self.num_samples,
+                f"one number, or one for each of num_samples = {self.num_samples}",
+            ),
         }
         for name, (good, allowed) in checks.items():
             if not good:
@@ -81,6 +111,11 @@ class SamplingParams:
         """Return the fields as a plain dict."""
         return asdict(self)
 
+    @property
+    def endless(self) -> bool:
+        """Whether nothing ends a sequence but `max_tokens`: `stop` is an empty list."""
+        return self.stop is not None and not isinstance(self.stop, str) and len(self.stop) == 0
+
     def stop_strings(self) -> list[str]:
         """Return the strings among `stop`."""
         if self.stop is None:
@@ -96,7 +131,15 @@ class SamplingParams:
         return [int(item) for item in self.stop if not isinstance(item, str)]
 
     def to_vllm(self, **kwargs: Any) -> Any:
-        """Return `vllm.SamplingParams`; keyword arguments are passed on and win over the fields here."""
+        """Return `vllm.SamplingParams`; keyword arguments are passed on and win over the fields here.
+
+        Raises:
+            Unsupported: a field is set that vLLM has nothing for.
+        """
+        defaults = {f.name: f.default for f in fields(self)}
+        beyond = [name for name in _OURS_ALONE if getattr(self, name) != defaults[name]]
+        if beyond or not isinstance(self.seed, int | None):
+            raise Unsupported(f"vLLM has nothing for SamplingParams.{[*beyond, 'seed'][0]}; leave it out")
         from vllm import SamplingParams as VLLMSamplingParams  # type: ignore[import-not-found,unused-ignore]
 
         values: dict[str, Any] = {
@@ -111,6 +154,7 @@ class SamplingParams:
             "prompt_logprobs": self.prompt_logprobs,
             "stop": self.stop_strings() or None,
             "stop_token_ids": self.stop_token_ids() or None,
+            "ignore_eos": self.endless,
         }
         if "num_samples" in kwargs:
             values["n"] = kwargs.pop("num_samples")
@@ -130,6 +174,8 @@ class SamplingParams:
         }
         if self.temperature > 0:
             values |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": max(self.top_k, 0)}
+        if self.endless:
+            values["eos_token_id"] = None
         if strings := self.stop_strings():
             if tokenizer is None:
                 raise ValueError("SamplingParams.to_transformers: stop strings need tokenizer=")
@@ -148,6 +194,8 @@ class SampledSequence:
         decoded: the new text, without special tokens and without the stop string.
         new_input_feature: prompt and completion as one row, ready for `model.forward_backward`.
         routed_experts: expert choices of mixture models, where recorded.
+        topk_logprobs: for each new token the most probable ones at its place, as (token id, log-probability), the best
+            first; None where none were asked for.
     """
 
     stop_reason: StopReason
@@ -156,6 +204,7 @@ class SampledSequence:
     decoded: str | None = None
     new_input_feature: InputFeature | None = None
     routed_experts: Any | None = None
+    topk_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass
@@ -165,11 +214,18 @@ class SampleResponse:
     Attributes:
         sequences: `num_samples` of them.
         prompt_token_ids: the prompt as it was fed.
-        prompt_logprobs: log-probability of each prompt token given those before it; the first is None.
+        prompt_logprobs: log-probability of each prompt token given those before it; None for the first, and for those
+            that were not to be scored.
         topk_prompt_logprobs: the same with the k most probable tokens, as (token id, log-probability).
+        prompt_target_logprobs: log-probabilities of `prompt_targets`, None where nothing was asked.
+        prompt_draws: at the place of each prompt token but the first what was drawn, as (token id, log-probability).
+        cached_tokens: how many of the prompt's tokens were known of earlier prompts and not read again.
     """
 
     sequences: Sequence[SampledSequence]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    prompt_target_logprobs: list[list[float | None]] | None = None
+    prompt_draws: list[list[tuple[int, float]]] | None = None
+    cached_tokens: int = 0

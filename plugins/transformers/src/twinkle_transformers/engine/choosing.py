@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twinkle.errors import NonFiniteError
-from twinkle_transformers.drawing import draw, log_probs, most_probable, penalize, uniform, with_logprobs
+from twinkle_transformers.drawing import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
 from twinkle_transformers.engine.requests import Request
-from twinkle_transformers.generation import Draft
+from twinkle_transformers.generation import Draft, broken_logits
 
 Row = tuple[Request, Draft]
 
@@ -42,17 +41,21 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
         highest, tokens = raw.max(-1)
     else:
         highest = raw.amax(-1)
-        places = [uniform(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
+        places = [noise_of(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
         noise = None if places is None else torch.tensor(places, dtype=torch.float64)
         tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
     broken = highest.isnan().tolist()  # NaN is the greatest of all numbers here
-    pairs = with_logprobs(log_probs(raw, params.temperature), tokens, params.logprobs) if params.logprobs else None
+    table = log_probs(raw, params.temperature) if params.logprobs or params.topk_logprobs else raw
+    pairs = with_logprobs(table, tokens, params.logprobs) if params.logprobs else None
+    best = most_probable(table, params.topk_logprobs) if params.topk_logprobs else None
     for index, ((request, draft), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
         if broken[index]:
             request.error = request.error or broken_logits(request.prompt.row)
             continue
         if pairs is not None:
             draft.logprobs.append(pairs[index])
+        if best is not None:
+            draft.topk.append(best[index])
         try:
             draft.take(token)
         except Exception as error:  # a tokenizer that fails on one request's text is no matter of the others
@@ -63,36 +66,3 @@ def _seen(request: Request, draft: Draft, like: Tensor) -> Tensor:
     seen = torch.zeros(like.shape[-1], dtype=torch.bool)
     seen[torch.tensor([*request.prompt.ids, *draft.tokens])] = True
     return seen.to(like.device)
-
-
-def score(request: Request, start: int, logits: Tensor) -> None:
-    """Score prompt tokens that follow some that were read.
-
-    Args:
-        request: whose prompt it is.
-        start: place in the prompt of the first row.
-        logits: `[n, V]` behind each of `n` tokens; the prompt's last one has no successor to score.
-    """
-    result, ids = request.result, request.prompt.ids
-    if result.prompt_logprobs is None:
-        result.prompt_logprobs = [None]
-        result.topk_prompt_logprobs = [None] if request.params.prompt_logprobs else None
-    del result.prompt_logprobs[start + 1 :]  # a step that was broken off may have come so far
-    targets = ids[start + 1 : start + 1 + len(logits)]
-    if not targets:
-        return
-    table = log_probs(logits[: len(targets)], request.params.temperature)
-    if bool(table.isnan().any()):
-        request.error = request.error or broken_logits(request.prompt.row)
-        return
-    index = torch.tensor(targets, device=table.device)
-    result.prompt_logprobs += table.gather(-1, index[:, None]).squeeze(-1).tolist()
-    if request.params.prompt_logprobs and result.topk_prompt_logprobs is not None:
-        result.topk_prompt_logprobs += most_probable(table, request.params.prompt_logprobs)
-
-
-def broken_logits(row: int) -> NonFiniteError:
-    """Return the error of a row whose logits are NaN."""
-    return NonFiniteError(
-        f"row {row}: the model's logits are NaN; its weights are broken (a diverged run?) or its dtype overflows"
-    )

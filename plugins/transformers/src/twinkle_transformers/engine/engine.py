@@ -117,6 +117,19 @@ class Engine:
             finally:
                 self._hand_over()
 
+    def step(self) -> bool:
+        """Take one step unless another thread is taking steps; False if there was nothing to do."""
+        with self._changed:
+            if self._driven:
+                return True
+            self._driven = True
+        try:
+            with self._ready():
+                self._receive()
+                return self._batch.step()
+        finally:
+            self._hand_over()
+
     def forget_prefixes(self) -> None:
         """Forget what was read of earlier prompts, between two steps."""
         with self._changed:

@@ -1,6 +1,7 @@
 """Requests of an engine, and their sequences while they run."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from twinkle.data_format import SamplingParams
@@ -24,10 +25,11 @@ class Request:
         prompt: its tokens, its row in the call, and how many tokens each sample may have.
         params: how to draw.
         stop: what ends a sample.
-        seed: of the noise.
+        seed: of the noise; a list has one for each sample.
         version: the adapter, None for the base model.
         result: what is known so far.
         read: prompt tokens that are in the store.
+        known: prompt tokens that were there of earlier prompts.
         places: slots that begin with the prompt.
         idle: those of them that no sample runs in.
         pending: samples that have a first token and no slot.
@@ -39,10 +41,11 @@ class Request:
     prompt: Prompt
     params: SamplingParams
     stop: StopRule
-    seed: int
+    seed: int | Sequence[int]
     version: AdapterVersion | None
     result: Generated = field(init=False)
     read: int = 0
+    known: int = 0
     places: list[Place] = field(default_factory=list)
     idle: list[Place] = field(default_factory=list)
     pending: deque[Draft] = field(default_factory=deque)
@@ -55,11 +58,6 @@ class Request:
         self.result = Generated([Draft(row, n, room, self.stop.watch()) for n in range(self.params.num_samples)])
 
     @property
-    def scored(self) -> bool:
-        """Whether the prompt's own tokens are scored."""
-        return bool(self.params.prompt_logprobs) or self.prompt.room == 0
-
-    @property
     def reading(self) -> bool:
         """Whether some of the prompt is not in the store."""
         return self.read < len(self.prompt.ids)
@@ -70,10 +68,10 @@ class Request:
         return len(self.prompt.ids) + max(0, self.prompt.room - 1)
 
     @property
-    def drawing(self) -> tuple[float, int, float, float, int]:
+    def drawing(self) -> tuple[float, int, float, float, int, int]:
         """What decides how tokens are drawn: rows that agree in it are drawn together."""
         p = self.params
-        return p.temperature, p.top_k, p.top_p, p.repetition_penalty, p.logprobs or 0
+        return p.temperature, p.top_k, p.top_p, p.repetition_penalty, p.logprobs or 0, p.topk_logprobs
 
 
 @dataclass(slots=True, eq=False)

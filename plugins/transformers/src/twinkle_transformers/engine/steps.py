@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from twinkle_transformers.engine.choosing import choose, score
-from twinkle_transformers.engine.prefixes import BLOCK, PrefixCache, shared_blocks
+from twinkle_transformers.engine.choosing import choose
+from twinkle_transformers.engine.prefixes import BLOCK, Block, PrefixCache, shared_blocks
 from twinkle_transformers.engine.requests import Place, Request, Running
 from twinkle_transformers.engine.room import Room
 from twinkle_transformers.engine.runner import Read, Runner
 from twinkle_transformers.engine.stream import Piece
+from twinkle_transformers.generation import broken_logits
 
 Work = list[tuple[Request | Running, Piece]]
 """What a step reads, and for whom."""
@@ -72,25 +73,32 @@ class Batch:
             self.waiting.remove(request)
             self._active.append(request)
             request.places.append(self.room.take(request))
-            if not request.scored:
-                self._recall(request)
+            self._recall(request)
 
     def _recall(self, request: Request) -> None:
         """Begin with what is known of an earlier prompt."""
-        blocks = self.prefixes.find(_key(request), request.prompt.ids)
+        blocks = self._known(request)
         if blocks:
             self.room.prepare(len(blocks) * BLOCK)
             for number, block in enumerate(blocks):
                 self.room.store.put(request.places[0].slot, number * BLOCK, block.parts)
-            request.read = len(blocks) * BLOCK
+            request.read = request.known = len(blocks) * BLOCK
+
+    def _known(self, request: Request) -> list[Block]:
+        """Return what is kept of earlier prompts, as far as no token of it is to be scored."""
+        if request.prompt.scores.first < BLOCK:
+            return []
+        blocks = self.prefixes.find(_key(request), request.prompt.ids)
+        return blocks[: request.prompt.scores.first // BLOCK]
 
     def _comes(self, request: Request) -> bool:
         """Say whether a prompt that is being read will leave more of this one's beginning than is known now."""
-        if request.scored or not self.prefixes.limit:
+        most = request.prompt.scores.first // BLOCK
+        if not most or not self.prefixes.limit:
             return False
         alike = [r.prompt.ids for r in self._active if r.reading and _key(r) == _key(request)]
-        shared = max((shared_blocks(request.prompt.ids, ids) for ids in alike), default=0)
-        return shared > 0 and shared > len(self.prefixes.find(_key(request), request.prompt.ids))
+        shared = min(most, max((shared_blocks(request.prompt.ids, ids) for ids in alike), default=0))
+        return shared > 0 and shared > len(self._known(request))
 
     def _start(self) -> None:
         """Give samples that have a first token their slots; a request that waits comes before a second sample."""
@@ -153,8 +161,7 @@ class Batch:
         for (owner, piece), first in zip(work, read.stream.firsts, strict=True):
             past = first + len(piece.tokens)
             if isinstance(owner, Request):
-                if owner.scored:
-                    self._score(owner, piece, read, first)
+                self._score(owner, piece, read, first)
                 stop = piece.start + len(piece.tokens)
                 if stop < len(owner.prompt.ids) or owner.prompt.room == 0:
                     owner.read = stop
@@ -172,8 +179,12 @@ class Batch:
                     self._draw_first(owner, logits[index : index + 1])
 
     def _score(self, request: Request, piece: Piece, read: Read, first: int) -> None:
-        for part in self._portions(range(first, first + len(piece.tokens))):
-            score(request, piece.start + part[0] - first, self.runner.logits(read, part))
+        scores, begin = request.prompt.scores, first - piece.start
+        rows = range(max(piece.start, scores.first) + begin, min(first + len(piece.tokens), scores.past + begin))
+        for part in self._portions(rows):
+            logits = self.runner.logits(read, part)
+            if not scores.write(part[0] - begin, logits, request.seed, request.prompt.row):
+                request.error = request.error or broken_logits(request.prompt.row)
 
     def _draw_first(self, request: Request, logits: Tensor) -> None:
         """Draw the first token of every sample of a prompt that was read to its end."""

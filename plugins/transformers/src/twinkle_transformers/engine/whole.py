@@ -69,6 +69,14 @@ class WholeCalls:
                 if not until():
                     self._next_call()
 
+    def step(self) -> bool:
+        """Serve the next call to its end; False if none waits."""
+        with self._lock:
+            if self._waiting:
+                self._next_call()
+                return True
+            return False
+
     def _next_call(self) -> None:
         first, adapter = self._waiting[0]
         mine = [r for r, a in self._waiting if a == adapter and _same_call(r, first)]

@@ -1,0 +1,171 @@
+"""What a request wants to know of its prompt, and the numbers, written where they belong as rows of logits come."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle.data_format import SamplingParams
+from twinkle.errors import DataError
+from twinkle_transformers.drawing import draw_several, log_probs, most_probable, noise_of
+
+_NOTHING = -1
+
+
+@dataclass(slots=True, eq=False)
+class PromptScores:
+    """Scores of one prompt. Row i of the logits stands behind its token i, at the place of token i + 1.
+
+    Attributes:
+        ids: the prompt.
+        params: what is wanted.
+        first: the first row that is needed; as many as the prompt has tokens where none is.
+        past: the row behind the last that is needed.
+        logprobs: of the prompt's tokens, None for those that are not scored.
+        topk: the most probable tokens at each place.
+        targets: scores of the targets, None where nothing was asked.
+        draws: what was drawn at the place of each token but the first.
+    """
+
+    ids: Sequence[int]
+    params: SamplingParams
+    first: int = 0
+    past: int = 0
+    logprobs: list[float | None] | None = None
+    topk: list[list[tuple[int, float]] | None] | None = None
+    targets: list[list[float | None]] | None = None
+    draws: list[list[tuple[int, float]]] | None = None
+    _asked: Tensor | None = None
+    _scored: range = range(0)
+
+    @classmethod
+    def of(
+        cls, ids: Sequence[int], params: SamplingParams, row: int, vocabulary: int, *, alone: bool
+    ) -> "PromptScores":
+        """Return the scores of a prompt, none of them known.
+
+        Args:
+            ids: the prompt.
+            params: of the request.
+            row: its number, for errors.
+            vocabulary: number of token ids.
+            alone: nothing will be drawn, so that the prompt is scored in any case.
+
+        Raises:
+            DataError: the targets are no table of token ids that fits the prompt.
+        """
+        scores = cls(ids, params)
+        count = len(ids)
+        if params.prompt_logprobs or alone:
+            last = params.prompt_logprobs_last
+            scores._scored = range(0 if last is None else max(0, count - 1 - last), count - 1)
+            scores.logprobs = [None] * count
+            scores.topk = [None] * count if params.prompt_logprobs else None
+        if params.prompt_targets is not None:
+            scores._asked = _table(params.prompt_targets, row, count, vocabulary)
+            scores.targets = [[None] * scores._asked.shape[1] for _ in scores._asked]
+        if params.prompt_draws:
+            scores.draws = [[] for _ in range(count - 1)]
+        needed = [rows for rows in scores._needed() if rows]
+        scores.first = min((rows.start for rows in needed), default=count)
+        scores.past = max((rows.stop for rows in needed), default=count)
+        return scores
+
+    def _needed(self) -> Iterator[range]:
+        yield self._scored
+        if self._asked is not None and len(asked := (self._asked != _NOTHING).any(1).nonzero()):
+            yield range(int(asked[0]), int(asked[-1]) + 1)
+        if self.draws:
+            yield range(len(self.draws))
+
+    def write(self, start: int, logits: Tensor, seed: int | Sequence[int], row: int) -> bool:
+        """Write the numbers of some rows; False, and nothing is written, if one that counts is NaN.
+
+        Args:
+            start: the first row.
+            logits: `[n, V]`.
+            seed: of the noise.
+            row: of the request in its call, which is part of the noise.
+        """
+        first = max(start, self.first)
+        logits = logits[first - start :]
+        past = min(first + len(logits), self.past)
+        if past <= first:
+            return True
+        own = self.params.temperature
+        wanted = own if self.params.prompt_temperature is None else self.params.prompt_temperature
+        table = log_probs(logits[: past - first], wanted)
+        if bool(table.isnan().any()):
+            return False
+        rows = range(first, past)
+        logits = logits[: past - first]
+        self._write_tokens(_cut(rows, self._scored), table, first)
+        self._write_targets(rows, table)
+        if self.draws:
+            places = _cut(rows, range(len(self.ids) - 1))
+            drawn = logits[: len(places)]
+            self._write_draws(
+                places, drawn, table[: len(places)] if wanted == own else log_probs(drawn, own), seed, row
+            )
+        return True
+
+    def _write_tokens(self, rows: range, table: Tensor, first: int) -> None:
+        if self.logprobs is None or not rows:
+            return
+        table = table[rows.start - first : rows.stop - first]
+        index = torch.tensor(self.ids[rows.start + 1 : rows.stop + 1], device=table.device)
+        places = slice(rows.start + 1, rows.stop + 1)
+        self.logprobs[places] = table.gather(-1, index[:, None]).squeeze(-1).tolist()
+        if self.topk is not None and self.params.prompt_logprobs:
+            self.topk[places] = most_probable(table, self.params.prompt_logprobs)
+
+    def _write_targets(self, rows: range, table: Tensor) -> None:
+        if self._asked is None or self.targets is None:
+            return
+        asked = self._asked[rows.start : rows.stop]
+        found = table[: len(asked)].gather(-1, asked.clamp(min=0).to(table.device)).tolist()
+        for place, (tokens, scores) in enumerate(zip(asked.tolist(), found, strict=True), rows.start):
+            self.targets[place] = [
+                None if token == _NOTHING else score for token, score in zip(tokens, scores, strict=True)
+            ]
+
+    def _write_draws(self, rows: range, logits: Tensor, table: Tensor, seed: int | Sequence[int], row: int) -> None:
+        if self.draws is None or not rows:
+            return
+        count = self.params.prompt_draws
+        noise = [[noise_of(_first(seed), row, -1 - n, place + 1) for n in range(count)] for place in rows]
+        tokens = draw_several(logits, torch.tensor(noise, dtype=torch.float64), temperature=self.params.temperature)
+        scores = table.gather(-1, tokens)
+        for place, ids, values in zip(rows, tokens.tolist(), scores.tolist(), strict=True):
+            self.draws[place] = list(zip(ids, values, strict=True))
+
+
+def _first(seed: int | Sequence[int]) -> int:
+    return seed if isinstance(seed, int) else seed[0]
+
+
+def _cut(rows: range, bounds: range) -> range:
+    return range(max(rows.start, bounds.start), min(rows.stop, bounds.stop))
+
+
+def _table(targets: Any, row: int, length: int, vocabulary: int) -> Tensor:
+    """Return targets as int64 `[N, K]`."""
+    try:
+        table = torch.as_tensor(targets)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"row {row}: prompt_targets are no table of token ids [N, K] ({error})") from error
+    if table.ndim == 1 and not len(table):
+        table = table.reshape(0, 0).long()
+    if table.ndim != 2 or table.is_floating_point() or len(table) > length:
+        raise DataError(
+            f"row {row}: prompt_targets have the shape {list(table.shape)} and the type {table.dtype}, the prompt "
+            f"{length} tokens; give token ids [N, K], N at most {length}, -1 where nothing is asked"
+        )
+    wrong = (table < _NOTHING) | (table >= vocabulary)
+    if bool(wrong.any()):
+        raise DataError(
+            f"row {row}: prompt_targets hold {int(table[wrong][0])}, outside the model's vocabulary of {vocabulary}"
+        )
+    return table.long()
