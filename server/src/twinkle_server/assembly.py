@@ -1,0 +1,65 @@
+"""The parts of one service put together: application, middleware, keys, figures, and what looks after the disk."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle_server.application import create_application
+from twinkle_server.armour.bodies import Bodies
+from twinkle_server.armour.requests import Requests
+from twinkle_server.checkpoints.links import Links, download_routes
+from twinkle_server.observe.health import INSIDE, PROBES, health_routes
+from twinkle_server.observe.metrics import Metrics
+from twinkle_server.observe.requests import Observed
+from twinkle_server.runtime.service import Service
+from twinkle_server.settings import Settings
+from twinkle_server.store.opening import Store
+from twinkle_server.tenancy.audit import Audited
+from twinkle_server.tenancy.auth import Authentication
+from twinkle_server.tenancy.keys import Keyring
+from twinkle_server.tenancy.limited import Limited
+from twinkle_server.tenancy.quotas import Meter
+
+
+@dataclass(slots=True)
+class Assembly:
+    """A service that can be served.
+
+    Attributes:
+        application: the outermost ASGI application.
+        service: the runtime.
+        metrics: of both.
+    """
+
+    application: Any
+    service: Service
+    metrics: Metrics
+
+
+def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Assembly:
+    """Put the parts together.
+
+    Args:
+        settings: of the service.
+        store: open.
+        service: not started yet, perhaps.
+        metrics: that the service counts into.
+    """
+    keys = Keyring(store.keys.all, store.secret) if settings.auth else None
+    links = Links(settings.data, store.secret)
+    meter = Meter(
+        service.queued,
+        store.models.count,
+        lambda tenant: store.checkpoints.bytes(tenant, time.time()),
+    )
+    faces = create_application(Limited(service, meter), store, settings, links)
+    faces.include_router(download_routes(links))
+
+    async def status() -> dict[str, Any]:
+        return await service.status()
+
+    faces.include_router(health_routes(service.ready, status, metrics, keys))
+    bodies = Bodies(Audited(faces, store.audit), settings.limits)
+    metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
+    guarded = Authentication(bodies, keys, PROBES | INSIDE)
+    return Assembly(Requests(Observed(guarded, metrics)), service, metrics)

@@ -1,0 +1,221 @@
+"""Runs one service: its parts, the socket they answer on, and the signals that end it."""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+from twinkle.errors import ConfigError, ModelLoadError, OutputError
+
+from twinkle_server.armour.protocol import GuardedProtocol
+from twinkle_server.assembly import Assembly, assemble
+from twinkle_server.observe import logs, presence
+from twinkle_server.observe.metrics import Metrics
+from twinkle_server.runtime.service import Service
+from twinkle_server.settings import Settings
+from twinkle_server.store.opening import Store, open_store
+from twinkle_server.tenancy.issue import issue
+
+_KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
+_LAST_ANSWERS = 5  # seconds for answers that are under way when the drain is over
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit code.
+
+    Args:
+        settings: of the service.
+
+    Raises:
+        ConfigError: the settings would serve strangers without keys.
+        ModelLoadError: there is no such model.
+        OutputError: the address cannot be listened on.
+    """
+    import uvloop
+
+    logs.configure()
+    check(settings)
+    settings = resolve(settings)
+    _raise_file_limit()
+    with listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, listener))
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that cannot be meant.
+
+    Raises:
+        ConfigError: nobody would be asked for a key, and others than this machine would be served.
+    """
+    if not settings.auth and not is_loopback(settings.host):
+        raise ConfigError(
+            f"--no-auth serves everybody who reaches {settings.host}: leave it out, or serve 127.0.0.1 only"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def resolve(settings: Settings) -> Settings:
+    """Return settings whose model is a local folder; what clients call it stays what was asked for.
+
+    Raises:
+        ModelLoadError: the folder does not exist.
+        HubError: the hub does not have it, or cannot be reached.
+    """
+    if settings.backend != "pool":
+        return settings
+    from twinkle.hub.local import local_folder
+
+    folder = local_folder(settings.model)
+    if not folder.is_dir():
+        raise ModelLoadError(f"no model at {settings.model}: give a folder that exists, or the id of one at a hub")
+    return replace(settings, model=str(folder), name=settings.served_name)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Return a socket that listens nowhere yet, bound to the address.
+
+    Raises:
+        OutputError: it is taken, or is none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise OutputError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; --port 0 takes a free one"
+        ) from error
+    return listener
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> int:
+    stop = _stop_on_signals()
+    store = open_store(settings.data, limits=settings.limits, times=settings.times)
+    try:
+        await _first_key(settings, store)
+        metrics = Metrics(store.secret)
+        service = Service(settings, store, metrics)
+        assembly = assemble(settings, store, service, metrics)
+        await service.start()
+        try:
+            await _answer(settings, assembly, listener, stop)
+        finally:
+            await service.close()
+    finally:
+        presence.withdraw(settings.data)
+        store.close()
+    return 0
+
+
+async def _answer(settings: Settings, assembly: Assembly, listener: socket.socket, stop: asyncio.Event) -> None:
+    """Answer requests until a signal comes, then until what runs is over."""
+    server = _Server(_configuration(assembly))
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    ready = asyncio.create_task(assembly.service.wait_ready(), name="ready")
+    stopped = asyncio.create_task(stop.wait(), name="stopped")
+    try:
+        await asyncio.wait({serving, ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            await ready
+            _say_ready(settings, listener)
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await assembly.service.drain()
+    finally:
+        server.should_exit = True
+        await serving
+        for task in (ready, stopped):
+            task.cancel()
+
+
+def _configuration(assembly: Assembly) -> uvicorn.Config:
+    return uvicorn.Config(
+        assembly.application,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=_LAST_ANSWERS,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its handling of signals: a drain comes before the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _first_key(settings: Settings, store: Store) -> None:
+    """Make an operator's key in a directory that never had one, and show it once."""
+    if not settings.auth:
+        return
+    known = await store.keys.all(revoked=True)
+    if not known:
+        key = await issue(store, "operator", role="operator")
+        _say(f"Operator's key, shown this once: {key}")
+    elif not is_loopback(settings.host) and all(key.revoked for key in known):
+        raise ConfigError(
+            f"every key of this directory is revoked, and {settings.host} would serve nobody: "
+            f"`twinkle server keys create NAME --data {settings.data}` makes one"
+        )
+
+
+def _say_ready(settings: Settings, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    here = presence.Presence(os.getpid(), local_url(host, port), settings.served_name, time.time())
+    presence.announce(Path(settings.data), here)
+    _say(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
+
+
+def local_url(host: str, port: int) -> str:
+    """Return where this machine itself reaches a server that listens on an address."""
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        return f"http://[::1]:{port}" if address.version == 6 else f"http://127.0.0.1:{port}"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system does: each long poll holds one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
