@@ -73,9 +73,7 @@ class Bodies:
                 for name, value in scope["headers"]
                 if name not in (b"content-encoding", b"content-length")
             ]
-            packed, body = body, await asyncio.to_thread(
-                decompress, body, self._limits.decompressed_bytes, share.take
-            )
+            packed, body = body, await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.take)
             share.give(len(packed))
         if "json" in (header(scope, b"content-type") or ""):
             if len(body) > _ON_A_THREAD:

@@ -36,7 +36,9 @@ def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
             while piece := reader.read(min(_PIECE, limit + 1 - total)):
                 total += len(piece)
                 if total > limit:
-                    raise TooLarge(f"the body is larger than {limit} bytes once decompressed; send fewer rows at a time")
+                    raise TooLarge(
+                        f"the body is larger than {limit} bytes once decompressed; send fewer rows at a time"
+                    )
                 take(len(piece))
                 pieces.write(piece)
     except zstandard.ZstdError as error:

@@ -42,7 +42,9 @@ def open_listed(folder: Path, name: str) -> tuple[BufferedReader, int]:
 
 def archive_size(manifest: Manifest) -> int:
     """Return the bytes of the tar of a folder."""
-    return 2 * _BLOCK + sum(len(_head(name, entry.size)) + _padded(entry.size) for name, entry in manifest.files.items())
+    return 2 * _BLOCK + sum(
+        len(_head(name, entry.size)) + _padded(entry.size) for name, entry in manifest.files.items()
+    )
 
 
 def archive(folder: Path, manifest: Manifest) -> Iterator[bytes]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from twinkle_server.operations import Accepted, Future, ModelInfo, Submission
+from twinkle_server.operations import Accepted, ModelInfo, Submission
 from twinkle_server.runtime.ports import Service
 from twinkle_server.tenancy.auth import CURRENT
 from twinkle_server.tenancy.quotas import Meter
@@ -48,5 +48,3 @@ class Limited:
         if caller is not None and limited and accepted.fresh:
             self._meter.charge(caller, submission.tokens)
         return accepted
-
-

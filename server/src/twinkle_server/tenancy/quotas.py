@@ -95,15 +95,9 @@ class Meter:
         if quotas.operations is not None and (found := self._pending(caller.tenant)) >= quotas.operations:
             raise Busy(f"{found} of your operations wait or run, and {quotas.operations} is this key's limit")
         if kind == "create" and quotas.adapters is not None:
-            if (found := await self._adapters(caller.tenant)) >= quotas.adapters:
-                raise Forbidden(
-                    f"you have {found} adapters, and {quotas.adapters} is this key's limit: finish a session first"
-                )
+            _check_room(await self._adapters(caller.tenant), quotas.adapters, "adapters", "finish a session first")
         if kind == "save" and quotas.bytes is not None:
-            if (found := await self._stored(caller.tenant)) >= quotas.bytes:
-                raise Forbidden(
-                    f"your checkpoints have {found} bytes, and {quotas.bytes} is this key's limit: delete some first"
-                )
+            _check_room(await self._stored(caller.tenant), quotas.bytes, "bytes of checkpoints", "delete some first")
 
     def charge(self, caller: Caller, tokens: int) -> None:
         """Take the tokens of an operation that was accepted; a large one may leave a debt."""
@@ -125,3 +119,8 @@ class Meter:
         bucket.level = min(full, bucket.level + (now - bucket.at) * rate)
         bucket.at = now
         return bucket
+
+
+def _check_room(found: int, limit: int, what: str, remedy: str) -> None:
+    if found >= limit:
+        raise Forbidden(f"you have {found} {what}, and {limit} is this key's limit: {remedy}")

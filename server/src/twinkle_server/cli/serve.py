@@ -1,0 +1,74 @@
+"""`twinkle serve MODEL`."""
+
+from pathlib import Path
+
+import click
+
+_NAMES = {"help_option_names": ["-h", "--help"]}
+
+
+@click.command("serve", context_settings=_NAMES)
+@click.argument("model")
+@click.option("--data", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for all state.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--name", help="What clients call the model; by default MODEL as given.")
+@click.option("--no-auth", is_flag=True, help="Ask for no keys; only where nobody but this machine can reach it.")
+@click.option(
+    "--max-pass-ms",
+    default=500.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="How long sampling may wait for training, about.",
+)
+@click.option(
+    "--loss",
+    "losses",
+    multiple=True,
+    metavar="NAME",
+    help="A loss plugin that requests may use; may be repeated. By default every installed one that is tenant-safe.",
+)
+@click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
+@click.option(
+    "--backend",
+    type=click.Choice(["pool", "ledger"]),
+    default="pool",
+    show_default=True,
+    help="`ledger` trains nothing and counts what would have been applied: for tests of clients.",
+)
+def main(
+    model: str,
+    data: Path,
+    host: str,
+    port: int,
+    name: str | None,
+    no_auth: bool,
+    max_pass_ms: float,
+    losses: tuple[str, ...],
+    custom_losses: bool,
+    backend: str,
+) -> None:
+    """Serve MODEL, a local folder or the id of one at a hub, to clients of the Tinker protocol.
+
+    The first start on an empty folder makes an operator's key and prints it once; `twinkle server keys create` makes
+    others. SIGTERM ends what runs, keeps its state, and exits.
+    """
+    from twinkle_server.cli.problems import told
+    from twinkle_server.serve import serve
+    from twinkle_server.settings import Settings
+
+    settings = Settings(
+        model=model,
+        data=data.expanduser().absolute(),
+        name=name,
+        host=host,
+        port=port,
+        auth=not no_auth,
+        max_pass_seconds=max_pass_ms / 1000,
+        backend=backend,
+        losses=losses or None,
+        custom_losses=custom_losses,
+    )
+    with told():
+        code = serve(settings)
+    click.get_current_context().exit(code)
