@@ -1,7 +1,8 @@
 """What the engine needs of whatever trains and samples; `pool` does it with torch, `ledger` counts for tests.
 
-A backend lives in the engine process and is called by one thread. It is given work that was checked for order; it checks
-what the work says. An exception of one item harms that item only; `Fatal` says that nothing after it can be trusted.
+A backend lives in the engine process and is called by one thread. It is given work that was checked for order; it
+checks what the work says. An exception of one item harms that item only; a method that raises has done nothing, and is
+asked again with less (`run` and `step` for want of memory, say); `Fatal` says that nothing after it can be trusted.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,55 @@
+"""`python -m twinkle_server.engine DESCRIPTOR JSON`: the engine over a socket that this process was started with."""
+
+import ctypes
+import logging
+import signal
+import sys
+
+from twinkle_server.engine.backend import Backend, BackendOptions
+from twinkle_server.engine.host import Host
+from twinkle_server.runtime.link import BlockingLink
+from twinkle_server.settings import Settings
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the other end of the socket is closed."""
+    if len(arguments) != 2 or not arguments[0].isdigit():
+        sys.exit("usage: python -m twinkle_server.engine DESCRIPTOR JSON; `twinkle serve` starts it")
+    _die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to us too, and the service decides when we end
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    settings = Settings.parse(arguments[1])
+    link = BlockingLink.from_descriptor(int(arguments[0]))
+    Host(make_backend(settings), link, settings).serve()
+
+
+def make_backend(settings: Settings) -> Backend:
+    """Return the backend that the settings name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    options = BackendOptions(settings.model, settings.served_name, settings.data, settings.losses, settings.extra)
+    if settings.backend == "ledger":
+        from twinkle_server.engine.ledger import LedgerBackend
+
+        return LedgerBackend(options)
+    if settings.backend == "pool":
+        from twinkle_server.engine.pool.backend import PoolBackend  # imports torch
+
+        return PoolBackend(options)
+    raise ValueError(f"there is no backend {settings.backend!r}; there are 'pool' and 'ledger'")
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this process when the service's is gone, however that came."""
+    if not sys.platform.startswith("linux"):
+        return  # the closed socket tells, too
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

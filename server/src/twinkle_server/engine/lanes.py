@@ -1,0 +1,135 @@
+"""What waits in the engine: for each model its operations, in the order in which they were sent."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import Any
+
+from twinkle_server.engine.messages import Message
+from twinkle_server.operations import PASSES
+
+RESTORE = "restore"
+DETACH = "detach"
+SNAPSHOT = "snapshot"
+ORDERS: frozenset[str] = frozenset({RESTORE, DETACH, SNAPSHOT})
+"""What the service itself asks of a lane, in its place among the operations."""
+CANCELLED = "cancelled"
+"""What an operation becomes that nobody wants any more; it keeps its place, for its number is used."""
+NOBODY = ""
+"""Whose the orders are."""
+_arrivals = count()
+
+
+@dataclass(slots=True)
+class Task:
+    """An operation, or an order of the service.
+
+    Attributes:
+        id: of the operation; -1 for an order.
+        lane: the model, or the sampling session.
+        number: its place there; -1 for an order.
+        kind: of the operation or order.
+        tenant: whose it is.
+        tokens: what it costs, at least 1.
+        alone: it was under way when an engine died, and shares nothing with others.
+        replay: its result is known, only its effect on the model is wanted.
+        payload: see `operations.Submission`.
+        order: how many came before it.
+    """
+
+    id: int
+    lane: str
+    number: int
+    kind: str
+    tenant: str
+    tokens: int = 1
+    alone: bool = False
+    replay: bool = False
+    payload: bytes = b""
+    order: int = field(default_factory=_arrivals.__next__)
+
+    @classmethod
+    def of_run(cls, message: Message) -> "Task":
+        """Read a RUN."""
+        head: dict[str, Any] = message.head
+        return cls(
+            id=head["id"],
+            lane=head["lane"],
+            number=head["number"],
+            kind=head["kind"],
+            tenant=head["tenant"],
+            tokens=max(1, head["tokens"]),
+            alone=bool(head.get("alone")),
+            replay=bool(head.get("replay")),
+            payload=message.body,
+        )
+
+    @classmethod
+    def of_order(cls, message: Message) -> "Task":
+        """Read a RESTORE, DETACH or SNAPSHOT."""
+        payload = (message.head.get("folder") or "").encode()
+        return cls(-1, message.head["lane"], -1, message.type, NOBODY, payload=payload)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether it may go through the model with others."""
+        return self.kind in PASSES and not self.alone
+
+    @property
+    def steps(self) -> bool:
+        """Whether it may share a fused optimizer step."""
+        return self.kind == "optim_step" and not self.alone
+
+
+class Lanes:
+    """Queues of tasks by model; a lane that is held gives nothing."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Task]] = {}
+        self._held: set[str] = set()
+
+    def add(self, task: Task) -> None:
+        """Put a task at the end of its lane."""
+        self._waiting.setdefault(task.lane, deque()).append(task)
+
+    def heads(self) -> Iterator[Task]:
+        """Give what is next in each lane that has something and is not held."""
+        return (tasks[0] for lane, tasks in self._waiting.items() if lane not in self._held)
+
+    def run_up(self, lane: str) -> Iterator[Task]:
+        """Give a lane's tasks up to the first that does not fuse; the lane must not change meanwhile."""
+        return takewhile(lambda task: task.fuses, self._waiting[lane])
+
+    def take(self, task: Task) -> Task:
+        """Remove a task, which is the next of its lane."""
+        tasks = self._waiting[task.lane]
+        if tasks[0] is not task:
+            raise RuntimeError(f"operation {task.id} is not the next of its lane")
+        tasks.popleft()
+        if not tasks:
+            del self._waiting[task.lane]
+        return task
+
+    def cancel(self, operation: int) -> bool:
+        """Let the operation of that id be nothing when its turn comes; returns whether it waits."""
+        found = next((task for tasks in self._waiting.values() for task in tasks if task.id == operation), None)
+        if found is None or found.kind == CANCELLED:
+            return False
+        found.kind, found.payload, found.tokens = CANCELLED, b"", 1
+        return True
+
+    def hold(self, lane: str) -> None:
+        """Give nothing of a lane until it is released."""
+        self._held.add(lane)
+
+    def release(self, lane: str) -> None:
+        """Undo `hold`."""
+        self._held.discard(lane)
+
+    def __len__(self) -> int:
+        return sum(len(tasks) for tasks in self._waiting.values())
+
+    def __bool__(self) -> bool:
+        """Whether a lane that is not held has a task."""
+        return any(lane not in self._held for lane in self._waiting)

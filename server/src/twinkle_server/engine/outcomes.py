@@ -1,0 +1,71 @@
+"""What clients are told of an operation that failed: one line, nothing of the machine."""
+
+import logging
+from typing import Any
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.files import Damaged
+from twinkle_server.engine.lanes import Task
+from twinkle_server.engine.messages import Message
+from twinkle_server.operations import Category
+
+_log = logging.getLogger(__name__)
+_LONGEST = 2000
+
+
+class Lost(Exception):
+    """A model's state could not be read back."""
+
+
+def done(task: Task, result: bytes = b"", extra: dict[str, Any] | None = None) -> Message:
+    """Return the message that an operation is done."""
+    return Message(messages.DONE, {"id": task.id, "error": None, "category": None, "extra": extra or {}}, result)
+
+
+def cancelled(operation: int) -> Message:
+    """Return the message that an operation ended because nobody wanted it."""
+    head = {"id": operation, "error": "cancelled", "category": "user", "extra": {}, "cancelled": True}
+    return Message(messages.DONE, head)
+
+
+def failed(task: Task, error: Exception) -> Message:
+    """Return the message that an operation failed; what the client must not see goes to the log."""
+    words, category = explain(task, error)
+    return Message(messages.DONE, {"id": task.id, "error": words, "category": category, "extra": {}})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether there was no memory, on the host or on a device."""
+    return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
+def explain(task: Task, error: Exception) -> tuple[str, Category]:
+    """Return a line for the client, and whose fault it was."""
+    if isinstance(error, UserError):
+        return _line(str(error)), "user"
+    if isinstance(error, Lost):
+        return "The state of this model could not be read back. Make a new one from its last checkpoint.", "server"
+    _log.error("operation %d (%s) failed", task.id, task.kind, exc_info=error)
+    if is_out_of_memory(error):
+        return f"There is not enough memory for this {task.kind}, even alone ({task.tokens} tokens).", "server"
+    if isinstance(error, Damaged):
+        return (
+            "The files of this checkpoint are not what was saved. Use another one.",
+            "server",
+        )
+    if isinstance(error, OSError):
+        return f"The service's disk failed during this {task.kind}; nothing of it was kept. Try again.", "server"
+    if _is_capacity(error):
+        return _line(str(error)), "server"
+    return f"The service failed during this {task.kind} ({type(error).__name__}); its log has more.", "server"
+
+
+def _is_capacity(error: Exception) -> bool:
+    from twinkle.errors import CapacityError  # here, for it costs a tenth of the start of an engine without torch
+
+    return isinstance(error, CapacityError)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST]

@@ -1,0 +1,196 @@
+"""What the engine does next: which operations share a turn, how large a pass is, and when a decode step is due.
+
+Everything here is arithmetic over what waits and what was measured; nothing reads a clock.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+
+from twinkle_server.engine.lanes import Lanes, Task
+
+FIRST_BUDGET = 2048
+"""Tokens of a pass while nothing was measured."""
+_SMALLEST, _LARGEST = 16, 2**20
+_PATIENCE = 4.0  # passes may be so much longer while nobody samples; a request that comes meanwhile waits for that
+_FORGET = 0.8
+
+
+class Budget:
+    """Tokens that a pass should have, from how fast passes were.
+
+    Args:
+        seconds: that a pass should take while sampling requests wait for it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._tokens_done = 0.0
+        self._seconds_done = 0.0
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """Take a pass into account; older ones count less and less."""
+        self._tokens_done = _FORGET * self._tokens_done + tokens
+        self._seconds_done = _FORGET * self._seconds_done + seconds
+
+    def tokens(self, sampling: bool) -> int:
+        """Return the tokens of the next pass."""
+        if not self._seconds_done:
+            return FIRST_BUDGET
+        seconds = self._seconds * (1.0 if sampling else _PATIENCE)
+        return max(_SMALLEST, min(_LARGEST, int(seconds * self._tokens_done / self._seconds_done)))
+
+
+class Alternation:
+    """Whose turn it is while training and sampling both have work: each gets half of the time."""
+
+    def __init__(self) -> None:
+        self._balance = 0.0
+
+    def decodes(self, training: bool, sampling: bool) -> bool:
+        """Return whether a decode step is next rather than training; one of the two has work."""
+        if not (training and sampling):
+            self._balance = 0.0
+            return sampling
+        return self._balance >= 0.0
+
+    def took(self, seconds: float, decoding: bool) -> None:
+        """Take into account how long something took."""
+        self._balance += -seconds if decoding else seconds
+
+
+class DeficitRoundRobin:
+    """Fills passes so that tenants who want more than there is get the same number of tokens.
+
+    Each round gives every tenant the same number of tokens to spend; what it cannot spend yet is kept for the next
+    pass, and what it did not want is lost (Shreedhar and Varghese, 1995).
+    """
+
+    def __init__(self) -> None:
+        self._deficits: dict[str, int] = {}
+
+    def fill(self, queues: Mapping[str, "TenantQueue"], budget: int) -> list[Task]:
+        """Take tasks from queues that are not empty; an operation above the budget is taken alone."""
+        self._forget_all_but(queues)
+        quantum = max(1, budget // len(queues))
+        chosen: list[Task] = []
+        room = budget
+        waiting = {tenant: queues[tenant] for tenant in self._deficits}
+        while waiting:
+            moved = False
+            for tenant, queue in list(waiting.items()):
+                if self._deficits[tenant] < queue.next.tokens:
+                    self._deficits[tenant] += quantum
+                while queue and queue.next.tokens <= self._deficits[tenant]:
+                    if chosen and queue.next.tokens > room:
+                        self._begin_with(tenant)
+                        return chosen
+                    task = queue.take()
+                    chosen.append(task)
+                    self._deficits[tenant] -= task.tokens
+                    room -= task.tokens
+                    moved = True
+                if not queue:
+                    del waiting[tenant], self._deficits[tenant]
+            if chosen and all(queue.next.tokens > room for queue in waiting.values()):
+                break
+            if not moved:
+                self._save_up(waiting, quantum)
+        return chosen
+
+    def _forget_all_but(self, queues: Mapping[str, "TenantQueue"]) -> None:
+        kept = {tenant: deficit for tenant, deficit in self._deficits.items() if tenant in queues}
+        self._deficits = kept | {tenant: 0 for tenant in queues if tenant not in kept}
+
+    def _begin_with(self, tenant: str) -> None:
+        """Let the next pass begin with a tenant for whom this one had no room."""
+        tenants = list(self._deficits)
+        place = tenants.index(tenant)
+        self._deficits = {name: self._deficits[name] for name in tenants[place:] + tenants[:place]}
+
+    def _save_up(self, waiting: Mapping[str, "TenantQueue"], quantum: int) -> None:
+        """Skip the rounds in which nobody could take anything."""
+        rounds = min(-(-(queue.next.tokens - self._deficits[name]) // quantum) for name, queue in waiting.items()) - 1
+        for name in waiting:
+            self._deficits[name] += max(0, rounds) * quantum
+
+
+class TenantQueue:
+    """What of a tenant may go into the next pass: its lanes in turns, each in order."""
+
+    def __init__(self) -> None:
+        self._lanes: list[tuple[int, int, Task, Iterator[Task]]] = []
+
+    def add(self, tasks: Iterator[Task]) -> None:
+        """Add a lane, whose first task is there."""
+        task = next(tasks)
+        heapq.heappush(self._lanes, (0, task.order, task, tasks))
+
+    @property
+    def next(self) -> Task:
+        """The task that `take` gives."""
+        return self._lanes[0][2]
+
+    def take(self) -> Task:
+        """Remove a task; the lane of which least was taken is next."""
+        taken, _, task, rest = self._lanes[0]
+        following = next(rest, None)
+        if following is None:
+            heapq.heappop(self._lanes)
+        else:
+            heapq.heapreplace(self._lanes, (taken + task.tokens, following.order, following, rest))
+        return task
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+
+class Scheduler:
+    """Chooses the tasks of the next turn. In a round each tenant has one turn alone, each lane one step, and one pass.
+
+    Args:
+        lanes: what waits.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._passes = DeficitRoundRobin()
+        self._served: set[str] = set()
+        self._stepped: set[str] = set()
+
+    def next(self, budget: int) -> list[Task]:
+        """Take the tasks of the next turn out of the lanes; empty if nothing can be done.
+
+        They are several passes, in each lane in order; or several optimizer steps, one a lane; or one task of any kind.
+        """
+        heads = list(self._lanes.heads())
+        for _ in range(2):
+            if tasks := self._single(heads) or self._steps(heads):
+                return tasks
+            tasks = self._pass(heads, budget)
+            self._served.clear()
+            self._stepped.clear()
+            if tasks:
+                return tasks
+        return []
+
+    def _single(self, heads: list[Task]) -> list[Task]:
+        """Return the oldest task that shares its turn with none, of a tenant that had none in this round."""
+        candidates = (task for task in heads if not task.fuses and not task.steps and task.tenant not in self._served)
+        oldest = min(candidates, key=lambda task: task.order, default=None)
+        if oldest is None:
+            return []
+        self._served.add(oldest.tenant)
+        return [self._lanes.take(oldest)]
+
+    def _steps(self, heads: list[Task]) -> list[Task]:
+        steps = [task for task in heads if task.steps and task.lane not in self._stepped]
+        self._stepped.update(task.lane for task in steps)
+        return [self._lanes.take(task) for task in steps]
+
+    def _pass(self, heads: list[Task], budget: int) -> list[Task]:
+        queues: dict[str, TenantQueue] = {}
+        for task in heads:
+            if task.fuses:
+                queues.setdefault(task.tenant, TenantQueue()).add(self._lanes.run_up(task.lane))
+        chosen = self._passes.fill(queues, budget) if queues else []
+        return [self._lanes.take(task) for task in chosen]

@@ -1,0 +1,175 @@
+"""Copies of models' states on the disk, so that a crash costs seconds; a thread writes them one at a time."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinkle_server.engine import files, messages
+from twinkle_server.engine.backend import Backend, Fatal, State
+from twinkle_server.engine.lanes import CANCELLED, Task
+from twinkle_server.engine.messages import Message
+from twinkle_server.ids import new_id
+
+FOLDER = "snapshots"
+UNCHANGING = frozenset({"forward", "save", CANCELLED})
+"""Kinds of operations after which a model is what it was before."""
+_MUCH = 64 * 2**20  # bytes of payloads that a replay would have to read
+_PAUSE = 5.0  # seconds after a disk that took nothing
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lane:
+    number: int  # of the last operation that was applied
+    steps: int = 0  # since the last snapshot, like the next three
+    payload: int = 0
+    changed: float | None = None  # when it first did
+    wanted: bool = False
+    leaving: bool = False
+    not_before: float = 0.0
+
+
+class Snapshots:
+    """Keeps a snapshot of each model that is not much older than the model.
+
+    Args:
+        backend: has the models; called on the caller's thread alone.
+        data: the data directory.
+        later: runs a function on the caller's thread; called by the writing thread.
+        report: sends a message to the service.
+        left: called for a model that may go, now that its snapshot is on the disk.
+        steps: optimizer steps after which a snapshot is due.
+        seconds: after which one is due for a model that changed.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        data: Path,
+        later: Callable[[Callable[[], None]], None],
+        report: Callable[[Message], None],
+        left: Callable[[str], None],
+        steps: int,
+        seconds: float,
+    ) -> None:
+        self._backend, self._data, self._later, self._report, self._left = backend, data, later, report, left
+        self._steps, self._seconds = steps, seconds
+        self._lanes: dict[str, _Lane] = {}
+        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._writing: str | None = None
+        self._draining = False
+        self._alarm = math.inf  # no snapshot is due before
+
+    def applied(self, task: Task) -> None:
+        """Say that an operation of a model is over, whether it failed or not."""
+        state = self._lanes.get(task.lane)
+        if state is None:
+            return
+        state.number = task.number
+        state.steps += task.kind == "optim_step"
+        state.payload += len(task.payload)
+        if state.changed is None and task.kind not in UNCHANGING:
+            state.changed = time.monotonic()
+        self._alarm = min(self._alarm, self._due(state))
+
+    def there(self, lane: str, number: int) -> None:
+        """Say that a model is there, as it was after an operation."""
+        self._lanes[lane] = _Lane(number)
+
+    def forget(self, lane: str) -> None:
+        """Say that a model is gone; a snapshot that is being written is still reported."""
+        self._lanes.pop(lane, None)
+
+    def want(self, lane: str) -> None:
+        """Ask for a snapshot as soon as the one that is being written is done."""
+        if lane in self._lanes:
+            self._lanes[lane].wanted = True
+            self._alarm = 0.0
+
+    def leave(self, lane: str) -> bool:
+        """Ask for a snapshot after which a model may go; False if that is the case already."""
+        state = self._lanes.get(lane)
+        if state is None or (state.changed is None and self._writing != lane):
+            return False
+        state.leaving = True
+        self._alarm = 0.0
+        return True
+
+    def drain(self) -> None:
+        """Ask for a snapshot of each model that changed, tried once."""
+        self._draining = True
+        self._alarm = 0.0
+
+    @property
+    def drained(self) -> bool:
+        """Whether there is nothing to be written after `drain`."""
+        return self._writing is None and not any(state.changed is not None for state in self._lanes.values())
+
+    def next(self) -> float | None:
+        """Return the seconds until `tend` may have something to do; None if that will not come by itself."""
+        if self._writing is not None or self._alarm == math.inf:
+            return None
+        return max(0.0, self._alarm - time.monotonic())
+
+    def tend(self) -> None:
+        """Begin to write the snapshot that is due, if one is."""
+        now = time.monotonic()
+        if self._writing is not None or now < self._alarm:
+            return
+        due = ((self._due(state), lane) for lane, state in self._lanes.items())
+        self._alarm, lane = min(due, default=(math.inf, ""))
+        if self._alarm <= now:
+            self._begin(lane)
+
+    def _due(self, state: _Lane) -> float:
+        much = state.payload >= _MUCH or state.wanted
+        if state.changed is None and not much:
+            return math.inf
+        if state.changed is None or much or state.leaving or self._draining or state.steps >= self._steps:
+            return state.not_before
+        return max(state.not_before, state.changed + self._seconds)
+
+    def _begin(self, lane: str) -> None:
+        state = self._lanes[lane]
+        changed, state.changed = state.changed, None
+        state.steps = state.payload = 0
+        state.wanted = False
+        number = state.number
+        self._writing = lane
+        try:
+            copy = self._backend.snapshot(lane)
+        except Fatal:
+            raise
+        except Exception:
+            _log.exception("a model could not be copied for a snapshot")
+            self._end(lane, state, changed, None)
+            return
+        self._thread.submit(self._write, lane, number, copy, state, changed)
+
+    def _write(self, lane: str, number: int, copy: State, state: _Lane, changed: float | None) -> None:
+        folder = f"{FOLDER}/{new_id()}"
+        message = None
+        try:
+            done = files.publish(self._data / folder, copy.write, {"lane": lane, "number": number})
+            head = {"lane": lane, "number": number, "folder": folder, "digest": done.digest, "size": done.size}
+            message = Message(messages.SNAPSHOTTED, head)
+        except Exception:
+            _log.exception("a snapshot could not be written")
+        self._later(lambda: self._end(lane, state, changed, message))
+
+    def _end(self, lane: str, state: _Lane, changed: float | None, message: Message | None) -> None:
+        self._writing = None
+        self._alarm = 0.0
+        if message is not None:
+            self._report(message)
+        elif self._draining:
+            state.changed = None  # what is not on the disk is replayed; nobody waits for another attempt
+        else:
+            state.changed, state.not_before = changed or time.monotonic(), time.monotonic() + _PAUSE
+        if state.leaving and state.changed is None and self._lanes.get(lane) is state:
+            self.forget(lane)
+            self._left(lane)

@@ -1,0 +1,247 @@
+"""Turns of the engine: what the scheduler chose is done by the backend, and told to the service."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+import orjson
+
+from twinkle_server.engine import files, lanes, messages
+from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
+from twinkle_server.engine.lanes import CANCELLED, Task
+from twinkle_server.engine.messages import Message
+from twinkle_server.engine.outcomes import Lost, done, failed
+from twinkle_server.engine.scheduler import Budget
+from twinkle_server.engine.snapshots import Snapshots
+from twinkle_server.operations import PASSES
+from twinkle_server.payloads import Create, Load, OptimStep, Save
+
+
+class Sources:
+    """Folders of checkpoints; each is compared with its manifest once.
+
+    Args:
+        data: the data directory, below which they all are.
+    """
+
+    def __init__(self, data: Path) -> None:
+        self._data = data
+        self._sound: dict[str, None] = {}
+
+    def place(self, folder: str) -> Path:
+        """Return where a folder of that relative name is, or will be.
+
+        Raises:
+            ValueError: it is no relative name below the data directory.
+        """
+        path = PurePosixPath(folder)
+        if not folder or path.is_absolute() or ".." in path.parts:
+            raise ValueError("a folder of the service is named outside of the data directory")
+        return self._data / path
+
+    def __call__(self, folder: str | None) -> Path | None:
+        """Return a checkpoint's folder; None is none.
+
+        Raises:
+            Damaged: it is not what was published.
+        """
+        if folder is None:
+            return None
+        place = self.place(folder)
+        if folder not in self._sound:
+            files.verify(place)
+            self._sound[folder] = None
+        return place
+
+
+class Turns:
+    """Does what was chosen.
+
+    Args:
+        backend: computes.
+        sources: finds checkpoints.
+        snapshots: is told what was applied.
+        budget: is told how long passes took.
+        report: sends a message to the service.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        sources: Sources,
+        snapshots: Snapshots,
+        budget: Budget,
+        report: Callable[[Message], None],
+    ) -> None:
+        self._backend, self._sources, self._snapshots = backend, sources, snapshots
+        self._budget, self._report = budget, report
+        self._broken: set[str] = set()
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Do the tasks of a turn.
+
+        Raises:
+            Fatal: the process must end; what was done was reported.
+        """
+        tasks = [task for task in tasks if not self._skips(task)]
+        if not tasks:
+            return
+        kind = tasks[0].kind
+        if kind in lanes.ORDERS:
+            raise RuntimeError(f"{kind} is no turn")
+        self._report(Message(messages.BEGIN, {"ids": [task.id for task in tasks]}))
+        begin = time.perf_counter()
+        if kind in PASSES:
+            cost = self._passes(tasks)
+            self._budget.measured(cost.tokens + cost.padded, time.perf_counter() - begin)
+        elif kind == "optim_step":
+            cost = self._steps(tasks)
+        else:
+            cost = self._barrier(tasks[0])
+        self._passed("pass" if kind in PASSES else kind, tasks, time.perf_counter() - begin, cost)
+
+    def restore(self, task: Task) -> None:
+        """Do a RESTORE."""
+        error: Exception | None = None
+        try:
+            self._backend.remove(task.lane)
+            self._snapshots.forget(task.lane)
+            self._broken.discard(task.lane)
+            if folder := task.payload.decode():
+                self._snapshots.there(task.lane, self._restored(task.lane, folder))
+        except Fatal:
+            raise
+        except Exception as caught:
+            error = caught
+            self._broken.add(task.lane)
+        words = None if error is None else f"{type(error).__name__}: {error}"
+        self._report(Message(messages.RESTORED, {"lane": task.lane, "error": words}))
+
+    def forget(self, lane: str) -> None:
+        """Free a model's memory."""
+        self._backend.remove(lane)
+        self._broken.discard(lane)
+
+    def _restored(self, lane: str, folder: str) -> int:
+        place = self._sources.place(folder)
+        facts = files.verify(place).facts
+        if facts.get("lane") != lane or not isinstance(facts.get("number"), int):
+            raise files.Damaged(f"{place.name} is no snapshot of this model")
+        self._backend.restore(lane, place)
+        return int(facts["number"])
+
+    def _skips(self, task: Task) -> bool:
+        """End a task that needs no turn."""
+        if task.kind == CANCELLED:
+            self._snapshots.applied(task)
+            return True
+        if task.lane in self._broken:
+            self._end(task, Lost())
+            return True
+        if task.replay and task.kind in ("forward", "save"):  # they change nothing, and their results are known
+            self._end(task, b"")
+            return True
+        return False
+
+    def _end(self, task: Task, result: bytes | Exception) -> None:
+        """Report how a task ended, and that its number is used."""
+        if isinstance(result, Fatal):
+            raise result
+        self._snapshots.applied(task)
+        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result))
+
+    def _passes(self, tasks: Sequence[Task]) -> Cost:
+        passes = [Pass(task.lane, task.payload, task.number) for task in tasks]
+        try:
+            results, cost = self._backend.run(passes)
+        except Fatal:
+            raise
+        except Exception as error:
+            if len(tasks) > 1:
+                return self._halves(tasks)
+            results, cost = [error], Cost()
+        for task, result in zip(tasks, results, strict=True):
+            self._end(task, result)
+        return cost
+
+    def _halves(self, tasks: Sequence[Task]) -> Cost:
+        """Do a pass in two: for want of memory, or to find the operation that it cannot be done with."""
+        middle = len(tasks) // 2
+        first, second = self._passes(tasks[:middle]), self._passes(tasks[middle:])
+        return Cost(first.tokens + second.tokens, first.padded + second.padded, first.flops + second.flops)
+
+    def _steps(self, tasks: Sequence[Task]) -> Cost:
+        readable: list[tuple[Task, OptimStep]] = []
+        for task in tasks:
+            try:
+                readable.append((task, OptimStep.parse(task.payload)))
+            except (TypeError, ValueError) as error:
+                self._end(task, error)
+        self._step(readable)
+        return Cost()
+
+    def _step(self, steps: Sequence[tuple[Task, OptimStep]]) -> None:
+        if not steps:
+            return
+        try:
+            results = self._backend.step([(task.lane, step) for task, step in steps])
+        except Fatal:
+            raise
+        except Exception as error:
+            if len(steps) > 1:
+                middle = len(steps) // 2
+                self._step(steps[:middle])
+                self._step(steps[middle:])
+                return
+            results = [error]
+        for (task, _), result in zip(steps, results, strict=True):
+            self._end(task, result if isinstance(result, Exception) else orjson.dumps({"metrics": dict(result)}))
+
+    def _barrier(self, task: Task) -> Cost:
+        try:
+            message = done(task, b"{}", self._do(task))
+        except Fatal:
+            raise
+        except Exception as error:
+            message = failed(task, error)
+        self._snapshots.applied(task)
+        self._report(message)
+        return Cost()
+
+    def _do(self, task: Task) -> dict[str, object]:
+        if task.kind == "create":
+            create = Create.parse(task.payload)
+            self._backend.create(task.lane, create, self._sources(create.source))
+            self._snapshots.there(task.lane, task.number)
+        elif task.kind == "load":
+            load = Load.parse(task.payload)
+            source = self._sources(load.source)
+            if source is None:
+                raise ValueError("there is nothing to load from")
+            self._backend.load(task.lane, load, source)
+        elif task.kind == "save":
+            return self._save(task.lane, Save.parse(task.payload))
+        elif task.kind == "unload":
+            self._snapshots.forget(task.lane)
+            self._backend.remove(task.lane)
+        else:
+            raise ValueError(f"the engine knows no operation {task.kind!r}")
+        return {}
+
+    def _save(self, lane: str, save: Save) -> dict[str, object]:
+        row: dict[str, object] = {}
+        place = self._sources.place(save.folder)
+        published = files.publish(place, lambda folder: row.update(self._backend.save(lane, save, folder)))
+        return {"size_bytes": published.size, **row, "digest": published.digest}
+
+    def _passed(self, kind: str, tasks: Sequence[Task], seconds: float, cost: Cost) -> None:
+        head = {
+            "kind": kind,
+            "seconds": seconds,
+            "tokens": cost.tokens,
+            "padded": cost.padded,
+            "flops": cost.flops,
+            "tenants": len({task.tenant for task in tasks}),
+            "operations": len(tasks),
+        }
+        self._report(Message(messages.PASSED, head))
