@@ -75,7 +75,20 @@ def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int)
             )
         keys = set(inputs)
         _add(rows, where, tokens, inputs, vocabulary)
+    if any(len(shape) == 2 for shape in rows.shapes):
+        _widen(rows)
     return rows
+
+
+def _widen(rows: Rows) -> None:
+    """Give all rows as many targets a position as the widest has: no target is -100, of weight 0."""
+    width = max(shape[1] if len(shape) == 2 else 1 for shape in rows.shapes)
+    for feature in rows.features:
+        for key, empty in (("labels", -100), ("loss_scale", 0.0)):
+            if key in feature:
+                values = feature[key].reshape(len(feature[key]), -1)
+                missing = width - values.shape[1]
+                feature[key] = np.pad(values, ((0, 0), (0, missing)), constant_values=empty)
 
 
 def _check_tokens(where: str, tokens: Array, context: int, vocabulary: int) -> None:
@@ -112,7 +125,7 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
         if name == WEIGHTS:
             feature["loss_scale"] = values.astype(np.float32)
         else:
-            rows.inputs.setdefault(NAMES.get(name, name), []).append(values)
+            rows.inputs.setdefault(NAMES.get(name, name), []).append(values.copy())  # not a view of the message
     rows.features.append(feature)
     rows.shapes.append(targets.shape)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 
 from twinkle import registry
-from twinkle.errors import ArgumentError, TwinkleError
+from twinkle.errors import ArgumentError
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.pool.data import WIRE_NAMES, Rows
@@ -97,9 +97,7 @@ def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str
     except ValidationError as error:
         what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:4])
         raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {what}") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TwinkleError) and not isinstance(error, ArgumentError):
-            raise
+    except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
     return dict(config)
 

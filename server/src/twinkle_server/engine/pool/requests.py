@@ -72,7 +72,7 @@ def _room(sample: Sample, info: ModelInfo) -> int:
 
 def _check_numbers(sample: Sample) -> None:
     alternatives = f"from 0 to {_MOST_ALTERNATIVES}"
-    checks = {
+    checks: dict[str, tuple[float | None, bool, str]] = {
         "num_samples": (sample.count, sample.count >= 1, "at least 1"),
         "temperature": (
             sample.temperature, math.isfinite(sample.temperature) and sample.temperature >= 0, "finite and at least 0",

@@ -9,10 +9,11 @@ import numpy as np
 
 from twinkle import registry
 from twinkle.data_format import SampledSequence, SampleResponse
-from twinkle.errors import CapacityError, CheckpointError
+from twinkle.errors import CapacityError
 from twinkle_server.engine.backend import Sampled
-from twinkle_server.engine.pool.faults import check_device, damaged, told
+from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.requests import like_targets, read_sample
+from twinkle_server.engine.pool.sources import Sources
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Sample
 from twinkle_server.wire import codec
@@ -27,6 +28,7 @@ class _Waiting:
     sample: Sample
     handle: Any
     targets: Array | Sparse | None
+    source: Path | None
 
 
 class Sampling:
@@ -41,6 +43,7 @@ class Sampling:
     def __init__(self, model: Any, info: ModelInfo, options: Mapping[str, Any]) -> None:
         self._sampler: Any = registry().build("TorchSampler", "sampler", model=model, **options)
         self._info = info
+        self._sources = Sources(self._sampler.read_adapter)
         self._waiting: dict[int, _Waiting] = {}
 
     def __len__(self) -> int:
@@ -49,22 +52,25 @@ class Sampling:
     def submit(self, key: int, sample: Sample, source: Path | None) -> None:
         """Take a request; see `Backend.sample`."""
         params, targets = read_sample(sample, self._info)
+        how: dict[str, Any] = {"use_base_model": True}
+        if source is not None:
+            how = {"adapter_version": self._sources.take(source)}
+        try:
+            handle = self._submit(sample, params, how)
+        except BaseException:
+            if source is not None:
+                self._sources.give_back(source)
+            raise
+        self._waiting[key] = _Waiting(sample, handle, targets, source)
+
+    def _submit(self, sample: Sample, params: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
         row = {"input_ids": sample.tokens}
         try:
-            try:
-                handle = self._submit(row, params, source)
-            except CapacityError:
-                if sample.max_tokens is not None:
-                    raise
-                handle = self._submit(row, {**params, "max_tokens": None}, source)  # as many as there is room for
-        except CheckpointError as error:
-            raise damaged(error) from error
-        self._waiting[key] = _Waiting(sample, handle, targets)
-
-    def _submit(self, row: Mapping[str, Any], params: Mapping[str, Any], source: Path | None) -> Any:
-        if source is None:
-            return self._sampler.submit(row, params, use_base_model=True)
-        return self._sampler.submit(row, params, adapter_path=source)
+            return self._sampler.submit(row, params, **how)
+        except CapacityError:
+            if sample.max_tokens is not None:
+                raise
+            return self._sampler.submit(row, {**params, "max_tokens": None}, **how)  # as many as there is room for
 
     def step(self) -> list[Sampled]:
         """Take one step, and return the requests that are over; see `Backend.decode`."""
@@ -89,11 +95,17 @@ class Sampling:
 
     def cancel(self, key: int) -> None:
         """Drop a request; one that is not there is no error."""
-        if (item := self._waiting.pop(key, None)) is not None:
-            item.handle.cancel()
+        if key in self._waiting:
+            self._pop(key).handle.cancel()
+
+    def _pop(self, key: int) -> _Waiting:
+        item = self._waiting.pop(key)
+        if item.source is not None:
+            self._sources.give_back(item.source)
+        return item
 
     def _over(self, key: int, error: Exception | None = None) -> Sampled:
-        item = self._waiting.pop(key)
+        item = self._pop(key)
         try:
             if error is not None:
                 raise error

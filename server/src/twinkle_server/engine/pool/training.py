@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from twinkle.model.pool import Operation, OperationError, OperationResult, Step
 from twinkle_server.engine.backend import Cost, Pass, UserError
@@ -66,8 +66,9 @@ class Training:
         except ValueError as error:
             raise UserError(str(error)) from error
         loss = self._losses.build(request.loss_fn, config, rows)
-        kind: Any = "forward" if request.forward_only else "forward_backward"
-        return Operation(lane.ref, kind, rows.features, loss, rows.inputs, number=item.number), rows
+        kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
+        features: Any = rows.features
+        return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows
 
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
         """Update models together; see `Backend.step`."""
@@ -119,7 +120,12 @@ def _answer(result: OperationResult | OperationError, rows: data.Rows) -> bytes 
     for output, shape in zip(result.outputs, rows.shapes, strict=True):
         if "logps" not in output:
             return UserError("this loss scores no tokens, so that there are no logprobs; name another")
-        outputs.append({"logprobs": output["logps"].float().cpu().numpy().reshape(shape)})
+        logps = output["logps"].float().cpu().numpy()
+        if len(shape) == 2:
+            logps = logps[:, : shape[1]]  # rows of fewer targets were widened
+        elif logps.ndim == 2:
+            logps = logps[:, 0]
+        outputs.append({"logprobs": logps})
     metrics = {f"{_plain(name)}:sum": float(value) for name, value in result.metrics.items()}
     metrics["loss:sum"] = float(result.loss_sum or 0.0)
     return codec.forward_backward_output(outputs, metrics)

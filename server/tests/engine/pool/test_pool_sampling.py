@@ -1,0 +1,310 @@
+"""Sampling of the torch backend: the semantics that clients count on, against the training forward and PEFT."""
+
+import numpy as np
+import pytest
+import torch
+from server_pool import VOCABULARY, datum
+from server_reference import Reference
+
+from twinkle_server.engine.backend import UserError
+from twinkle_server.payloads import Sample
+from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse
+
+EOS = 258
+PROMPT = [72, 105, 44, 32, 121, 111, 117, 33, 10, 65, 66, 67]
+
+
+@pytest.fixture
+def trained(bench):
+    bench.create("a")
+    bench.shake("a")
+    return bench
+
+
+@pytest.fixture
+def source(trained):
+    return trained.save("a", "sampler_weights")
+
+
+def rescored(bench, tokens):
+    """Return the log-probability of every token but the first, by the training forward."""
+    inputs = {"target_tokens": np.asarray(tokens[1:], np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
+    [found], _ = bench.run("a", [(tokens[:-1], inputs)], forward=True)
+    return found
+
+
+def test_sampled_logprobs_are_those_of_the_training_forward(trained, source):
+    sequences, _ = trained.sample(PROMPT, source, count=3, max_tokens=12, seed=5, stop=[])
+    for sequence in sequences:
+        expected = rescored(trained, [*PROMPT, *sequence.tokens.tolist()])[len(PROMPT) - 1 :]
+        assert sequence.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_samples_of_a_request_differ_and_come_again_by_their_seeds(trained, source):
+    first, _ = trained.sample(PROMPT, source, count=3, max_tokens=8, seed=5, stop=[])
+    again, _ = trained.sample(PROMPT, source, count=3, max_tokens=8, seed=5, stop=[])
+    second, _ = trained.sample(PROMPT, source, count=1, max_tokens=8, seed=6, stop=[])
+    texts = [tuple(sequence.tokens) for sequence in first]
+    assert texts == [tuple(sequence.tokens) for sequence in again]
+    assert len(set(texts)) == 3
+    assert tuple(second[0].tokens) == texts[1]
+
+
+def test_temperature_zero_takes_the_most_probable_token(trained, source):
+    other = Reference(trained.base, source)
+    [sequence], _ = trained.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[])
+    tokens = list(PROMPT)
+    for token in sequence.tokens.tolist():
+        assert token == int(other.logits(tokens)[-1].argmax())
+        tokens.append(token)
+
+
+def test_a_checkpoint_keeps_its_weights_while_the_model_trains_on(trained, source):
+    before, _ = trained.sample(PROMPT, source, max_tokens=10, temperature=0.0, stop=[])
+    trained.run("a", [datum(9, 77)])
+    trained.step("a", learning_rate=0.1)
+    after, _ = trained.sample(PROMPT, source, max_tokens=10, temperature=0.0, stop=[])
+    newer, _ = trained.sample(PROMPT, trained.save("a", "sampler_weights"), max_tokens=10, temperature=0.0, stop=[])
+    assert before[0].logprobs.tolist() == after[0].logprobs.tolist()
+    assert before[0].logprobs.tolist() != newer[0].logprobs.tolist()
+
+
+def test_without_a_source_it_is_the_base_model(trained):
+    other = Reference(trained.base)
+    _, prompt = trained.sample(PROMPT, None, max_tokens=1, prompt_logprobs=True)
+    assert prompt.logprobs[1:] == pytest.approx(other.scores(PROMPT).numpy(), abs=1e-4)
+
+
+def test_other_temperatures_report_the_scaled_distribution(trained, source):
+    [sequence], _ = trained.sample(PROMPT, source, max_tokens=1, temperature=2.5, seed=1, stop=[])
+    other = Reference(trained.base, source)
+    scaled = (other.logits(PROMPT)[-1] / 2.5).log_softmax(-1)
+    assert sequence.logprobs[0] == pytest.approx(float(scaled[sequence.tokens[0]].detach()), abs=1e-4)
+
+
+def test_truncation_leaves_logprobs_of_the_whole_distribution(trained, source):
+    other = Reference(trained.base, source).logits(PROMPT)[-1].detach()
+    best = other.topk(4).indices.tolist()
+    for seed in range(6):
+        [sequence], _ = trained.sample(PROMPT, source, max_tokens=1, top_k=4, seed=seed, stop=[])
+        assert sequence.tokens[0] in best
+        assert sequence.logprobs[0] == pytest.approx(float(other.log_softmax(-1)[sequence.tokens[0]]), abs=1e-4)
+
+
+def test_tokens_come_as_often_as_the_distribution_says(trained, source):
+    """Chi-square over the classes of one token each, p = 0.001; seeds are fixed."""
+    other = Reference(trained.base, source).logits(PROMPT)[-1].detach()
+    wanted = (other / 1.3).topk(8).values.softmax(-1).double()
+    ids = other.topk(8).indices.tolist()
+    count = 400
+    sequences, _ = trained.sample(PROMPT, source, count=count, max_tokens=1, temperature=1.3, top_k=8, seed=1, stop=[])
+    found = torch.tensor([sum(int(s.tokens[0]) == token for s in sequences) for token in ids], dtype=torch.float64)
+    assert int(found.sum()) == count
+    assert float(((found - count * wanted) ** 2 / (count * wanted)).sum()) < 24.32
+
+
+def find_stop(bench, source, **options):
+    """Return the greedy text of eight tokens."""
+    [sequence], _ = bench.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[], **options)
+    assert sequence.stop == "length"
+    assert len(sequence.tokens) == 8
+    return sequence.tokens.tolist()
+
+
+def test_a_stop_token_ends_the_sequence_and_is_its_last_token_once(trained, source):
+    whole = find_stop(trained, source)
+    stop = next(token for at, token in enumerate(whole) if at and token not in whole[:at])
+    [sequence], _ = trained.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[stop])
+    assert sequence.stop == "stop"
+    assert sequence.tokens.tolist() == whole[: whole.index(stop) + 1]
+    assert len(sequence.logprobs) == len(sequence.tokens)
+
+
+def test_a_stop_string_ends_the_sequence_and_is_in_it(trained, source):
+    from transformers import AutoTokenizer
+
+    sequences, _ = trained.sample(PROMPT, source, count=40, max_tokens=30, seed=3, stop=["K", "Q", "Z"])
+    tokenizer = AutoTokenizer.from_pretrained(trained.base)
+    ended = [s for s in sequences if s.stop == "stop" and s.tokens[-1] != EOS]
+    assert ended
+    for sequence in ended:
+        text = tokenizer.decode(sequence.tokens.tolist())
+        assert text[-1] in "KQZ"
+        assert not set(text[:-1]) & set("KQZ")
+    for sequence in sequences:
+        if sequence.stop == "length":
+            assert len(sequence.tokens) == 30
+
+
+def test_only_an_empty_list_goes_on_behind_the_end_token(base, tmp_path, fresh):
+    """A model whose end token is what it says next ends at once, unless `stop` is an empty list."""
+    bench = fresh()
+    [first], _ = bench.sample(PROMPT, None, max_tokens=1, temperature=0.0, stop=[])
+    token = int(first.tokens[0])
+    bench.backend.model.model.generation_config.eos_token_id = token
+    for stop in (None, ["zzzz"], [(token + 1) % 256]):
+        [sequence], _ = bench.sample(PROMPT, None, max_tokens=6, temperature=0.0, stop=stop)
+        assert (sequence.tokens.tolist(), sequence.stop) == ([token], "stop")
+    [sequence], _ = bench.sample(PROMPT, None, max_tokens=6, temperature=0.0, stop=[])
+    assert (len(sequence.tokens), sequence.stop) == (6, "length")
+
+
+def test_without_max_tokens_it_goes_on_to_the_end_of_the_context(bench):
+    prompt = [65] * 500
+    [sequence], _ = bench.sample(prompt, None, stop=[])
+    assert (len(sequence.tokens), sequence.stop) == (12, "length")
+
+
+def test_prompt_logprobs_are_the_forwards_whatever_the_temperature(trained, source):
+    _, prompt = trained.sample(PROMPT, source, max_tokens=1, temperature=0.3, prompt_logprobs=True)
+    assert len(prompt.logprobs) == len(PROMPT)
+    assert np.isnan(prompt.logprobs[0])
+    assert prompt.logprobs[1:] == pytest.approx(rescored(trained, PROMPT), abs=1e-4)
+    assert prompt.topk is None
+
+
+@pytest.mark.parametrize("last", [0, 1, 5, 12, 50])
+def test_only_the_last_prompt_logprobs_are_there_if_so_asked(trained, source, last):
+    _, prompt = trained.sample(PROMPT, source, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=last)
+    finite = min(last, len(PROMPT) - 1)
+    assert np.isnan(prompt.logprobs).tolist() == [True] * (len(PROMPT) - finite) + [False] * finite
+    if finite:
+        assert prompt.logprobs[-finite:] == pytest.approx(rescored(trained, PROMPT)[-finite:], abs=1e-4)
+
+
+def test_the_likeliest_tokens_of_prompt_and_answer(trained, source):
+    other = Reference(trained.base, source)
+    [sequence], prompt = trained.sample(
+        PROMPT, source, max_tokens=4, seed=2, stop=[], topk_prompt_logprobs=3, topk_sample_logprobs=2
+    )
+    assert prompt.logprobs is None
+    table = other.logits([*PROMPT, *sequence.tokens.tolist()]).log_softmax(-1).detach()
+    assert prompt.topk.tokens.shape == (len(PROMPT), 3)
+    assert prompt.topk.tokens[0].tolist() == [0, 0, 0]
+    assert prompt.topk.logprobs[0].tolist() == [EMPTY_LOGPROB] * 3
+    for at in range(1, len(PROMPT)):
+        assert prompt.topk.tokens[at].tolist() == table[at - 1].topk(3).indices.tolist()
+        assert prompt.topk.logprobs[at] == pytest.approx(table[at - 1].topk(3).values.numpy(), abs=1e-4)
+    for at in range(4):
+        row = table[len(PROMPT) - 1 + at]
+        assert sequence.topk.tokens[at].tolist() == row.topk(2).indices.tolist()
+        assert sequence.topk.logprobs[at] == pytest.approx(row.topk(2).values.numpy(), abs=1e-4)
+
+
+def test_targets_are_scored_in_the_layout_of_the_question(trained, source):
+    table = Reference(trained.base, source).logits(PROMPT).log_softmax(-1).detach()
+    targets = np.array([[5, -1, 9], [-1, -1, -1], [200, 3, 3]])
+    dense = {"data": targets.reshape(-1).tolist(), "shape": [3, 3], "dtype": "int64"}
+    _, prompt = trained.sample(PROMPT, source, max_tokens=1, targets=dense)
+    assert prompt.targets.shape == (3, 3)
+    for row, column in np.ndindex(3, 3):
+        if targets[row, column] < 0:
+            assert not np.isfinite(prompt.targets[row, column]) or prompt.targets[row, column] == EMPTY_LOGPROB
+        else:
+            expected = float(table[row, targets[row, column]])
+            assert prompt.targets[row, column] == pytest.approx(expected, abs=1e-4)
+    sparse = {
+        "data": [5, 9, 200], "shape": [4, 7], "sparse_crow_indices": [0, 2, 2, 3, 3], "sparse_col_indices": [0, 6, 2],
+    }  # fmt: skip
+    _, prompt = trained.sample(PROMPT, source, max_tokens=1, targets=sparse)
+    assert isinstance(prompt.targets, Sparse)
+    assert (prompt.targets.shape, prompt.targets.rows.tolist()) == ((4, 7), [0, 2, 2, 3, 3])
+    assert prompt.targets.columns.tolist() == [0, 6, 2]
+    expected = [float(table[0, 5]), float(table[0, 9]), float(table[2, 200])]
+    assert prompt.targets.values == pytest.approx(expected, abs=1e-4)
+
+
+def test_other_draws_at_every_place_of_the_prompt(trained, source):
+    table = (Reference(trained.base, source).logits(PROMPT) / 0.7).log_softmax(-1).detach()
+    _, prompt = trained.sample(PROMPT, source, max_tokens=1, temperature=0.7, seed=3, alternatives=5)
+    tokens, logprobs = prompt.alternatives
+    assert tokens.shape == logprobs.shape == (len(PROMPT) - 1, 5)
+    for at in range(len(PROMPT) - 1):
+        assert logprobs[at] == pytest.approx(table[at][torch.tensor(tokens[at])].numpy(), abs=1e-4)
+    assert len({tuple(row) for row in tokens.tolist()}) > 1
+
+
+def test_a_prompt_that_comes_again_is_found_in_the_cache(trained, source):
+    prompt = list(range(40))
+    _, first = trained.sample(prompt, source, max_tokens=1)
+    _, second = trained.sample(prompt, source, max_tokens=1)
+    assert (first.hits, second.hits) == (0, 32)
+
+
+def test_requests_of_many_sources_run_side_by_side_and_one_that_is_cancelled_goes(trained, source):
+    alone = [trained.sample(PROMPT, where, max_tokens=6, seed=4, stop=[])[0] for where in (source, None)]
+    for key, where in ((1001, source), (1002, None), (1003, source)):
+        trained.backend.sample(key, Sample(PROMPT, max_tokens=6, seed=4, stop=[]), where)
+    assert trained.backend.sampling == 3
+    trained.backend.cancel(1003)
+    trained.backend.cancel(4711)
+    over = {}
+    for _ in range(100):
+        over |= {found.key: found for found in trained.backend.decode()}
+        if not trained.backend.sampling:
+            break
+    assert over.keys() == {1001, 1002}
+    from twinkle_server.wire.codec import read_sample_response
+
+    for key, expected in ((1001, alone[0]), (1002, alone[1])):
+        [mine], _ = read_sample_response(over[key].result)
+        assert mine.tokens.tolist() == expected[0].tokens.tolist()
+        assert over[key].tokens == 6
+
+
+def test_weights_that_nobody_samples_from_are_forgotten_beyond_a_bound(trained):
+    sources = trained.backend._sampling._sources
+    folders = [trained.save("a", "sampler_weights") for _ in range(3)]
+    sources._kept = 0
+    for folder in folders:
+        trained.sample(PROMPT, folder, max_tokens=1)
+    assert len(sources) == 0
+
+
+def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(trained, source, tmp_path):
+    with pytest.raises(UserError, match="gone"):
+        trained.sample(PROMPT, tmp_path / "nowhere", max_tokens=1)
+    (source / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match="damaged"):
+        trained.sample(PROMPT, source, max_tokens=1)
+    assert trained.backend.sampling == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokens": []}, "prompt is empty"),
+        ({"tokens": [1, VOCABULARY]}, f"the token {VOCABULARY}"),
+        ({"tokens": [-1]}, "the token -1"),
+        ({"tokens": [1] * 512}, "512 tokens"),
+        ({"tokens": [1] * 500, "max_tokens": 13}, "context of 512.*at most 12"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"count": 0}, "num_samples is 0"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"stop": [""]}, "not empty"),
+        ({"stop": [True]}, "token ids"),
+        ({"stop": [VOCABULARY]}, f"the token {VOCABULARY}"),
+        ({"stop": [[1]]}, "token ids"),
+        ({"prompt_logprobs_last_n": 3}, "needs prompt_logprobs"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": -3}, "at least 0"),
+        ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs is 5000"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1"),
+        ({"alternatives": 5000}, "prompt_alt_tokens_k is 5000"),
+        ({"targets": {"data": [1], "shape": [2]}}, "says the shape"),
+        ({"targets": {"data": [VOCABULARY], "shape": [1]}}, f"the token {VOCABULARY}"),
+        ({"targets": {"data": [1] * 20, "shape": [20, 1]}}, "20 rows"),
+        (
+            {"targets": {"data": [1], "shape": [1, 1], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0]}},
+            "row po",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_said_at_once(bench, options, words):
+    sample = Sample(**{"tokens": PROMPT, "max_tokens": 4, **options})
+    with pytest.raises(UserError, match=words):
+        bench.backend.sample(1, sample, None)
+    assert bench.backend.sampling == 0
