@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
+CONFORMANCE = DOCS.parent / "tests" / "conformance"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
                "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
@@ -148,6 +149,36 @@ def components() -> str:
     return _table(("kind", "name", "plugin", "what it is"), sorted(rows, key=lambda row: (row[0], row[3])))
 
 
+def conformance() -> str:
+    """Every line of the checklist of the Tinker protocol, with the tests that show it."""
+    shown = shown_by()
+    parts = []
+    for head, lines in checklist():
+        rows = [
+            (str(number), duty, says.replace("|", "\\|"), "<br>".join(shown[number])) for number, duty, says in lines
+        ]
+        parts.append(f"### {head}\n\n{_table(('line', '', 'what holds', 'shown by'), rows)}")
+    return "\n\n".join(parts)
+
+
+def checklist() -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """Return the checklist's sections, each with its lines: number, M or S, text."""
+    text = (CONFORMANCE / "checklist.md").read_text("utf-8")
+    line = re.compile(r"^(\d+)\. \*\*([MS])\*\* (.*)$", re.MULTILINE)
+    sections = (part.partition("\n") for part in text.split("\n## ")[1:])
+    return [(head, [(int(at), duty, says) for at, duty, says in line.findall(body)]) for head, _, body in sections]
+
+
+def shown_by() -> dict[int, list[str]]:
+    """Return the tests of each line of the checklist; a test's name says which lines it shows."""
+    found: dict[int, list[str]] = {}
+    for path in sorted(CONFORMANCE.glob("test_*.py")):
+        for name, numbers in re.findall(r"^def (test_lines?_((?:\d+_)+)\w+)", path.read_text("utf-8"), re.MULTILINE):
+            for number in numbers.split("_")[:-1]:
+                found.setdefault(int(number), []).append(f"`{path.name}::{name}`")
+    return found
+
+
 def top() -> str:
     """What `twinkle` itself offers, and where each is documented."""
     import twinkle
@@ -249,6 +280,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference plugins": reference_plugins,
     "reference registry": reference_registry,
     "top": top,
+    "tinker conformance": conformance,
     **{page: reference(page) for page in CORE_PAGES},
 }
 

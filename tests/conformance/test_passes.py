@@ -248,7 +248,7 @@ def test_line_48_one_request_without_memory_fails_alone(tmp_path: Path, tiny: Pa
     from serving import ledger
 
     del tiny
-    service = ledger(tmp_path / "data", {"extra": {"oom_on": 66}}).start()
+    service = ledger(tmp_path / "data", {"extra": {"memory": [66]}}).start()
     try:
         with Raw(service.url) as raw:
             models = [raw.model(raw.session()) for _ in range(2)]

@@ -1,0 +1,29 @@
+"""The checklist is complete, and every line of it has a test."""
+
+import runpy
+from typing import Any
+
+import pytest
+from house import ROOT
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "tables.py"))
+
+
+def test_the_checklist_has_115_lines_in_order(tables: dict[str, Any]) -> None:
+    lines = [line for _, lines in tables["checklist"]() for line in lines]
+    assert [number for number, _, _ in lines] == list(range(1, 116))
+    assert {duty for _, duty, _ in lines} == {"M", "S"}
+
+
+def test_every_line_has_a_test_and_every_test_a_line(tables: dict[str, Any]) -> None:
+    shown = tables["shown_by"]()
+    assert sorted(shown) == list(range(1, 116))
+
+
+def test_the_table_names_every_line(tables: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "tinker-conformance.md").read_text("utf-8")
+    assert page == tables["renewed"](page), "run: python docs/tables.py"
+    assert all(f"\n| {number} | " in page for number in range(1, 116))

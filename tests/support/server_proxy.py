@@ -1,0 +1,123 @@
+"""A proxy on loopback that does to requests what networks do: it loses, delays, repeats and reorders them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls one request.
+
+    Attributes:
+        delay: seconds before it goes on; long enough, others overtake it.
+        lost: it never arrives.
+        repeats: times that it arrives beside the first.
+        mute: it is done, and its answer is lost.
+    """
+
+    delay: float = 0.0
+    lost: bool = False
+    repeats: int = 0
+    mute: bool = False
+
+
+NONE = Fault()
+
+
+class Proxy:
+    """One proxy in front of one service, which may move to another address.
+
+    Args:
+        upstream: URL of the service.
+        plan: says what befalls a request, from its number and its path.
+        prefix: that clients put before every path.
+    """
+
+    def __init__(
+        self, upstream: str, plan: Callable[[int, str], Fault] = lambda number, path: NONE, prefix: str = ""
+    ) -> None:
+        self.upstream = upstream
+        self.plan = plan
+        self.prefix = prefix
+        self.seen = 0
+        self.url = ""
+        self._late: set[asyncio.Task[bytes | None]] = set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SECONDS)
+            answer = await self._pass_on(head, await reader.readexactly(_length(head)))
+            if answer is not None:
+                writer.write(answer)
+                await writer.drain()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def _pass_on(self, head: bytes, body: bytes) -> bytes | None:
+        """Send a request on as planned; None is an answer that does not come."""
+        line, _, rest = head.partition(b"\r\n")
+        method, path, version = line.split(b" ")
+        fault = self.plan(self.seen, path.decode())
+        self.seen += 1
+        if fault.delay:
+            await asyncio.sleep(fault.delay)
+        if fault.lost:
+            return None
+        path = path.removeprefix(self.prefix.encode())
+        whole = b" ".join((method, path, version)) + b"\r\n" + rest + body
+        for _ in range(fault.repeats):
+            late = asyncio.create_task(self._ask(whole))
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+        answer = await self._ask(whole)
+        return None if fault.mute else answer
+
+    async def _ask(self, request: bytes) -> bytes | None:
+        """Ask the service over a connection of its own."""
+        address = urlsplit(self.upstream)
+        head, _, rest = request.partition(b"\r\n\r\n")
+        lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+        try:
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        except OSError:
+            return None
+        try:
+            writer.write(b"\r\n".join((*lines, b"Connection: close", b"", rest)))
+            await writer.drain()
+            return await asyncio.wait_for(reader.read(), SECONDS) or None
+        except OSError:
+            return None
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+def _length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+@asynccontextmanager
+async def proxied(proxy: Proxy) -> AsyncIterator[Proxy]:
+    """Run a proxy on a free port of this machine."""
+    server = await asyncio.start_server(proxy._serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    proxy.url = f"http://127.0.0.1:{port}{proxy.prefix}"
+    try:
+        yield proxy
+    finally:
+        server.close()
+        for task in [*proxy._late]:
+            task.cancel()
+        await asyncio.gather(*proxy._late, return_exceptions=True)
