@@ -1,20 +1,31 @@
 """Opening the data directory: schema, lease, secret, and the record stores together."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects import sqlite
+
+from twinkle_server.ids import new_id
 from twinkle_server.settings import Limits, Times
+from twinkle_server.store import lease, schema
 from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.database import SqliteDatabase
+from twinkle_server.store.faults import StoreError
 from twinkle_server.store.journal import SqliteJournal
 from twinkle_server.store.keys import Keys
-from twinkle_server.store.lease import Lease
 from twinkle_server.store.models import Models
 from twinkle_server.store.retention import Retention
 from twinkle_server.store.samplers import Samplers
+from twinkle_server.store.secret import read_secret
 from twinkle_server.store.sessions import Sessions
+from twinkle_server.store.tables import meta
 from twinkle_server.store.usage import UsageTable
+
+_OURS: Final = ("lock", "secret", "payloads", "results", "snapshots", "checkpoints")
 
 
 @dataclass(slots=True)
@@ -45,11 +56,16 @@ class Store:
     keys: Keys
     audit: Audit
     usage: UsageTable
-    lease: Lease | None
+    lease: "lease.Lease | None"
 
     def close(self) -> None:
-        """Give the lease back, and close the database; what was submitted before is written."""
-        raise NotImplementedError
+        """Give the lease back, and close the database; what was submitted before is written. Blocks."""
+        self.journal.close()
+        try:
+            if self.lease is not None:
+                self.lease.release(self.database)
+        finally:
+            self.database.close()
 
 
 def open_store(
@@ -73,4 +89,66 @@ def open_store(
     Raises:
         StoreError: it is on a network file system, of a newer version, or served by another process.
     """
-    raise NotImplementedError
+    _prepare_folder(data)
+    database = SqliteDatabase(data / "twinkle.db")
+    handle = -1
+    try:
+        if serve:
+            handle = lease.lock(database, data)
+        database.write_now(lambda connection: _migrate(connection, serve))
+        owned = lease.take(database, data, handle, take_over) if serve else None
+        return _assemble(data, database, owned, limits, times)
+    except BaseException:
+        database.close()
+        if handle >= 0:
+            os.close(handle)
+        raise
+
+
+def _prepare_folder(data: Path) -> None:
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{data} cannot be made a data directory: {error.strerror}; choose another --data") from error
+    left = sorted(entry.name for entry in data.iterdir()) if not (data / "twinkle.db").exists() else []
+    foreign = [name for name in left if name not in _OURS]
+    if foreign:
+        raise StoreError(f"{data} holds other things ({foreign[0]!r}): choose an empty directory for --data")
+
+
+def _migrate(connection: Connection, serve: bool) -> None:
+    found = schema.version(connection)
+    if not serve and found is not None and found in schema.VERSIONS[:-1]:
+        raise StoreError(
+            f"the database is of version {found!r}: start `twinkle serve` once, which brings it up to date"
+        )
+    schema.migrate(connection)
+    new = sqlite.insert(meta).values(name="instance", value=new_id())
+    connection.execute(new.on_conflict_do_nothing())
+
+
+def _assemble(
+    data: Path, database: SqliteDatabase, owned: lease.Lease | None, limits: Limits | None, times: Times | None
+) -> Store:
+    secret = read_secret(data)
+    journal = SqliteJournal(database, data, secret, owned.epoch if owned else 0, limits)
+    return Store(
+        data=data,
+        secret=secret,
+        instance=database.write_now(_instance),
+        database=database,
+        journal=journal,
+        retention=Retention(database, journal, times),
+        sessions=Sessions(database),
+        models=Models(database),
+        samplers=Samplers(database),
+        checkpoints=Checkpoints(database),
+        keys=Keys(database),
+        audit=Audit(database),
+        usage=UsageTable(database),
+        lease=owned,
+    )
+
+
+def _instance(connection: Connection) -> str:
+    return str(connection.execute(select(meta.c.value).where(meta.c.name == "instance")).scalar_one())

@@ -122,8 +122,10 @@ class Sessions:
             NotFound: the tenant has none of that id.
         """
         query = update(sessions).where(sessions.c.tenant == tenant, sessions.c.id == session)
-        changed = await self._database.write(lambda connection: connection.execute(query.values(project=project)))
-        if not changed.rowcount:
+        changed = await self._database.write(
+            lambda connection: connection.execute(query.values(project=project)).rowcount
+        )
+        if not changed:
             raise NotFound(f"no session {session[:80]!r}")
 
     async def page(self, tenant: str, limit: int, offset: int) -> Page[Session]:

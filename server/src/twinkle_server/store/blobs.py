@@ -1,0 +1,104 @@
+"""Large payloads and results, as files that are durable before a row names them.
+
+A file's name is the SHA-256 of its content and some random digits, so that each belongs to one row and goes with it.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from twinkle_server.errors import Unavailable
+from twinkle_server.failpoints import reach
+from twinkle_server.store.filesystem import sync_folder
+
+_NAME: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
+
+
+class Blobs:
+    """A folder of such files."""
+
+    def __init__(self, folder: Path, threads: int = 4) -> None:
+        """Use a folder.
+
+        Args:
+            folder: it is made if it is not there.
+            threads: that write and read.
+        """
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder = folder
+        self._threads = ThreadPoolExecutor(threads, f"twinkle-{folder.name}")
+
+    async def put(self, data: bytes) -> str:
+        """Write a file; returns its name.
+
+        Raises:
+            Unavailable: the disk is full or fails; nothing is left.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._put, data)
+
+    async def get(self, name: str) -> bytes:
+        """Return a file's content.
+
+        Raises:
+            LookupError: it is not there, or is not what was written.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._get, name)
+
+    async def drop(self, names: list[str]) -> None:
+        """Remove files that no row names any more; one that is not there is no error."""
+        if names:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._drop, names)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+    def _put(self, data: bytes) -> str:
+        name = f"{hashlib.sha256(data).hexdigest()}-{secrets.token_hex(8)}"
+        temporary = self.folder / f".tmp-{secrets.token_hex(8)}"
+        try:
+            self._write(temporary, data)
+            reach("blob.before_rename")
+            temporary.rename(self.folder / name)
+            reach("blob.after_rename")
+            sync_folder(self.folder)
+        except OSError as error:
+            for left in (temporary, self.folder / name):
+                with contextlib.suppress(OSError):
+                    left.unlink(missing_ok=True)
+            raise Unavailable("the store cannot write at the moment (disk full or failing): try again", 5.0) from error
+        return name
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    def _get(self, name: str) -> bytes:
+        try:
+            data = self._path(name).read_bytes()
+        except OSError as error:
+            raise LookupError(f"file {name} of {self.folder.name} cannot be read") from error
+        if hashlib.sha256(data).hexdigest() != name[:64]:
+            raise LookupError(f"file {name} of {self.folder.name} is not what was written")
+        return data
+
+    def _drop(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(OSError):
+                self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise LookupError(f"{name[:100]!r} is no name of a file of {self.folder.name}")
+        return self.folder / name

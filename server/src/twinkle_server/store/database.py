@@ -1,0 +1,335 @@
+"""SQLite with one writer: what is waiting when a commit ends goes into the next one, and each commit is durable."""
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, NullPool, create_engine
+from sqlalchemy.exc import DBAPIError
+
+from twinkle_server.errors import Unavailable
+from twinkle_server.failpoints import reach
+from twinkle_server.store.faults import StoreError
+from twinkle_server.store.filesystem import check_local
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_LARGEST: Final = 1024
+"""Closures that share one commit at most."""
+_BUSY_SECONDS: Final = 5.0
+_DISK: Final = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Callable[[Connection], Any]
+    future: "asyncio.Future[Any] | concurrent.futures.Future[Any]"
+    value: Any = None
+    error: Exception | None = None
+
+    def settle(self) -> None:
+        if self.future.done():
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.value)
+
+
+def driver(connection: Connection) -> sqlite3.Connection:
+    """Return the connection below SQLAlchemy's, for statements that must be cheap."""
+    return cast(sqlite3.Connection, connection.connection.dbapi_connection)
+
+
+class SqliteDatabase:
+    """A database file.
+
+    Attributes:
+        healthy: the last commit worked.
+        commits: number of commits so far.
+    """
+
+    def __init__(self, path: Path, readers: int = 2) -> None:
+        """Open the file, and make it if it is not there; its schema is another matter (`schema.migrate`).
+
+        Args:
+            path: of the file; its folder exists.
+            readers: threads that read.
+
+        Raises:
+            StoreError: the file cannot be opened, or is on a network file system.
+        """
+        check_local(path.parent)
+        self.healthy = True
+        self.commits = 0
+        self._path = path
+        self._closed = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._writer = _Writer(path)
+        self._thread: threading.Thread | None = None
+        self._start = threading.Lock()
+        self._local = threading.local()
+        self._reading: list[Connection] = []
+        self._readers = concurrent.futures.ThreadPoolExecutor(readers, "twinkle-store-read")
+
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction that is durable when this returns; several share one commit, each whole or not.
+
+        Whoever is cancelled while waiting cannot know whether it was written.
+
+        Raises:
+            Unavailable: the disk is full or fails, or the database is closed; nothing of `work` is written.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._put(_Job(work, future))
+        return await future
+
+    def write_now(self, work: Callable[[Connection], T]) -> T:
+        """Do what `write` does, for callers without a loop; blocks."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._put(_Job(work, future))
+        return future.result()
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work`, which only reads, on one state of the database.
+
+        Raises:
+            Unavailable: the disk fails, or the database is closed.
+        """
+        if self._closed:
+            raise _closed()
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+
+    def close(self) -> None:
+        """Write what was handed in before, move the log into the database file, and close it; blocks."""
+        with self._start:
+            if self._closed:
+                return
+            self._closed = True
+            self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        self._readers.shutdown()
+        for connection in self._reading:
+            connection.close()
+        self._writer.close()
+
+    def _put(self, job: _Job) -> None:
+        with self._start:
+            if self._closed:
+                raise _closed()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="twinkle-store-write", daemon=True)
+                self._thread.start()
+            self._jobs.put(job)
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            batch, last = self._gather()
+            if batch:
+                self.healthy = self._writer.commit(batch)
+                self.commits += 1
+                _deliver(batch)
+
+    def _gather(self) -> tuple[list[_Job], bool]:
+        """Wait for a job, and take what waits behind it; also returns whether these are the last ones."""
+        batch: list[_Job] = []
+        job = self._jobs.get()
+        while job is not None:
+            batch.append(job)
+            if len(batch) == _LARGEST:
+                return batch, False
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        connection: Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            self._local.connection = connection = _engine(lambda: _connect(self._path, readonly=True)).connect()
+            self._reading.append(connection)
+        raw = driver(connection)
+        try:
+            raw.execute("BEGIN")
+            return work(connection)
+        except (sqlite3.Error, DBAPIError) as error:
+            raise _worded(error) from error
+        finally:
+            if raw.in_transaction:
+                raw.execute("ROLLBACK")
+
+
+def _deliver(batch: list[_Job]) -> None:
+    """Hand results to whoever waits: one call into each loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
+    for job in batch:
+        if isinstance(job.future, asyncio.Future):
+            loops.setdefault(job.future.get_loop(), []).append(job)
+        else:
+            job.settle()
+    for loop, jobs in loops.items():
+        try:
+            loop.call_soon_threadsafe(_settle, jobs)
+        except RuntimeError:
+            _LOG.warning("%d writes were done after their event loop had been closed", len(jobs))
+
+
+def _settle(jobs: list[_Job]) -> None:
+    for job in jobs:
+        job.settle()
+
+
+class _Writer:
+    """The connection that writes; used by one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        self._connection = _engine(lambda: _connect(self._path)).connect()
+        self._raw = driver(self._connection)
+
+    def commit(self, batch: list[_Job]) -> bool:
+        """Run jobs in one transaction, and note their values or errors; returns whether the database works."""
+        try:
+            self._raw.execute("BEGIN IMMEDIATE")
+            if len(batch) == 1:
+                self._alone(batch[0])
+            else:
+                self._together(batch)
+            reach("store.before_commit")
+            self._raw.execute("COMMIT")
+            reach("store.after_commit")
+        except _Undone:
+            self._undo()
+        except (sqlite3.Error, OSError) as error:
+            _LOG.error("the store could not commit %d writes: %s", len(batch), error)
+            for job in batch:
+                job.error = _worded(error)
+            self._undo()
+        return not any(isinstance(job.error, Unavailable) for job in batch)
+
+    def _alone(self, job: _Job) -> None:
+        """Run a job that needs no savepoint, because the whole transaction is its own."""
+        self._try(job)
+        if job.error is not None:
+            raise _Undone
+
+    def _together(self, batch: list[_Job]) -> None:
+        for job in batch:
+            self._raw.execute("SAVEPOINT job")
+            self._try(job)
+            if job.error is not None:
+                if not self._raw.in_transaction:  # SQLite gave the whole transaction up: nobody's work is there
+                    raise sqlite3.OperationalError(str(job.error))
+                self._raw.execute("ROLLBACK TO job")
+            self._raw.execute("RELEASE job")
+
+    def _try(self, job: _Job) -> None:
+        try:
+            job.value = job.work(self._connection)
+        except (sqlite3.Error, DBAPIError) as error:
+            job.error = _worded(error)
+        except Exception as error:
+            job.error = error
+
+    def _undo(self) -> None:
+        """End a transaction that failed."""
+        try:
+            if self._raw.in_transaction:
+                self._raw.execute("ROLLBACK")
+        except sqlite3.Error:
+            _LOG.exception("the store could not roll back; its connection is opened anew")
+            self._reopen()
+
+    def _reopen(self) -> None:
+        try:
+            self._raw.close()
+            self._open()
+        except (sqlite3.Error, StoreError):
+            _LOG.exception("the store could not be opened anew")
+
+    def close(self) -> None:
+        try:
+            self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            _LOG.warning("the store's log was not moved into its file, which the next start does: %s", error)
+        self._connection.close()
+
+
+class _Undone(Exception):
+    """The only job of a transaction failed by itself."""
+
+
+def _engine(connect: Callable[[], sqlite3.Connection]) -> Engine:
+    return create_engine("sqlite://", creator=connect, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+
+
+def _connect(path: Path, readonly: bool = False) -> sqlite3.Connection:
+    mode = "ro" if readonly else "rwc"
+    try:
+        raw = sqlite3.connect(
+            f"file:{quote(str(path))}?mode={mode}",
+            uri=True,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
+        )
+        _prepare(raw, readonly)
+    except sqlite3.Error as error:
+        raise StoreError(f"{path} cannot be opened as a database: {error}") from error
+    return raw
+
+
+def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
+    raw.execute("PRAGMA foreign_keys = ON")
+    raw.execute("PRAGMA cache_size = -16384")
+    if readonly:
+        raw.execute("PRAGMA query_only = ON")
+        return
+    raw.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect in a new file only, before anything is written there
+    mode = raw.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    if mode != "wal":
+        raise sqlite3.OperationalError(f"its file system does not bear write-ahead logging (mode {mode!r})")
+    raw.execute("PRAGMA synchronous = FULL")
+    raw.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
+
+
+def _worded(error: Exception) -> Exception:
+    """Return what callers get: `Unavailable` for faults of the disk, anything else as it is."""
+    found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(found, "sqlite_errorcode", None)
+    failed = isinstance(found, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK
+    if failed or isinstance(found, OSError):
+        fault = Unavailable("the store cannot write at the moment (disk full or failing): try again", retry_after=5.0)
+        fault.__cause__ = error
+        return fault
+    return error
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the store is closed: the service is ending", retry_after=5.0)

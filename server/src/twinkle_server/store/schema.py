@@ -1,0 +1,61 @@
+"""The schema's versions: a new file gets the newest one, an older file is migrated, a newer one is refused.
+
+alembic is imported only where there is something to do, for it costs more than the rest of the start.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
+
+from twinkle_server.store.faults import StoreError
+
+FOLDER: Final = Path(__file__).parent / "migrations"
+VERSIONS: Final = ("0001",)
+"""All of them, oldest first; each is a file `migrations/versions/v<version>_*.py`."""
+
+
+def version(connection: Connection) -> str | None:
+    """Return a database's version; None is an empty one."""
+    try:
+        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    except OperationalError:
+        return None
+    return None if found is None else str(found)
+
+
+def migrate(connection: Connection, target: str = VERSIONS[-1]) -> str | None:
+    """Bring a database to a version, within the transaction that the connection is in.
+
+    Args:
+        connection: that may write.
+        target: the version; an older one goes back, and loses what that one cannot hold.
+
+    Returns:
+        The version that it had.
+
+    Raises:
+        StoreError: it is of a version that this program does not know.
+    """
+    before = version(connection)
+    if before == target:
+        return before
+    if before is not None and before not in VERSIONS:
+        raise StoreError(
+            f"the database is of version {before!r}, which is newer than this program's {VERSIONS[-1]!r}: "
+            f"install the twinkle-server that wrote it, or a newer one"
+        )
+    down = before is not None and VERSIONS.index(target) < VERSIONS.index(before)
+    _run(connection, target, down)
+    return before
+
+
+def _run(connection: Connection, target: str, down: bool) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(FOLDER).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    (command.downgrade if down else command.upgrade)(config, target)

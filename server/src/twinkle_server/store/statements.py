@@ -1,0 +1,102 @@
+"""The journal's statements, in SQL as it is: they run for every operation, and SQLite keeps them prepared.
+
+Those that a client's request leads to name the tenant; the others are the runtime's own, over lanes that it knows.
+"""
+
+from typing import Final
+
+FENCE: Final = "SELECT epoch FROM lease"
+TOUCH_MODEL: Final = "UPDATE models SET last_request = ? WHERE id = ? AND tenant = ? RETURNING snapshot_number"
+NEXT_NUMBER: Final = """
+    SELECT max(coalesce((SELECT max(number) FROM operations WHERE lane = :lane), -1),
+               coalesce((SELECT snapshot_number FROM models WHERE id = :lane), -1)) + 1
+"""
+INSERT: Final = """
+    INSERT INTO operations (request, tenant, lane, number, kind, tokens, digest, status, attempts, error, category,
+                            epoch, payload, dropped, created, finished)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, 0, ?, ?)
+    ON CONFLICT (lane, number) DO NOTHING RETURNING id
+"""
+COLUMNS: Final = "id, request, tenant, lane, number, kind, tokens, status, attempts"
+BY_NUMBER: Final = f"SELECT {COLUMNS}, digest FROM operations WHERE lane = ? AND number = ? AND tenant = ?"
+PENDING: Final = f"SELECT {COLUMNS} FROM operations WHERE status = 'pending' ORDER BY lane, number"
+AFTER: Final = f"SELECT {COLUMNS} FROM operations WHERE lane = ? AND number > ? ORDER BY number"
+QUEUED: Final = "SELECT count(*) FROM operations WHERE tenant = ? AND status = 'pending'"
+FRONTIER: Final = """
+    WITH RECURSIVE used(number) AS (
+        SELECT coalesce((SELECT snapshot_number FROM models WHERE id = :lane), -1)
+        UNION ALL
+        SELECT operations.number FROM operations JOIN used ON operations.lane = :lane
+        AND operations.number = used.number + 1
+    )
+    SELECT max(number) + 1 FROM used
+"""
+
+PUT_PAYLOAD: Final = "INSERT INTO payloads (operation, data) VALUES (?, ?)"
+GET_PAYLOAD: Final = """
+    SELECT operations.payload, payloads.data FROM operations LEFT JOIN payloads ON payloads.operation = operations.id
+    WHERE operations.id = ?
+"""
+DROP_PAYLOAD: Final = "DELETE FROM payloads WHERE operation = ?"
+PUT_RESULT: Final = "INSERT INTO results (operation, data) VALUES (?, ?)"
+
+FINISH: Final = """
+    UPDATE operations SET status = ?, error = ?, category = ?, result = ?, epoch = ?, finished = ?
+    WHERE id = ? AND status = 'pending' RETURNING kind, payload
+"""
+FORGET_PAYLOAD: Final = "UPDATE operations SET payload = NULL WHERE id = ?"
+OUTCOME: Final = """
+    SELECT operations.status, operations.error, operations.category, results.data
+    FROM operations LEFT JOIN results ON results.operation = operations.id WHERE operations.id = ?
+"""
+FUTURE: Final = """
+    SELECT operations.id, operations.kind, operations.status, operations.lane, operations.error, operations.category,
+           operations.dropped, operations.result, results.data
+    FROM operations LEFT JOIN results ON results.operation = operations.id
+    WHERE operations.request = ? AND operations.tenant = ?
+"""
+BLAME: Final = "UPDATE operations SET attempts = attempts + 1, epoch = ? WHERE id = ? AND status = 'pending'"
+
+SNAPSHOT: Final = """
+    SELECT snapshot_number, snapshot_folder, snapshot_digest, snapshot_size, status FROM models WHERE id = ?
+"""
+SET_SNAPSHOT: Final = """
+    UPDATE models SET snapshot_number = ?, snapshot_folder = ?, snapshot_digest = ?, snapshot_size = ?, snapshot_at = ?
+    WHERE id = ?
+"""
+COVERED: Final = """
+    SELECT id, payload FROM operations
+    WHERE lane = ? AND number <= ? AND status <> 'pending' AND payload IS NOT NULL
+"""
+
+MARK_READ: Final = "UPDATE operations SET read = ? WHERE id = ? AND read IS NULL"
+UNREAD: Final = "SELECT id, result FROM operations WHERE finished < ? AND dropped = 0 LIMIT ?"
+READ: Final = "SELECT id, result FROM operations WHERE read < ? AND dropped = 0 LIMIT ?"
+DROP_RESULT: Final = "DELETE FROM results WHERE operation = ?"
+FORGET_RESULT: Final = "UPDATE operations SET result = NULL, error = NULL, dropped = 1 WHERE id = ?"
+OVER: Final = """
+    SELECT operations.id, operations.payload FROM operations JOIN models ON models.id = operations.lane
+    WHERE models.status IN ('gone', 'corrupted') AND operations.payload IS NOT NULL
+    AND operations.status <> 'pending' LIMIT ?
+"""
+OLD: Final = """
+    DELETE FROM operations WHERE id IN (
+        SELECT operations.id FROM operations LEFT JOIN models ON models.id = operations.lane
+        WHERE operations.finished < ? AND operations.dropped = 1 AND operations.payload IS NULL
+        AND (models.id IS NULL OR models.status IN ('gone', 'corrupted')
+             OR operations.number <= models.snapshot_number)
+        LIMIT ?
+    )
+"""
+PAYLOAD_FILES: Final = "SELECT payload FROM operations WHERE payload > ''"
+RESULT_FILES: Final = "SELECT result FROM operations WHERE result > ''"
+FOLDERS: Final = """
+    SELECT folder FROM checkpoints WHERE deleted IS NULL
+    UNION SELECT folder FROM samplers WHERE folder IS NOT NULL AND ended IS NULL
+    UNION SELECT snapshot_folder FROM models WHERE snapshot_folder IS NOT NULL
+"""
+SOURCES: Final = """
+    SELECT operations.kind, payloads.data FROM operations JOIN payloads ON payloads.operation = operations.id
+    WHERE operations.payload = '' AND (operations.kind IN ('create', 'load')
+          OR operations.status = 'pending' AND operations.kind IN ('sample', 'save'))
+"""
