@@ -1,0 +1,153 @@
+"""A journal in memory, with which benchmarks tell the service's own time from that of the disk. It forgets at exit.
+
+For benchmarks only: nothing is durable, no lease is held, and nothing is ever purged.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
+from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snapshot, Submission
+from twinkle_server.runtime.ports import Database
+from twinkle_server.store.requests import is_ours, new_request
+
+
+class MemoryJournal:
+    """The `Journal` of `runtime.ports`, in dictionaries. What comes with an operation (`also`) is written all the same."""
+
+    def __init__(self, database: Database, secret: bytes, clock: Callable[[], float] = time.time) -> None:
+        """Use a database for what is not an operation: `also` needs one."""
+        self._database, self._secret, self._clock = database, secret, clock
+        self._operations: dict[int, Operation] = {}
+        self._digests: dict[int, bytes] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._requests: dict[str, int] = {}
+        self._lanes: dict[str, dict[int, int]] = {}
+        self._snapshots: dict[str, Snapshot] = {}
+
+    async def submit(
+        self, submission: Submission, also: Callable[[Any], None] | None = None
+    ) -> tuple[Accepted, Operation]:
+        """See `SqliteJournal.submit`."""
+        lane = self._lanes.setdefault(submission.lane, {})
+        number = submission.number if submission.number is not None else max(lane, default=-1) + 1
+        digest = _digest(submission)
+        if number in lane:
+            return self._repeated(lane[number], submission, digest)
+        if also is not None and submission.refusal is None:
+            await self._database.write(also)
+        request = new_request(self._secret, submission.tenant)
+        operation = Operation(
+            id=len(self._operations) + 1,
+            request=request,
+            tenant=submission.tenant,
+            lane=submission.lane,
+            number=number,
+            kind=submission.kind,
+            tokens=submission.tokens,
+            payload=submission.payload,
+        )
+        lane[number] = operation.id
+        self._operations[operation.id], self._digests[operation.id] = operation, digest
+        self._requests[request] = operation.id
+        if submission.refusal is not None:
+            await self.finish([Outcome(operation.id, error=submission.refusal, category="user")])
+        return Accepted(request, True), replace(operation)
+
+    def _repeated(self, found: int, submission: Submission, digest: bytes) -> tuple[Accepted, Operation]:
+        operation = self._operations[found]
+        if operation.tenant != submission.tenant:
+            raise NotFound(f"no model or sampling session {submission.lane[:120]!r}")
+        if self._digests[found] != digest:
+            raise SequenceConflict(f"number {operation.number} of {operation.lane!r} was used for another request")
+        return Accepted(operation.request, False), replace(operation, payload=None)
+
+    async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """See `SqliteJournal.finish`."""
+        return [await self._finish(outcome) for outcome in outcomes]
+
+    async def _finish(self, outcome: Outcome) -> Outcome:
+        operation = self._operations.get(outcome.operation)
+        if operation is None:
+            raise LookupError(f"no operation {outcome.operation}")
+        if operation.status != "pending":
+            return self._outcomes[operation.id]
+        if outcome.also is not None and outcome.error is None and not outcome.cancelled:
+            try:
+                await self._database.write(outcome.also)
+            except ServiceError as error:
+                outcome = replace(outcome, result=None, error=error.message, category="user", also=None)
+        operation.status = "cancelled" if outcome.cancelled else "done" if outcome.error is None else "failed"
+        self._outcomes[operation.id] = outcome
+        return outcome
+
+    async def future(self, request: str, tenant: str) -> Future:
+        """See `SqliteJournal.future`."""
+        operation = self._operations.get(self._requests.get(request, 0))
+        if operation is None or operation.tenant != tenant:
+            if is_ours(self._secret, request, tenant):
+                raise Gone(f"request {request!r} is over, and its result is no longer kept")
+            raise NotFound(f"no request {request[:80]!r}")
+        if operation.status == "pending":
+            return Future(operation.kind, "pending", operation.lane)
+        over = self._outcomes[operation.id]
+        error = over.error or ("the request was cancelled" if over.cancelled else None)
+        return Future(operation.kind, operation.status, operation.lane, over.result, error, over.category)
+
+    async def pending(self) -> list[Operation]:
+        """See `SqliteJournal.pending`."""
+        found = [operation for operation in self._operations.values() if operation.status == "pending"]
+        return sorted((replace(each, payload=None) for each in found), key=lambda each: (each.lane, each.number))
+
+    async def after(self, lane: str, number: int) -> list[Operation]:
+        """See `SqliteJournal.after`."""
+        numbers = sorted(each for each in self._lanes.get(lane, {}) if each > number)
+        return [replace(self._operations[self._lanes[lane][each]], payload=None) for each in numbers]
+
+    async def frontier(self, lane: str) -> int:
+        """See `SqliteJournal.frontier`."""
+        snapshot = self._snapshots.get(lane)
+        number = snapshot.number + 1 if snapshot else 0
+        while number in self._lanes.get(lane, {}):
+            number += 1
+        return number
+
+    async def queued(self, tenant: str) -> int:
+        """See `SqliteJournal.queued`."""
+        return sum(each.tenant == tenant and each.status == "pending" for each in self._operations.values())
+
+    async def payload(self, operation: int) -> bytes:
+        """See `SqliteJournal.payload`."""
+        found = self._operations.get(operation)
+        if found is None or found.payload is None:
+            raise LookupError(f"the payload of operation {operation} is no longer kept")
+        return found.payload
+
+    async def blame(self, operations: Sequence[int]) -> None:
+        """See `SqliteJournal.blame`."""
+        for operation in operations:
+            if self._operations[operation].status == "pending":
+                self._operations[operation].attempts += 1
+
+    async def snapshotted(self, snapshot: Snapshot) -> list[str]:
+        """See `SqliteJournal.snapshotted`."""
+        before = self._snapshots.get(snapshot.lane)
+        if before is not None and before.number > snapshot.number:
+            return [snapshot.folder]
+        self._snapshots[snapshot.lane] = snapshot
+        for number, operation in self._lanes.get(snapshot.lane, {}).items():
+            if number <= snapshot.number and self._operations[operation].status != "pending":
+                self._operations[operation].payload = None
+        return [before.folder] if before is not None and before.folder != snapshot.folder else []
+
+    async def snapshot(self, lane: str) -> Snapshot | None:
+        """See `SqliteJournal.snapshot`."""
+        return self._snapshots.get(lane)
+
+
+def _digest(submission: Submission) -> bytes:
+    asked = submission.payload if submission.asked is None else submission.asked
+    return hashlib.sha256(f"{submission.kind}\0".encode() + asked).digest()
