@@ -5,10 +5,10 @@ checks what the work says. An exception of one item harms that item only; a meth
 asked again with less (`run` and `step` for want of memory, say); `Fatal` says that nothing after it can be trusted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
@@ -112,6 +112,14 @@ class Backend(Protocol):
 
     def cancel(self, key: int) -> None:
         """Drop a sampling request; one that is not there is no error."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A backend that lets sampling go on during long passes."""
+
+    def interrupt(self, between: Callable[[], None]) -> None:
+        """Call `between` between the parts of a pass; it may call `decode`, `sample`, `cancel`, and raise `Fatal`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,11 +70,7 @@ class Manifest:
         return sum(entry.size for entry in self.files.values())
 
 
-def publish(
-    folder: Path,
-    write: Callable[[Path], object],
-    facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-) -> Published:
+def publish(folder: Path, write: Callable[[Path], object], facts: Mapping[str, Any] | None = None) -> Published:
     """Write a folder so that it is on the disk whole when this returns, and else not there.
 
     A folder that an earlier attempt left under the name is replaced.
@@ -82,27 +78,53 @@ def publish(
     Args:
         folder: its place; the folder above is made if needed.
         write: fills an empty folder with regular files, flat.
-        facts: what the manifest says beside the files; a function is asked after `write`.
+        facts: what the manifest says beside the files.
 
     Raises:
         OSError: the disk took no more, or failed; nothing is left under the name.
         ValueError: `write` left something else than regular files.
     """
-    _make_parent(folder)
-    work, aside = (folder.with_name(TEMPORARY + new_id()) for _ in range(2))
-    work.mkdir(mode=0o700)
-    try:
-        reach("files.before_write")
-        write(work)
-        published = _seal(work, facts() if callable(facts) else facts or {})
-        if os.path.lexists(folder):
-            folder.rename(aside)
-        _put(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
-    reach("files.after_publish")
-    return published
+    return Draft(folder, write).publish(facts)
+
+
+class Draft:
+    """A folder that was written and is not on the disk yet; `publish` may be called on another thread.
+
+    Args:
+        folder: see `publish`.
+        write: see `publish`.
+
+    Raises:
+        OSError: the disk took no more, or failed; nothing is left.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[Path], object]) -> None:
+        _make_parent(folder)
+        self._folder = folder
+        self._work, self._aside = (folder.with_name(TEMPORARY + new_id()) for _ in range(2))
+        self._work.mkdir(mode=0o700)
+        try:
+            reach("files.before_write")
+            write(self._work)
+        except BaseException:
+            self._clear()
+            raise
+
+    def publish(self, facts: Mapping[str, Any] | None = None) -> Published:
+        """Put it on the disk under its name; see `publish`."""
+        try:
+            published = _seal(self._work, facts or {})
+            if os.path.lexists(self._folder):
+                self._folder.rename(self._aside)
+            _put(self._work, self._folder)
+        finally:
+            self._clear()
+        reach("files.after_publish")
+        return published
+
+    def _clear(self) -> None:
+        for left in (self._work, self._aside):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -5,18 +5,20 @@ import logging
 import os
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
 
 from twinkle_server.engine import messages
-from twinkle_server.engine.backend import Backend, Fatal
+from twinkle_server.engine.backend import Backend, Fatal, Interruptible
+from twinkle_server.engine.files import Published
+from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import DETACH, RESTORE, SNAPSHOT, Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import cancelled
 from twinkle_server.engine.sampling import Sampling
-from twinkle_server.engine.scheduler import Alternation, Budget, Scheduler
+from twinkle_server.engine.scheduler import Budget, Scheduler
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.engine.turns import Sources, Turns
 from twinkle_server.runtime.link import BlockingLink, LinkClosed
@@ -24,7 +26,7 @@ from twinkle_server.settings import Settings
 
 FATAL = 70
 """Exit status after which nothing but a new process helps."""
-_REPORT_EVERY = 0.5  # seconds of decoding that are told in one PASSED
+_Item = Message | Callable[[], None]
 _log = logging.getLogger(__name__)
 
 
@@ -39,11 +41,11 @@ class Host:
 
     def __init__(self, backend: Backend, link: BlockingLink, settings: Settings) -> None:
         self._backend, self._link = backend, link
-        self._inbox: queue.SimpleQueue[Message | Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._backlog: deque[_Item] = deque()  # what was taken out of it, and is not done
         self._lanes = Lanes()
         self._scheduler = Scheduler(self._lanes)
         self._budget = Budget(settings.max_pass_seconds)
-        self._alternation = Alternation()
         sources = Sources(settings.data)
         self._snapshots = Snapshots(
             backend=backend,
@@ -54,10 +56,22 @@ class Host:
             steps=settings.snapshot_steps,
             seconds=settings.times.snapshot,
         )
-        self._turns = Turns(backend, sources, self._snapshots, self._budget, link.send)
         self._sampling = Sampling(backend, sources, link.send)
-        self._decoded = _Decoded()
-        self._under_way: frozenset[int] = frozenset()
+        self._interleaving = Interleaving(self._sampling, self._arrive, link.send)
+        self._turns = Turns(
+            backend=backend,
+            sources=sources,
+            snapshots=self._snapshots,
+            waiting=self._lanes,
+            background=self._background,
+            budget=self._budget,
+            interleaving=self._interleaving,
+            report=link.send,
+        )
+        self._threads = ThreadPoolExecutor(2, "files")
+        self._behind = 0  # functions that run on threads
+        if isinstance(backend, Interruptible):
+            backend.interrupt(self._interleaving.between)
         self._draining = False
         self._drained = False
 
@@ -84,16 +98,22 @@ class Host:
             self._tell_drained()
             return
         self._sampling.admit()
-        training, sampling = bool(self._lanes), bool(self._sampling.running)
-        if not (training or sampling):
-            return
-        decoding = self._alternation.decodes(training, sampling)
-        begin = time.perf_counter()
-        if decoding:
-            self._decode()
-        else:
-            self._train()
-        self._alternation.took(time.perf_counter() - begin, decoding)
+        training = bool(self._lanes)
+        if self._interleaving.next_is_decoding(training):
+            self._interleaving.decode()
+        elif training:
+            self._interleaving.train(self._train)
+
+    def _background(self, work: Callable[[], Published], then: Callable[[Published | Exception], None]) -> None:
+        def end(future: Future[Published]) -> None:
+            self._behind -= 1
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            then(error or future.result())
+
+        self._behind += 1
+        self._threads.submit(work).add_done_callback(lambda future: self._inbox.put(lambda: end(future)))
 
     def _read(self) -> None:
         for message in self._link:
@@ -104,35 +124,52 @@ class Host:
         """Take what arrived; wait for something if there is nothing else to do."""
         busy = not self._draining and (bool(self._lanes) or len(self._sampling) > 0)
         with contextlib.suppress(queue.Empty):
-            self._take(self._inbox.get(not busy, None if busy else self._snapshots.next()))
+            if not self._backlog:
+                self._backlog.append(self._inbox.get(not busy, None if busy else self._snapshots.next()))
             while True:
-                self._take(self._inbox.get_nowait())
+                self._backlog.append(self._inbox.get_nowait())
+        while self._backlog:
+            self._take(self._backlog.popleft())
+
+    def _arrive(self) -> None:
+        """Take what concerns sampling alone; the rest waits for the end of the pass."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if not isinstance(item, Message) or not self._take_sample(item):
+                    self._backlog.append(item)
+
+    def _take_sample(self, message: Message) -> bool:
+        if message.type == messages.RUN and message.head["kind"] == "sample":
+            self._sampling.add(Task.of_run(message))
+            return True
+        if message.type == messages.CANCEL and self._sampling.cancel(message.head["id"]):
+            self._link.send(cancelled(message.head["id"]))
+            return True
+        return False
 
     def _take(self, item: Message | Callable[[], None]) -> None:
         if not isinstance(item, Message):
             item()
+        elif self._take_sample(item):
+            return
         elif item.type == messages.RUN:
-            task = Task.of_run(item)
-            (self._sampling if task.kind == "sample" else self._lanes).add(task)
+            self._lanes.add(Task.of_run(item))
         elif item.type in (messages.RESTORE, messages.DETACH, messages.SNAPSHOT):
             self._lanes.add(Task.of_order(item))
         elif item.type == messages.CANCEL:
-            self._cancel(item.head["id"])
+            if self._lanes.cancel(item.head["id"]):
+                self._link.send(cancelled(item.head["id"]))
         elif item.type == messages.DRAIN:
             self._draining = True
             self._snapshots.drain()
         else:
             raise RuntimeError(f"the engine knows no message {item.type!r}")
 
-    def _cancel(self, operation: int) -> None:
-        if self._sampling.cancel(operation) or self._lanes.cancel(operation):
-            self._link.send(cancelled(operation))
-
     def _train(self) -> None:
         tasks = self._scheduler.next(self._budget.tokens(sampling=bool(self._sampling)))
         if not tasks:
             return
-        self._under_way = frozenset()
         first = tasks[0]
         if first.kind == RESTORE:
             self._turns.restore(first)
@@ -155,35 +192,7 @@ class Host:
         self._lanes.release(lane)
         self._link.send(Message(messages.DETACHED, {"lane": lane}))
 
-    def _decode(self) -> None:
-        ids = frozenset(self._sampling.running)
-        if not ids <= self._under_way:
-            self._link.send(Message(messages.BEGIN, {"ids": sorted(ids)}))
-            self._under_way = ids
-        begin, tenants = time.perf_counter(), self._sampling.tenants
-        tokens = self._sampling.decode()
-        if head := self._decoded.add(time.perf_counter() - begin, tokens, tenants, len(ids), bool(self._sampling)):
-            self._link.send(Message(messages.PASSED, head))
-
     def _tell_drained(self) -> None:
-        if self._snapshots.drained and not self._drained:
+        if self._snapshots.drained and not self._behind and not self._drained:
             self._drained = True
             self._link.send(Message(messages.DRAINED))
-
-
-class _Decoded:
-    """Figures of decode steps, told together."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._tokens = 0
-
-    def add(self, seconds: float, tokens: int, tenants: int, operations: int, more: bool) -> dict[str, Any] | None:
-        """Add a step; returns the figures of several when it is time to tell them."""
-        self._seconds += seconds
-        self._tokens += tokens
-        if more and self._seconds < _REPORT_EVERY:
-            return None
-        head = {"kind": "sample", "seconds": self._seconds, "tokens": self._tokens, "padded": 0, "flops": 0.0}
-        self._seconds, self._tokens = 0.0, 0
-        return head | {"tenants": tenants, "operations": operations}

@@ -1,14 +1,12 @@
 """A backend for tests that computes nothing: it writes down which datums were applied to which model.
 
-What `Settings.extra` may say of it is in `Chaos`; a datum, or a prompt, is named by its first token.
+`Settings.extra` holds its `Chaos`.
 """
 
 import hashlib
-import os
-import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +14,7 @@ import numpy as np
 import orjson
 
 from twinkle_server.engine.backend import BackendOptions, Cost, Fatal, Pass, Sampled, UserError
+from twinkle_server.engine.chaos import Chaos
 from twinkle_server.engine.files import Damaged, open_file
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
@@ -24,71 +23,6 @@ from twinkle_server.wire import tinker_pb2 as pb
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 _STATE = "ledger.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Chaos:
-    """How the ledger behaves; the lists hold first tokens.
-
-    Attributes:
-        vocabulary: number of token ids.
-        context: tokens of a row.
-        seconds_per_token: that a pass takes.
-        seconds_per_step: that an optimizer step takes.
-        seconds_per_decode: that a decode step takes.
-        die: these kill the process.
-        die_once: these do, the first time on this data directory.
-        hang: these never end.
-        fatal: these raise `Fatal`.
-        error: these raise an error of their own.
-        whole: these make the whole pass raise an error, whoever shares it.
-        memory: with these in it, a whole pass has no memory.
-        tokens_in_memory: a pass of more has no memory.
-    """
-
-    vocabulary: int = 2**31 - 1
-    context: int = 2**20
-    seconds_per_token: float = 0.0
-    seconds_per_step: float = 0.0
-    seconds_per_decode: float = 0.0
-    die: Collection[int] = ()
-    die_once: Collection[int] = ()
-    hang: Collection[int] = ()
-    fatal: Collection[int] = ()
-    error: Collection[int] = ()
-    whole: Collection[int] = ()
-    memory: Collection[int] = ()
-    tokens_in_memory: int = 2**62
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> "Chaos":
-        """Read `BackendOptions.extra`.
-
-        Raises:
-            ValueError: it says something that the ledger does not know.
-        """
-        known = [entry.name for entry in fields(cls)]
-        if unknown := sorted(set(extra) - set(known)):
-            raise ValueError(f"the ledger knows no option {', '.join(unknown)}; it knows {', '.join(known)}")
-        return cls(**extra)
-
-    def strike(self, token: int, data: Path) -> None:
-        """Do what a datum of that first token does to a process before it is looked at."""
-        if token in self.die_once:
-            mark = data / f"ledger-died-of-{token}"
-            if not mark.exists():
-                mark.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        if token in self.die:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while token in self.hang:
-            time.sleep(60.0)
-        if token in self.fatal:
-            raise Fatal(f"the ledger was told that {token} is fatal")
-        if token in self.whole:
-            raise RuntimeError(f"the ledger was told that {token} breaks a pass")
-        if token in self.memory:
-            raise MemoryError(f"the ledger was told that there is no memory for {token}")
 
 
 @dataclass(slots=True)
@@ -146,6 +80,7 @@ class LedgerBackend:
         self._losses = (*LOSSES, *(options.losses or ()))
         self._models: dict[str, Ledger] = {}
         self._requests: dict[int, _Request] = {}
+        self._between: Callable[[], None] = lambda: None
 
     def describe(self) -> ModelInfo:
         """See `Backend`."""
@@ -167,13 +102,17 @@ class LedgerBackend:
         tokens = sum(codec.datum_length(datum) for request in requests for datum in request.data)
         if tokens > self._chaos.tokens_in_memory:
             raise MemoryError(f"the ledger was told that {tokens} tokens are too many")
-        _sleep(tokens * self._chaos.seconds_per_token)
+        self._chaos.spend(tokens, self._between)
         results = [_tried(self._run_one, item, request) for item, request in zip(passes, requests, strict=True)]
         return results, Cost(tokens, 0, 0.0)
 
+    def interrupt(self, between: Callable[[], None]) -> None:
+        """See `Interruptible`."""
+        self._between = between
+
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
         """See `Backend`."""
-        _sleep(self._chaos.seconds_per_step)
+        time.sleep(self._chaos.seconds_per_step)
         return [_tried(self._step_one, lane) for lane, _ in steps]
 
     def save(self, lane: str, save: Save, folder: Path) -> Mapping[str, Any]:
@@ -211,7 +150,7 @@ class LedgerBackend:
         for request in self._requests.values():
             self._chaos.strike(request.sample.tokens[0], self._options.data)
             request.done += 1
-        _sleep(self._chaos.seconds_per_decode if self._requests else 0.0)
+        time.sleep(self._chaos.seconds_per_decode)
         over = [key for key, request in self._requests.items() if request.done >= len(request.tokens)]
         return [_sampled(key, self._requests.pop(key)) for key in over]
 
@@ -301,11 +240,6 @@ def _tried(work: Callable[..., Any], *arguments: Any) -> Any:
         raise
     except Exception as error:
         return error
-
-
-def _sleep(seconds: float) -> None:
-    if seconds > 0:
-        time.sleep(seconds)
 
 
 def _sampled(key: int, request: _Request) -> Sampled:

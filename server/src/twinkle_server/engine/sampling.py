@@ -1,6 +1,6 @@
-"""Sampling requests of the engine: taken at once, decoded together, alone where they were under way in a crash."""
+"""Sampling requests of the engine: decoded together, fairly admitted, alone where they were under way in a crash."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,9 @@ from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import done, failed
 from twinkle_server.payloads import Sample
+
+TOGETHER = 256
+"""Sequences that the backend is given at once; of what waits, the tenant who has the fewest is next."""
 
 
 class Sampling:
@@ -25,35 +28,36 @@ class Sampling:
         self, backend: Backend, source: Callable[[str | None], Path | None], report: Callable[[Message], None]
     ) -> None:
         self._backend, self._source, self._report = backend, source, report
-        self._waiting: deque[Task] = deque()
+        self._waiting: dict[str, deque[Task]] = {}
+        self._sequences: Counter[str] = Counter()  # that run, by tenant
+        self._counts: dict[int, int] = {}  # of sequences, by request
         self.running: dict[int, Task] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self.running)
-
-    @property
-    def tenants(self) -> int:
-        """Number of tenants whose requests run."""
-        return len({task.tenant for task in self.running.values()})
+        return len(self.running) + sum(len(tasks) for tasks in self._waiting.values())
 
     def add(self, task: Task) -> None:
-        """Take a request; it runs with the next `decode`."""
-        self._waiting.append(task)
+        """Take a request; it runs as soon as `admit` finds room for it."""
+        self._waiting.setdefault(task.tenant, deque()).append(task)
 
     def cancel(self, operation: int) -> bool:
         """Drop a request, wherever it is; returns whether there was one."""
-        if self.running.pop(operation, None) is not None:
+        if operation in self.running:
+            self._leave(operation)
             self._backend.cancel(operation)
             return True
-        task = next((task for task in self._waiting if task.id == operation), None)
-        if task is not None:
-            self._waiting.remove(task)
-        return task is not None
+        waiting = (task for tasks in self._waiting.values() for task in tasks if task.id == operation)
+        if (task := next(waiting, None)) is None:
+            return False
+        self._waiting[task.tenant].remove(task)
+        self._tidy(task.tenant)
+        return True
 
     def admit(self) -> None:
         """Give the backend what waits; a request that must be alone waits for the others' end, and they for its own."""
-        while self._waiting and not self._blocked(self._waiting[0]):
-            task = self._waiting.popleft()
+        while (task := self._next()) is not None:
+            self._waiting[task.tenant].popleft()
+            self._tidy(task.tenant)
             try:
                 sample = Sample.parse(task.payload)
                 self._backend.sample(task.id, sample, self._source(sample.source))
@@ -61,8 +65,10 @@ class Sampling:
                 raise
             except Exception as error:
                 self._report(failed(task, error))
-            else:
-                self.running[task.id] = task
+                continue
+            self.running[task.id] = task
+            self._counts[task.id] = max(1, sample.count)
+            self._sequences[task.tenant] += self._counts[task.id]
 
     def decode(self) -> int:
         """Take one step, report what is over, and return the tokens of those."""
@@ -77,25 +83,40 @@ class Sampling:
             self._finish(sampled)
         return sum(sampled.tokens for sampled in over)
 
-    def _blocked(self, task: Task) -> bool:
-        return bool(self.running) and (task.alone or next(iter(self.running.values())).alone)
+    def _next(self) -> Task | None:
+        """Return the request that the backend should have now, if it should have one."""
+        full = sum(self._sequences.values()) >= TOGETHER or any(task.alone for task in self.running.values())
+        if full or not self._waiting:
+            return None
+        task = min((tasks[0] for tasks in self._waiting.values()), key=lambda t: (self._sequences[t.tenant], t.order))
+        return None if task.alone and self.running else task
 
     def _finish(self, sampled: Sampled) -> None:
-        task = self.running.pop(sampled.key, None)
-        if task is None:
+        if (task := self._leave(sampled.key)) is None:
             return
         if sampled.result is None:
             self._report(failed(task, sampled.error or RuntimeError("a request ended without a result")))
         else:
             self._report(done(task, sampled.result))
 
+    def _leave(self, operation: int) -> Task | None:
+        if (task := self.running.pop(operation, None)) is not None:
+            self._sequences[task.tenant] -= self._counts.pop(operation)
+            if not self._sequences[task.tenant]:
+                del self._sequences[task.tenant]
+        return task
+
+    def _tidy(self, tenant: str) -> None:
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+
     def _one_by_one(self, error: Exception) -> None:
         """Begin every request again, alone; the one that fails then is the one that failed."""
         tasks = list(self.running.values())
-        self.running.clear()
-        for task in tasks:
+        for task in reversed(tasks):
+            self._leave(task.id)
             self._backend.cancel(task.id)
+            if len(tasks) > 1:
+                self._waiting.setdefault(task.tenant, deque()).appendleft(replace(task, alone=True))
         if len(tasks) == 1:
             self._report(failed(tasks[0], error))
-            return
-        self._waiting.extendleft(replace(task, alone=True) for task in reversed(tasks))

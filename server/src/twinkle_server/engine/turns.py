@@ -1,20 +1,23 @@
 """Turns of the engine: what the scheduler chose is done by the backend, and told to the service."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import orjson
 
 from twinkle_server.engine import files, lanes, messages
 from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
-from twinkle_server.engine.lanes import CANCELLED, Task
+from twinkle_server.engine.interleaving import Interleaving
+from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import Lost, done, failed
 from twinkle_server.engine.scheduler import Budget
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.operations import PASSES
 from twinkle_server.payloads import Create, Load, OptimStep, Save
+
+Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 
 
 class Sources:
@@ -50,8 +53,12 @@ class Sources:
         place = self.place(folder)
         if folder not in self._sound:
             files.verify(place)
-            self._sound[folder] = None
+            self.trust(folder)
         return place
+
+    def trust(self, folder: str) -> None:
+        """Say that a folder is what was published; it is not read for that again."""
+        self._sound[folder] = None
 
 
 class Turns:
@@ -61,7 +68,10 @@ class Turns:
         backend: computes.
         sources: finds checkpoints.
         snapshots: is told what was applied.
+        waiting: lanes; one whose checkpoint is on its way to the disk is held.
+        background: runs a function on a thread, and then another on this one.
         budget: is told how long passes took.
+        interleaving: is told what is under way; its clock stands still while others work.
         report: sends a message to the service.
     """
 
@@ -70,11 +80,16 @@ class Turns:
         backend: Backend,
         sources: Sources,
         snapshots: Snapshots,
+        waiting: Lanes,
+        background: Background,
         budget: Budget,
+        interleaving: Interleaving,
         report: Callable[[Message], None],
     ) -> None:
         self._backend, self._sources, self._snapshots = backend, sources, snapshots
         self._budget, self._report = budget, report
+        self._interleaving = interleaving
+        self._waiting, self._background = waiting, background
         self._broken: set[str] = set()
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -89,16 +104,17 @@ class Turns:
         kind = tasks[0].kind
         if kind in lanes.ORDERS:
             raise RuntimeError(f"{kind} is no turn")
-        self._report(Message(messages.BEGIN, {"ids": [task.id for task in tasks]}))
-        begin = time.perf_counter()
+        self._interleaving.begin([task.id for task in tasks])
+        begin = self._interleaving.clock()
         if kind in PASSES:
             cost = self._passes(tasks)
-            self._budget.measured(cost.tokens + cost.padded, time.perf_counter() - begin)
+            self._budget.measured(cost.tokens, self._interleaving.clock() - begin)
         elif kind == "optim_step":
             cost = self._steps(tasks)
         else:
-            cost = self._barrier(tasks[0])
-        self._passed("pass" if kind in PASSES else kind, tasks, time.perf_counter() - begin, cost)
+            self._barrier(tasks[0])
+            cost = Cost()
+        self._passed("pass" if kind in PASSES else kind, tasks, self._interleaving.clock() - begin, cost)
 
     def restore(self, task: Task) -> None:
         """Do a RESTORE."""
@@ -143,12 +159,12 @@ class Turns:
             return True
         return False
 
-    def _end(self, task: Task, result: bytes | Exception) -> None:
+    def _end(self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None) -> None:
         """Report how a task ended, and that its number is used."""
         if isinstance(result, Fatal):
             raise result
         self._snapshots.applied(task)
-        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result))
+        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra))
 
     def _passes(self, tasks: Sequence[Task]) -> Cost:
         passes = [Pass(task.lane, task.payload, task.number) for task in tasks]
@@ -197,18 +213,20 @@ class Turns:
         for (task, _), result in zip(steps, results, strict=True):
             self._end(task, result if isinstance(result, Exception) else orjson.dumps({"metrics": dict(result)}))
 
-    def _barrier(self, task: Task) -> Cost:
+    def _barrier(self, task: Task) -> None:
         try:
-            message = done(task, b"{}", self._do(task))
+            if task.kind == "save":
+                self._save(task)
+                return
+            self._do(task)
         except Fatal:
             raise
         except Exception as error:
-            message = failed(task, error)
-        self._snapshots.applied(task)
-        self._report(message)
-        return Cost()
+            self._end(task, error)
+        else:
+            self._end(task, b"{}")
 
-    def _do(self, task: Task) -> dict[str, object]:
+    def _do(self, task: Task) -> None:
         if task.kind == "create":
             create = Create.parse(task.payload)
             self._backend.create(task.lane, create, self._sources(create.source))
@@ -219,20 +237,29 @@ class Turns:
             if source is None:
                 raise ValueError("there is nothing to load from")
             self._backend.load(task.lane, load, source)
-        elif task.kind == "save":
-            return self._save(task.lane, Save.parse(task.payload))
         elif task.kind == "unload":
             self._snapshots.forget(task.lane)
             self._backend.remove(task.lane)
         else:
             raise ValueError(f"the engine knows no operation {task.kind!r}")
-        return {}
 
-    def _save(self, lane: str, save: Save) -> dict[str, object]:
-        row: dict[str, object] = {}
+    def _save(self, task: Task) -> None:
+        """Write a checkpoint; other lanes go on while it reaches the disk."""
+        save = Save.parse(task.payload)
+        row: dict[str, Any] = {}
         place = self._sources.place(save.folder)
-        published = files.publish(place, lambda folder: row.update(self._backend.save(lane, save, folder)))
-        return {"size_bytes": published.size, **row, "digest": published.digest}
+        draft = files.Draft(place, lambda folder: row.update(self._backend.save(task.lane, save, folder)))
+
+        def saved(published: files.Published | Exception) -> None:
+            self._waiting.release(task.lane)
+            if isinstance(published, Exception):
+                self._end(task, published)
+                return
+            self._sources.trust(save.folder)
+            self._end(task, b"{}", {"size_bytes": published.size, **row, "digest": published.digest})
+
+        self._waiting.hold(task.lane)
+        self._background(draft.publish, saved)
 
     def _passed(self, kind: str, tasks: Sequence[Task], seconds: float, cost: Cost) -> None:
         head = {
