@@ -1,1 +1,1 @@
-"""The Tinker face: routes under `/api/v1`."""
+"""The Tinker face: what the unmodified SDK asks for over HTTP, turned into operations and records."""

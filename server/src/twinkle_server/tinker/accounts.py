@@ -1,0 +1,90 @@
+"""What an account did and used, and the key that it uses."""
+
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.store.records import AuditEntry, Usage
+from twinkle_server.store.usage import day_of
+from twinkle_server.tinker.answers import answer, moment
+from twinkle_server.tinker.house import caller, house_of, now
+
+router = APIRouter()
+_TOKENS = ("training", "sampling_prefill", "sampling_sample")
+_DAY = re.compile(r"(\d{4})-(\d{2})-(\d{2})")
+_DAY_SECONDS = 86400.0
+Word = Annotated[str, Query(max_length=128)]
+
+
+@router.get("/audit")
+async def audit(request: Request, event_type: Word = "all", day: Word | None = None) -> Response:
+    """Return what the caller's account did, newest first: on a day (UTC), or lately."""
+    who, house = caller(request), house_of(request)
+    since, until = (0.0, float("inf")) if day is None else _bounds(day)
+    event = None if event_type == "all" else event_type
+    found = await house.store.audit.entries(who.tenant, since, until, event)
+    return answer({"entries": [_entry(entry) for entry in found]})
+
+
+@router.get("/billing/usage/events")
+async def usage_events(request: Request, starting_on: Word, ending_before: Word | None = None) -> Response:
+    """Return what the caller's account used, by day (UTC); nothing here has a price."""
+    who, house = caller(request), house_of(request)
+    first = day_of(_bounds(starting_on)[0])
+    end = day_of(now() + _DAY_SECONDS) if ending_before is None else day_of(_bounds(ending_before)[0])
+    base = house.service.info.name
+    events = [
+        _event(used, base) for used in await house.store.usage.between(who.tenant, first, end) if used.kind in _TOKENS
+    ]
+    return answer({"data": events, "sessions": {}})
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def checkpoint_usage(request: Request, project_id: Word | None = None) -> Response:
+    """Return the bytes of the caller's checkpoints."""
+    who, house = caller(request), house_of(request)
+    page = await house.store.checkpoints.page(who.tenant, now(), limit=0)
+    size = await house.store.checkpoints.bytes(who.tenant, now())
+    item = {"checkpoint_count": page.total, "size_bytes": size, "size_gigabytes": size / 1e9}
+    return answer({"data": [] if project_id is not None else [item]})
+
+
+@router.get("/auth/apikey/me")
+async def key(request: Request) -> Response:
+    """Say that the key of this request is good."""
+    who = caller(request)
+    return answer({"id": who.key, "tenant": who.tenant, "role": who.role})
+
+
+@router.delete("/auth/apikey/me")
+async def revoke_key(request: Request) -> Response:
+    """Say that keys are revoked where they are made."""
+    caller(request)
+    raise NotFound("keys are revoked by the operator: twinkle server keys revoke NAME")
+
+
+def _bounds(day: str) -> tuple[float, float]:
+    """Return when a day begins and ends, in UTC seconds; a time of day behind it is left out."""
+    found = _DAY.match(day)
+    try:
+        if found is None:
+            raise ValueError(day)
+        begins = datetime(*(int(part) for part in found.groups()), tzinfo=UTC)  # type: ignore[misc, arg-type]
+        return begins.timestamp(), (begins + timedelta(days=1)).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise BadRequest(f"{day!r} is no day: YYYY-MM-DD is meant") from error
+
+
+def _entry(entry: AuditEntry) -> dict[str, Any]:
+    return {"timestamp": moment(entry.time), "event": entry.event, "event_details": entry.details}
+
+
+def _event(used: Usage, base: str) -> dict[str, Any]:
+    begins, ends = _bounds(used.day)
+    info = {"type": used.kind, "token_count": used.tokens}
+    if used.kind == "sampling_prefill":
+        info["cached"] = False
+    return {"bucket_start": moment(begins), "bucket_end": moment(ends), "base_model": base, "event_info": info}

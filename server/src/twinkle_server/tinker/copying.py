@@ -1,0 +1,125 @@
+"""Copies of checkpoints: a second one with the same files, which belongs to the caller."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from twinkle_server.checkpoints.copying import copy_checkpoint
+from twinkle_server.engine.files import Damaged
+from twinkle_server.errors import BadRequest, NotFound, Unprocessable
+from twinkle_server.ids import CheckpointPath, model_id, new_id
+from twinkle_server.store import checkpoints, models, sessions
+from twinkle_server.store.records import Checkpoint, Model
+from twinkle_server.tinker.answers import answer
+from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
+from twinkle_server.tinker.house import Caller, House, caller, house_of, now
+from twinkle_server.tinker.saves import check_ttl
+
+router = APIRouter()
+
+
+class CopyWeights(Body):
+    """See `copy_weights`."""
+
+    source_path: Text
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    destination_project_id: Id | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: Text | None = None
+
+
+@router.post("/copy_weights", openapi_extra=takes(CopyWeights))
+async def copy_weights(request: Request) -> Response:
+    """Copy a checkpoint of the caller, or a published one, into a run of the caller's own."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, CopyWeights)
+    if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
+        raise BadRequest(
+            "access tokens of other accounts are not known here: publish the checkpoint to let it be copied"
+        )
+    if (body.session_id is None) != (body.model_seq_id is None):
+        raise Unprocessable("session_id and model_seq_id go together")
+    ttl = check_ttl(body.ttl_seconds)
+    source = CheckpointPath.parse(body.source_path)
+    run = _run(who, body, request.headers.get("x-idempotency-key"))
+    target = CheckpointPath(run, source.kind, source.name)
+    if not await _is_there(house, who, target):
+        found = await house.store.checkpoints.find(who.tenant, source, now())
+        await _copy(house, who, found, target, body, ttl)
+    return answer({"tinker_path": str(target)})
+
+
+def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
+    """Return the run that the copy gets: the same for a request that comes again."""
+    if body.session_id is not None and body.model_seq_id is not None:
+        return model_id(body.session_id, body.model_seq_id)
+    if key is None:
+        return new_id()
+    return hashlib.sha256(f"{who.tenant}\0{key}\0{body.source_path}".encode()).hexdigest()[:32]
+
+
+async def _is_there(house: House, who: Caller, target: CheckpointPath) -> bool:
+    try:
+        await house.store.checkpoints.get(who.tenant, target, now())
+    except NotFound:
+        return False
+    return True
+
+
+async def _copy(
+    house: House, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
+) -> None:
+    data, folder, begun = house.settings.data, f"checkpoints/{new_id()}", now()
+    try:
+        published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
+    except Damaged as error:
+        raise NotFound(f"the files of {source.path} are not there any more") from error
+    copy = Checkpoint(
+        who.tenant,
+        target.run,
+        target.kind,
+        target.name,
+        folder,
+        published.size,
+        published.digest,
+        source.base,
+        source.rank,
+        begun,
+        expires=None if ttl is None else begun + ttl,
+        train_attn=source.train_attn,
+        train_mlp=source.train_mlp,
+        train_unembed=source.train_unembed,
+        has_optimizer=source.has_optimizer,
+        metadata=source.metadata,
+        project=body.destination_project_id,
+    )
+
+    def write(connection: Any) -> None:
+        if body.session_id is not None and body.model_seq_id is not None:
+            sessions.check_active(connection, who.tenant, body.session_id)
+            models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))
+        checkpoints.add(connection, copy)
+
+    await house.store.database.write(write)
+
+
+def _slot(who: Caller, copy: Checkpoint, session: str, number: int) -> Model:
+    """Return the row of the run that a copy takes in a session; there is no model behind it."""
+    return Model(
+        copy.run,
+        who.tenant,
+        session,
+        number,
+        copy.base,
+        copy.rank,
+        copy.created,
+        copy.created,
+        train_attn=copy.train_attn,
+        train_mlp=copy.train_mlp,
+        train_unembed=copy.train_unembed,
+        status="gone",
+        reason="it holds a copy of a checkpoint alone",
+    )

@@ -1,0 +1,114 @@
+"""Results of operations: a request for one is held until it is there, or for as long as clients wait."""
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from twinkle_server.operations import Future
+from twinkle_server.tinker.answers import answer, present
+from twinkle_server.tinker.bodies import Body, Number, Text, read, takes
+from twinkle_server.tinker.completions import completions
+from twinkle_server.tinker.house import House, caller, house_of
+
+router = APIRouter()
+PROTOBUF = "application/x-protobuf"
+_LONGEST = 40.0  # seconds; clients give up after 45
+_ON_A_THREAD = 64 * 2**10  # bytes; turning more into JSON would hold up the loop
+_MESSAGES = ("sample", "forward", "forward_backward")
+
+
+class RetrieveFuture(Body):
+    """See `retrieve_future`; whether metadata would do makes no difference here."""
+
+    request_id: Text
+
+
+class CancelFuture(Body):
+    """See `cancel_future`."""
+
+    request_id: Text
+
+
+class _Target(Body):
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: Text
+    cloned_sampler_id: Number = 0
+
+
+class RetrieveFutures(Body):
+    """See `retrieve_futures`."""
+
+    target: _Target
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: Annotated[list[Text], Field(max_length=100_000)] = []
+
+
+@router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
+async def retrieve_future(request: Request) -> Response:
+    """Return the result of an operation, its error, or `try_again` where it is not over."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, RetrieveFuture)
+    seconds = min(house.settings.times.poll, _LONGEST)
+    future = await house.service.wait(body.request_id, who.tenant, seconds)
+    if future.status == "pending":
+        return _try_again(house, body.request_id, future)
+    if future.status == "cancelled":
+        return _failed("the request was cancelled", "user")
+    if future.status == "failed" or future.result is None:
+        return _failed(future.error or "the operation failed", future.category)
+    if future.kind not in _MESSAGES:
+        return Response(future.result, media_type="application/json")
+    if _reads_json_alone(request):
+        return await _as_json(future.kind, future.result)
+    return Response(future.result, media_type=PROTOBUF)
+
+
+@router.post("/cancel_future", openapi_extra=takes(CancelFuture))
+async def cancel_future(request: Request) -> Response:
+    """Drop an operation that nobody waits for any more."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, CancelFuture)
+    await house.service.cancel(body.request_id, who.tenant)
+    return answer({})
+
+
+@router.post("/retrieve_futures", openapi_extra=takes(RetrieveFutures))
+async def retrieve_futures(request: Request) -> Response:
+    """Return which requests of a sampling session are over since the answer before; the results are fetched one by one.
+
+    Results are kept as long as any others: that a client has them changes nothing.
+    """
+    who, house = caller(request), house_of(request)
+    body = await read(request, RetrieveFutures)
+    sampler = await house.sampler(who, body.target.sampling_session_id)
+    seconds = min(house.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
+    found, cursor = await completions(house, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
+    return answer({"completions": found, "cursor": cursor})
+
+
+def _try_again(house: House, request_id: str, future: Future) -> Response:
+    state, reason = house.service.queue_state(future.lane)
+    return answer(present(type="try_again", request_id=request_id, queue_state=state, queue_state_reason=reason))
+
+
+def _failed(error: str, category: str) -> Response:
+    return answer({"error": error, "category": category})
+
+
+def _reads_json_alone(request: Request) -> bool:
+    accepted = request.headers.get("accept", "")
+    return "json" in accepted and "protobuf" not in accepted
+
+
+async def _as_json(kind: str, result: bytes) -> Response:
+    from twinkle_server.wire.json_bodies import pass_json, sample_json
+
+    write: Any = sample_json if kind == "sample" else pass_json
+    try:
+        data = write(result) if len(result) <= _ON_A_THREAD else await asyncio.to_thread(write, result)
+    except ValueError as error:
+        return _failed(str(error), "user")
+    return Response(data, media_type="application/json")

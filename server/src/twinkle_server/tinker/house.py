@@ -1,0 +1,119 @@
+"""What every endpoint of this face works with: the running service, the records, who asks, and what time it is."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import Request
+
+from twinkle_server.checkpoints.links import Links
+from twinkle_server.errors import NotFound, Unavailable
+from twinkle_server.runtime.ports import Database, Service
+from twinkle_server.settings import Settings
+from twinkle_server.store.audit import Audit
+from twinkle_server.store.checkpoints import Checkpoints
+from twinkle_server.store.models import Models
+from twinkle_server.store.records import Model, Sampler
+from twinkle_server.store.samplers import Samplers
+from twinkle_server.store.sessions import Sessions
+from twinkle_server.store.usage import UsageTable
+from twinkle_server.tenancy.auth import Caller, caller
+from twinkle_server.tinker.recent import Recent
+
+__all__ = ["Caller", "House", "Records", "caller", "house_of"]
+
+
+class Records(Protocol):
+    """The store, as this face sees it."""
+
+    @property
+    def database(self) -> Database:
+        """Transactions."""
+
+    @property
+    def sessions(self) -> Sessions:
+        """See `store.sessions`."""
+
+    @property
+    def models(self) -> Models:
+        """See `store.models`."""
+
+    @property
+    def samplers(self) -> Samplers:
+        """See `store.samplers`."""
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """See `store.checkpoints`."""
+
+    @property
+    def audit(self) -> Audit:
+        """See `store.audit`."""
+
+    @property
+    def usage(self) -> UsageTable:
+        """See `store.usage`."""
+
+
+@dataclass(slots=True)
+class House:
+    """What an endpoint is given.
+
+    Attributes:
+        service: runs operations.
+        store: the records.
+        settings: of the service.
+        links: makes signed links; None where the service hands out no files.
+        models: whose a model is and which session made it: neither ever changes.
+        samplers: sampling sessions as they were a moment ago.
+    """
+
+    service: Service
+    store: Records
+    settings: Settings
+    links: Links | None = None
+    models: Recent[Model] = field(default_factory=lambda: Recent(seconds=5.0))
+    samplers: Recent[Sampler] = field(default_factory=lambda: Recent(seconds=5.0))
+
+    async def model(self, who: Caller, model: str) -> Model:
+        """Return a model of the caller, as it was a moment ago.
+
+        Raises:
+            NotFound: the caller has none of that id.
+        """
+        return await self.models.get((who.tenant, model), lambda: self.store.models.get(who.tenant, model))
+
+    async def sampler(self, who: Caller, sampler: str) -> Sampler:
+        """Return a sampling session of the caller, as it was a moment ago.
+
+        Raises:
+            NotFound: the caller has none of that id.
+        """
+        return await self.samplers.get((who.tenant, sampler), lambda: self.store.samplers.get(who.tenant, sampler))
+
+    def need_links(self) -> Links:
+        """Return what makes signed links.
+
+        Raises:
+            NotFound: this service hands out no files.
+        """
+        if self.links is None:
+            raise NotFound("this service hands out no files of checkpoints")
+        return self.links
+
+
+def house_of(request: Request) -> House:
+    """Return what the application was made with.
+
+    Raises:
+        Unavailable: it is not complete yet.
+    """
+    found: Any = getattr(request.app.state, "house", None)
+    if not isinstance(found, House):
+        raise Unavailable("the service is starting")
+    return found
+
+
+def now() -> float:
+    """Return the time in UTC seconds."""
+    return time.time()

@@ -1,0 +1,272 @@
+"""Models: made anew or from a checkpoint, described, loaded into, unloaded."""
+
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from twinkle_server.errors import BadRequest
+from twinkle_server.ids import CheckpointPath, model_id
+from twinkle_server.operations import Accepted, Submission
+from twinkle_server.payloads import Create, Load, Unload
+from twinkle_server.store import models, sessions
+from twinkle_server.store.records import Checkpoint, Model
+from twinkle_server.tinker.answers import answer, promise
+from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, parse, read, takes
+from twinkle_server.tinker.house import Caller, House, caller, house_of, now
+from twinkle_server.tinker.submitting import Numbered, model_lane, submit, submit_body
+
+router = APIRouter()
+_RANKS = 1024
+
+
+class Lora(Body):
+    """Of `CreateModel`."""
+
+    rank: int = 32
+    seed: Seed | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Body):
+    """Of `CreateModel` and `LoadNew`."""
+
+    type: Text = "adamw"
+
+
+class CreateModel(Body):
+    """See `create_model`."""
+
+    session_id: Id
+    model_seq_id: Number
+    base_model: Annotated[str, Field(max_length=4096)]
+    user_metadata: Metadata | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class GetInfo(Body):
+    """See `get_info`."""
+
+    model_id: Text
+
+
+class _Source(Body):
+    path: Text
+    optimizer: bool = False
+    base_model: Text | None = None
+    weights_access_token: Text | None = Field(default=None, exclude=True, repr=False)
+
+
+class LoadNew(_Source):
+    """See `load_weights`."""
+
+    session_id: Id
+    model_seq_id: Number
+    user_metadata: Metadata | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class LoadInto(_Source, Numbered):
+    """See `load_weights`."""
+
+
+class _Addressed(Body):
+    model_id: Text | None = None
+
+
+class UnloadModel(Body):
+    """See `unload_model`."""
+
+    model_id: Text
+
+
+@router.post("/create_model", openapi_extra=takes(CreateModel))
+async def create_model(request: Request) -> Response:
+    """Make a model with fresh weights: operation 0 of its lane."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, CreateModel)
+    lora = body.lora_config
+    made: list[Create] = []
+
+    async def payload() -> Create:
+        if lora is None:
+            raise BadRequest("this service trains LoRA adapters alone: send a lora_config")
+        check_base(house, body.base_model)
+        check_optimizer(body.optimizer_config)
+        made.append(_fresh(lora))
+        return made[0]
+
+    accepted = await _create(house, who, body, body.session_id, body.model_seq_id, payload, made)
+    return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
+
+
+@router.post("/get_info", openapi_extra=takes(GetInfo))
+async def get_info(request: Request) -> Response:
+    """Describe a model."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, GetInfo)
+    model = await house.store.models.get(who.tenant, body.model_id)
+    info = house.service.info
+    data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": info.tokenizer or None}
+    return answer(
+        {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": {name: value for name, value in data.items() if value},
+            "optimizer_config": {"type": "adamw"},
+            "is_lora": True,
+            "lora_rank": model.rank,
+            "model_name": model.base,
+        }
+    )
+
+
+@router.post("/load_weights", openapi_extra=takes(LoadNew))
+async def load_weights(request: Request) -> Response:
+    """Load a checkpoint: into a model that exists, or as operation 0 of a new one."""
+    who, house = caller(request), house_of(request)
+    if parse(await request.body(), _Addressed).model_id is not None:
+        return await submit_body(request, LoadInto, "load", _load)
+    body = await read(request, LoadNew)
+    made: list[Create] = []
+
+    async def payload() -> Create:
+        if body.optimizer_config is not None:
+            check_optimizer(body.optimizer_config)
+        found = await loadable(house, who, body)
+        made.append(_from_checkpoint(found, body))
+        return made[0]
+
+    accepted = await _create(house, who, body, body.session_id, body.model_seq_id, payload, made)
+    return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
+
+
+@router.post("/unload_model", openapi_extra=takes(UnloadModel))
+async def unload_model(request: Request) -> Response:
+    """End a model: its weights are zeroed. Clients before 0.26 send this, without a number."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, UnloadModel)
+    model = await model_lane(house, who, body.model_id)
+    accepted = await house.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
+    house.models.forget()
+    return promise(accepted, model_id=model.id)
+
+
+def check_base(house: House, name: str | None) -> None:
+    """Check that a base model is the one that is served.
+
+    Raises:
+        BadRequest: it is another; the message names the right one.
+    """
+    served = house.service.info.name
+    if name is not None and name != served:
+        raise BadRequest(f"base model {name[:300]!r} is not served here; {served!r} is")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimizer is one that there is.
+
+    Raises:
+        BadRequest: it is another.
+    """
+    if optimizer.type != "adamw":
+        raise BadRequest(f"optimizer {optimizer.type[:100]!r} is not offered here; 'adamw' is")
+
+
+async def loadable(house: House, who: Caller, body: _Source) -> Checkpoint:
+    """Return the checkpoint that a model is to be loaded from.
+
+    Raises:
+        NotFound: the caller may load none of that path.
+        BadRequest: it holds no weights to train on, or none of the optimizer's state though that is asked for.
+    """
+    if body.weights_access_token is not None:
+        raise BadRequest("weights_access_token is not known here: publish the checkpoint to let others load it")
+    path = CheckpointPath.parse(body.path)
+    if path.kind != "weights":
+        raise BadRequest(
+            f"{path} is for sampling; save_state makes what training goes on from: tinker://<run>/weights/…"
+        )
+    check_base(house, body.base_model)
+    found = await house.store.checkpoints.find(who.tenant, path, now())
+    check_base(house, found.base)
+    if body.optimizer and not found.has_optimizer:
+        raise BadRequest(f"{path} holds no optimizer's state: load it with optimizer=False")
+    return found
+
+
+async def _load(house: House, who: Caller, model: Model, body: LoadInto) -> Load:
+    found = await loadable(house, who, body)
+    shape = (found.rank, found.train_attn, found.train_mlp, found.train_unembed)
+    if shape != (model.rank, model.train_attn, model.train_mlp, model.train_unembed):
+        raise BadRequest(
+            f"{body.path} has rank {found.rank} and model {model.id!r} rank {model.rank}, or other layers are trained; "
+            "make a new model from the checkpoint instead"
+        )
+    return Load(found.folder, str(found.path), body.optimizer)
+
+
+async def _create(
+    house: House,
+    who: Caller,
+    body: CreateModel | LoadNew,
+    session: str,
+    number: int,
+    payload: Callable[[], Awaitable[Create]],
+    made: list[Create],
+) -> Accepted:
+    """Submit operation 0 of a lane, with the model's row in the same transaction if there is to be a model."""
+    lane, begun = model_id(session, number), now()
+    project = (await house.store.sessions.get(who.tenant, session)).project
+
+    def also(connection: Any) -> None:
+        if not made:
+            sessions.check_active(connection, who.tenant, session)
+            return
+        create = made[0]
+        model = Model(
+            lane,
+            who.tenant,
+            session,
+            number,
+            house.service.info.name,
+            create.rank,
+            begun,
+            begun,
+            seed=create.seed,
+            train_attn=create.train_attn,
+            train_mlp=create.train_mlp,
+            train_unembed=create.train_unembed,
+            metadata=body.user_metadata,
+            project=project,
+        )
+        models.add(connection, model)
+
+    return await submit(house, who, lane, 0, "create", body, payload, also)
+
+
+def _fresh(lora: Lora) -> Create:
+    if not 1 <= lora.rank <= _RANKS:
+        raise BadRequest(f"rank {lora.rank} is none that an adapter can have: 1 to {_RANKS}")
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise BadRequest("train_attn, train_mlp and train_unembed are all false: there is nothing to train")
+    seed = secrets.randbits(48) if lora.seed is None else lora.seed
+    return Create(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+
+
+def _from_checkpoint(found: Checkpoint, body: _Source) -> Create:
+    return Create(
+        found.rank,
+        secrets.randbits(48),
+        found.train_attn,
+        found.train_mlp,
+        found.train_unembed,
+        source=found.folder,
+        optimizer=body.optimizer,
+        path=str(found.path),
+    )

@@ -1,0 +1,162 @@
+"""Forward and backward passes: their bodies go into the log as they came; only what the log must know is read here."""
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from twinkle_server.errors import BadRequest, Unprocessable
+from twinkle_server.operations import Submission
+from twinkle_server.settings import Limits
+from twinkle_server.tinker.answers import promise
+from twinkle_server.tinker.house import House, caller, house_of
+from twinkle_server.tinker.submitting import model_lane
+from twinkle_server.wire.codec import datum_length, parse_request
+from twinkle_server.wire.json_bodies import pass_message
+
+router = APIRouter()
+_ON_A_THREAD = 64 * 2**10  # bytes; parsing more would hold up the loop
+_NUMBERS = range(1, 2**31)
+_ENCODINGS = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/x-protobuf": {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {"schema": {"type": "object"}},
+        },
+    }
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PassBody:
+    """What the log must know of a pass.
+
+    Attributes:
+        model: its id.
+        number: in the lane; None takes the next one.
+        payload: the bytes of a `ForwardBackwardRequest`.
+        tokens: that it costs.
+        forward_only: whether gradients stay as they are.
+        refusal: what is wrong with it as a whole.
+    """
+
+    model: str
+    number: int | None
+    payload: bytes
+    tokens: int = 0
+    forward_only: bool = False
+    refusal: str | None = None
+
+
+@router.post("/forward_backward", openapi_extra=_ENCODINGS)
+async def forward_backward(request: Request) -> Response:
+    """Add the gradients of rows to a model's, or with `forward_only` leave them."""
+    return await _take(request, "forward_backward_input")
+
+
+@router.post("/forward", openapi_extra=_ENCODINGS)
+async def forward(request: Request) -> Response:
+    """Compute rows without gradients. Clients before 0.25 send this, in JSON."""
+    return await _take(request, "forward_input")
+
+
+async def _take(request: Request, name: str) -> Response:
+    who, house = caller(request), house_of(request)
+    data = await request.body()
+    arguments = (data, None if _is_protobuf(request) else name, house.settings.limits)
+    taken = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
+    return await _submit(house, who.tenant, taken, (await model_lane(house, who, taken.model)).id)
+
+
+async def _submit(house: House, tenant: str, taken: PassBody, lane: str) -> Response:
+    kind = "forward" if taken.forward_only else "forward_backward"
+    submission = Submission(
+        tenant,
+        lane,
+        "forward" if kind == "forward" else "forward_backward",
+        taken.payload,
+        taken.number,
+        tokens=taken.tokens,
+        refusal=taken.refusal,
+    )
+    if taken.number is None:
+        return promise(await house.service.submit_next(submission), model_id=lane)
+    return promise(await house.service.submit(submission), model_id=lane)
+
+
+def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
+    """Read a body.
+
+    Args:
+        data: of the request.
+        name: of the field with the work, if the body is JSON.
+        limits: rows and tokens of a pass.
+
+    Raises:
+        BadRequest: it cannot be read, or it does not say which model and number it is for.
+    """
+    return _from_json(data, name, limits) if name is not None else _from_protobuf(data, limits)
+
+
+def _from_protobuf(data: bytes, limits: Limits) -> PassBody:
+    try:
+        message = parse_request(data)
+    except ValueError as error:
+        raise BadRequest(f"the body cannot be read: {error}") from error
+    if not message.model_id:
+        raise BadRequest("the body says no model_id")
+    return _measured(message, message.seq_id, data, limits)
+
+
+def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
+    try:
+        fields = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_id"), str) or not fields["model_id"]:
+        raise Unprocessable("the body says no model_id")
+    number = fields.get("seq_id")
+    if number is not None:
+        _check_number(number)
+    try:
+        message = pass_message(fields, fields.get(name), forward_only=name == "forward_input")
+    except ValueError as error:
+        return PassBody(
+            fields["model_id"], number, _mark(data), forward_only=name == "forward_input", refusal=f"{name}: {error}"
+        )
+    return _measured(message, number, message.SerializeToString(deterministic=True), limits)
+
+
+def _measured(message: Any, number: int | None, payload: bytes, limits: Limits) -> PassBody:
+    if number is not None:
+        _check_number(number)
+    tokens = sum(map(datum_length, message.data))
+    rows = len(message.data)
+    refusal = None
+    if not rows:
+        refusal = "the pass has no rows in data; send at least one"
+    elif rows > limits.datums:
+        refusal = f"the pass has {rows} rows; this service takes {limits.datums} at a time"
+    elif tokens > limits.request_tokens:
+        refusal = f"the pass has {tokens} tokens; this service takes {limits.request_tokens} at a time"
+    if refusal:
+        payload = _mark(payload)
+    return PassBody(message.model_id, number, payload, tokens, message.forward_only, refusal)
+
+
+def _check_number(number: Any) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number not in _NUMBERS:
+        raise Unprocessable(f"seq_id is {str(number)[:40]}; numbers of a model's operations begin at 1")
+
+
+def _mark(data: bytes) -> bytes:
+    """Return what stands for a body that is never run, so that the same one is known again."""
+    return b"refused:" + hashlib.sha256(data).digest()
+
+
+def _is_protobuf(request: Request) -> bool:
+    return "protobuf" in request.headers.get("content-type", "")

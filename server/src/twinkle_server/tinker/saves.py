@@ -1,0 +1,104 @@
+"""Checkpoints of a model: to go on from, to sample from, to take away."""
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+
+from twinkle_server.errors import BadRequest
+from twinkle_server.ids import check_name, new_id, sampler_id
+from twinkle_server.payloads import Save
+from twinkle_server.store.records import Model
+from twinkle_server.tinker.bodies import Metadata, Number, Text, takes
+from twinkle_server.tinker.house import Caller, House
+from twinkle_server.tinker.submitting import Numbered, submit_body
+
+router = APIRouter()
+SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 86400
+
+
+class SaveWeights(Numbered):
+    """See `save_weights`."""
+
+    path: Text | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveForSampler(Numbered):
+    """See `save_weights_for_sampler`."""
+
+    path: Text | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveExternal(Numbered):
+    """See `save_weights_external`."""
+
+    path: Text
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    age_encryption_recipients: list[Text] | None = None
+
+
+@router.post("/save_weights", openapi_extra=takes(SaveWeights))
+async def save_weights(request: Request) -> Response:
+    """Save weights and the optimizer's state, to go on from."""
+    return await submit_body(request, SaveWeights, "save", _payload)
+
+
+@router.post("/save_weights_for_sampler", openapi_extra=takes(SaveForSampler))
+async def save_weights_for_sampler(request: Request) -> Response:
+    """Save weights to sample from: under a name, or for one sampling session that this makes."""
+    return await submit_body(request, SaveForSampler, "save", _payload)
+
+
+@router.post("/save_weights_external", openapi_extra=takes(SaveExternal))
+async def save_weights_external(request: Request) -> Response:
+    """Save weights as standard PEFT files, to take away."""
+    return await submit_body(request, SaveExternal, "save", _payload)
+
+
+async def _payload(
+    _house: House, _who: Caller, model: Model, body: SaveWeights | SaveForSampler | SaveExternal
+) -> Save:
+    save = Save(f"checkpoints/{new_id()}", "weights", overwrite=body.overwrite, ttl=check_ttl(body.ttl_seconds))
+    if isinstance(body, SaveExternal):
+        save.kind = "external_weights"
+        if body.age_encryption_recipients:
+            raise BadRequest("this service does not encrypt external weights: leave age_encryption_recipients out")
+    else:
+        save.metadata = body.user_metadata
+    if body.path is not None:
+        save.name = check_name(body.path)
+    if isinstance(body, SaveForSampler):
+        _for_sampler(save, body, model)
+    elif save.name is None:
+        raise BadRequest("path is missing: the checkpoint needs a name")
+    return save
+
+
+def _for_sampler(save: Save, body: SaveForSampler, model: Model) -> None:
+    save.kind = "sampler_weights"
+    save.inflight = body.kind == "inflight"
+    if body.sampling_session_seq_id is not None:
+        save.sampler = sampler_id(model.session, body.sampling_session_seq_id)
+    if (save.name is None) == (save.sampler is None):
+        raise BadRequest("send path for a checkpoint under a name, or sampling_session_seq_id for a sampling session")
+    if save.inflight and save.sampler is None:
+        raise BadRequest("kind 'inflight' is for sampling sessions: send sampling_session_seq_id instead of path")
+
+
+def check_ttl(seconds: int | None) -> int | None:
+    """Return how long a checkpoint lives.
+
+    Raises:
+        BadRequest: that is less than an hour or more than ten years.
+    """
+    if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
+        raise BadRequest(f"ttl_seconds is {seconds}; {SHORTEST_TTL} to {LONGEST_TTL} can be had, or null for ever")
+    return seconds

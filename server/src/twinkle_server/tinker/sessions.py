@@ -1,0 +1,229 @@
+"""Sessions of clients: they begin, are heard of, end, and can be found again."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import AwareDatetime, Field
+
+from twinkle_server.ids import new_id
+from twinkle_server.store.records import Session, write_cursor
+from twinkle_server.store.sessions import SessionSearch
+from twinkle_server.tinker.answers import answer, moment, present
+from twinkle_server.tinker.bodies import Body, Id, Metadata, Text, read, takes
+from twinkle_server.tinker.house import Caller, House, caller, house_of, now
+from twinkle_server.tinker.paging import Limit, Offset
+
+router = APIRouter()
+
+
+class CreateSession(Body):
+    """See `create_session`."""
+
+    tags: Annotated[list[Text], Field(max_length=256)] = []
+    user_metadata: Metadata | None = None
+    sdk_version: Text | None = None
+    project_id: Id | None = None
+    display_name: Text | None = None
+
+
+class Heartbeat(Body):
+    """See `session_heartbeat`."""
+
+    session_id: Text
+
+
+class _Reason(Body):
+    type: Literal["success", "errored", "interrupted"] = "success"
+
+
+class Finish(Body):
+    """See `finish`."""
+
+    reason: _Reason | None = None
+    detail: Annotated[str, Field(max_length=2**16)] | None = None
+
+
+class Project(Body):
+    """See `set_project`."""
+
+    project_id: Id
+
+
+class _Owner(Body):
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[Text] = []
+
+
+class _Status(Body):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = None
+
+
+class _Cursor(Body):
+    last_created_at: AwareDatetime
+    last_session_id: Id
+
+
+class Search(Body):
+    """See `search`."""
+
+    session_id: Text | None = None
+    project_ids: list[Id] | None = None
+    user_metadata: Metadata = {}
+    display_name: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    owner: _Owner = _Owner()
+    statuses: Annotated[list[_Status], Field(min_length=1, max_length=16)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: _Cursor | None = None
+
+
+@router.post("/create_session", openapi_extra=takes(CreateSession))
+async def create_session(request: Request) -> Response:
+    """Begin a session."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, CreateSession)
+    begun = now()
+    session = Session(
+        new_id(),
+        who.tenant,
+        begun,
+        begun,
+        sdk=body.sdk_version,
+        tags=body.tags,
+        metadata=body.user_metadata or {},
+        project=body.project_id,
+        display_name=body.display_name,
+    )
+    await house.store.sessions.create(session)
+    return answer({"type": "create_session", "session_id": session.id})
+
+
+@router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
+async def session_heartbeat(request: Request) -> Response:
+    """Hear of a session; one that is unknown or over answers 410, which ends the client's loop."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, Heartbeat)
+    await house.store.sessions.heartbeat(who.tenant, body.session_id, now())
+    return answer({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/search", openapi_extra=takes(Search))
+async def search(request: Request) -> Response:
+    """Find sessions of the caller, newest first."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, Search)
+    statuses = _statuses(body)
+    if (statuses is not None and not statuses) or (
+        body.owner.type == "user" and who.tenant not in body.owner.owner_urns
+    ):
+        return answer({"sessions": []})
+    wanted = SessionSearch(
+        session=body.session_id,
+        projects=body.project_ids or [],
+        metadata=body.user_metadata,
+        display_name=body.display_name,
+        statuses=statuses or [],
+        limit=body.limit,
+        cursor=body.cursor and write_cursor(body.cursor.last_created_at.timestamp(), body.cursor.last_session_id),
+    )
+    found = await house.store.sessions.search(who.tenant, wanted)
+    rows = [row for row in found.rows if _wanted_end(row, body)]
+    counts = await house.store.checkpoints.of_sessions(who.tenant, [row.id for row in rows], now())
+    last = found.rows[-1] if found.cursor else None
+    cursor = last and {"last_created_at": moment(last.created), "last_session_id": last.id}
+    summaries = [_summary(row, *counts.get(row.id, (0, 0))) for row in rows]
+    return answer(present(sessions=summaries, next_cursor=cursor))
+
+
+@router.get("/sessions")
+async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> Response:
+    """List the caller's sessions, newest first."""
+    who, house = caller(request), house_of(request)
+    page = await house.store.sessions.page(who.tenant, limit, offset)
+    return answer({"sessions": [row.id for row in page.rows]})
+
+
+@router.get("/sessions/{session_id}")
+async def session(request: Request, session_id: str) -> Response:
+    """Describe a session."""
+    who, house = caller(request), house_of(request)
+    found = await house.store.sessions.get(who.tenant, session_id)
+    models = await house.store.models.of_session(who.tenant, session_id)
+    samplers = await house.store.samplers.of_session(who.tenant, session_id)
+    return answer(
+        present(
+            training_run_ids=[model.id for model in models],
+            sampler_ids=[sampler.id for sampler in samplers],
+            user_metadata=found.metadata or None,
+            display_name=found.display_name,
+        )
+    )
+
+
+@router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
+async def finish(request: Request, session_id: str) -> Response:
+    """End a session; a second time changes nothing."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, Finish)
+    reason = (body.reason or _Reason()).type
+    if await house.store.sessions.end(who.tenant, session_id, "finished", now(), reason, body.detail):
+        await _let_go(house, who, session_id)
+    return answer({})
+
+
+@router.put("/sessions/{session_id}/project", openapi_extra=takes(Project))
+async def set_project(request: Request, session_id: str) -> Response:
+    """Put a session into a project."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, Project)
+    await house.store.sessions.set_project(who.tenant, session_id, body.project_id)
+    return answer({})
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def trace_export(request: Request, session_id: str) -> Response:
+    """Say that no traces are kept."""
+    who, house = caller(request), house_of(request)
+    await house.store.sessions.get(who.tenant, session_id)
+    return answer({"status": "failed", "error": "this service keeps no traces of sessions"})
+
+
+async def _let_go(house: House, who: Caller, session_id: str) -> None:
+    await house.store.samplers.end(who.tenant, session_id, now())
+    house.samplers.forget()
+    await house.service.finish_session(session_id)
+
+
+def _statuses(body: Search) -> list[str] | None:
+    """Return statuses of rows that may fit; none of ours is "cancelled" or "failed"."""
+    if body.statuses is None:
+        return None
+    known = {"active": "active", "client_finished": "finished"}
+    return sorted({known[status.type] for status in body.statuses if status.type in known})
+
+
+def _wanted_end(row: Session, body: Search) -> bool:
+    if body.statuses is None or row.status != "finished":
+        return True
+    ends = [status for status in body.statuses if status.type == "client_finished"]
+    return any(status.reasons is None or row.reason in status.reasons for status in ends)
+
+
+def _summary(row: Session, count: int, size: int) -> dict[str, Any]:
+    status: dict[str, Any] | None = None
+    if row.status == "active":
+        status = {"type": "active"}
+    elif row.status == "finished":
+        reason = {"type": row.reason or "success"}
+        status = present(type="client_finished", reason=reason, detail=row.detail)
+    return present(
+        session_id=row.id,
+        created_at=moment(row.created),
+        owner=row.tenant,
+        project_id=row.project or "default",
+        status=status,
+        checkpoints_count=count,
+        display_name=row.display_name,
+        user_metadata=row.metadata or None,
+        checkpoint_storage_bytes=size,
+    )

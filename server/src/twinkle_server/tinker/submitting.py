@@ -1,0 +1,130 @@
+"""How a request becomes an operation of a model's lane, also where it must fail: its number is used up all the same."""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from pydantic import Field
+
+from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
+from twinkle_server.operations import Accepted, Kind, Submission
+from twinkle_server.store.records import Model
+from twinkle_server.tinker.answers import promise
+from twinkle_server.tinker.bodies import Body, Text, parse
+from twinkle_server.tinker.house import Caller, House, caller, house_of
+
+B = TypeVar("B", bound="Numbered")
+Positive = Annotated[int, Field(ge=1, le=2**62)]
+PERMANENT = (BadRequest, NotFound, Gone, Unprocessable)
+"""What is wrong with a request itself, and not with the moment."""
+
+
+class Numbered(Body):
+    """A request for an operation of a model.
+
+    Attributes:
+        model_id: the lane.
+        seq_id: the number in it; None takes the next one.
+    """
+
+    model_id: Text
+    seq_id: Positive | None = None
+
+
+class Payload(Protocol):
+    """See `payloads`."""
+
+    def dump(self) -> bytes:
+        """Return the bytes for the log."""
+
+
+async def model_lane(house: House, who: Caller, model_id: str) -> Model:
+    """Return the caller's model, if it can be given work.
+
+    Raises:
+        NotFound: the caller has none of that id.
+        Gone: it was unloaded.
+    """
+    model = await house.model(who, model_id)
+    if model.status == "gone":
+        raise Gone(f"model {model_id!r} is gone: {model.reason or 'it was unloaded'}")
+    return model
+
+
+async def submit_body(
+    request: Request, form: type[B], kind: Kind, make: Callable[[House, Caller, Model, B], Awaitable[Payload]]
+) -> Response:
+    """Submit the operation that a JSON body asks for, and return the answer.
+
+    Args:
+        request: with the body.
+        form: of it. A body of another form fails the operation and not the request if model and number can be read.
+        kind: of the operation.
+        make: makes the payload; what it raises for good fails the operation and not the request.
+
+    Raises:
+        Unprocessable: not even model and number can be read.
+        NotFound: the caller has no such model.
+        Gone: it was unloaded.
+    """
+    who, house, data = caller(request), house_of(request), await request.body()
+    try:
+        body = parse(data, form)
+    except Unprocessable as error:
+        head = _head(data, error)
+        model = await model_lane(house, who, head.model_id)
+        asked = hashlib.sha256(data).digest()
+        refused = Submission(who.tenant, model.id, kind, b"{}", head.seq_id, refusal=error.message, asked=asked)
+        return promise(await _submitted(house, refused), model_id=model.id)
+    model = await model_lane(house, who, body.model_id)
+    accepted = await submit(house, who, model.id, body.seq_id, kind, body, lambda: make(house, who, model, body))
+    return promise(accepted, model_id=model.id)
+
+
+async def submit(
+    house: House,
+    who: Caller,
+    lane: str,
+    number: int | None,
+    kind: Kind,
+    body: Body,
+    payload: Callable[[], Awaitable[Payload]],
+    also: Callable[[Any], None] | None = None,
+) -> Accepted:
+    """Submit an operation that came as JSON.
+
+    Args:
+        house: see there.
+        who: asks.
+        lane: of a model of theirs.
+        number: in the lane; None takes the next one.
+        kind: of the operation.
+        body: of the request; all that it says tells a repeated request from another one.
+        payload: makes the payload; what it raises for good fails the operation, and not the request, so that the
+            numbers behind it go on.
+        also: see `Service.submit`.
+    """
+    refusal, data = None, b"{}"
+    try:
+        data = (await payload()).dump()
+    except PERMANENT as error:
+        refusal = error.message
+    asked = body.model_dump_json().encode()
+    return await _submitted(house, Submission(who.tenant, lane, kind, data, number, refusal=refusal, asked=asked), also)
+
+
+async def _submitted(house: House, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
+    if submission.number is None:
+        return await house.service.submit_next(submission)
+    return await house.service.submit(submission, also)
+
+
+def _head(data: bytes, error: Unprocessable) -> Numbered:
+    try:
+        head = parse(data, Numbered)
+    except Unprocessable:
+        raise error from None
+    if head.seq_id is None:
+        raise error
+    return head
