@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
 from twinkle_losses.outputs import output
 
@@ -69,10 +69,16 @@ class CrossEntropyLoss(Loss):
             outputs: `logps` float32 `[B, T]`, and `uniform_logps` with `label_smoothing`.
 
         Raises:
+            DataError: rows have several labels a token.
             TrainingStateError: the forward was of another task.
         """
         logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
         labels = inputs["labels"].to(logps.device)
+        if labels.dim() == 3:
+            raise DataError(
+                f"{type(self).__name__}: labels are {list(labels.shape)}, and it needs one label a token; several "
+                "weighted targets are for the loss 'cross_entropy'"
+            )
         mask = self._mask(labels)
         terms = self._terms(logps, outputs, mask)
         if (scale := inputs.get("loss_scale")) is not None:

@@ -14,7 +14,7 @@ class Accuracy(Metric):
     Trained are positions whose label is neither -100 nor `ignore_index` and whose `loss_scale`, if the batch has one,
     is not 0. Keys: `accuracy` in [0, 1], `correct_tokens`, `total_tokens`. The predictions come from the loss head,
     which sees each chunk's logits anyway; whole logits are never kept for it. Passes that predict no tokens
-    (embeddings, value heads) are not counted.
+    (embeddings, value heads), or have several targets a position, are not counted.
     """
 
     require_predictions = True
@@ -31,7 +31,7 @@ class Accuracy(Metric):
             DataError: their shapes differ, as those of packed rows would whose outputs alone were unpacked.
         """
         predictions = outputs.get("predictions")
-        if predictions is None:
+        if predictions is None or inputs["labels"].ndim == 3:
             return
         labels = inputs["labels"].to(predictions.device)
         if labels.shape != predictions.shape:

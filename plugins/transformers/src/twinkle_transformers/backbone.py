@@ -110,8 +110,9 @@ class Backbone:
         """Run one collated micro-batch.
 
         Args:
-            batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` (target tokens int64 `[B, T]`; what
-                else they are is the loss's affair). Whatever the model does not take is left aside.
+            batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` (target tokens int64 `[B, T]`, or
+                `[B, T, K]` for several a position; what else they are is the loss's affair). Whatever the model does
+                not take is left aside.
             device: where the model is.
             needs: what to prepare beside `logps`.
             temperature: divides the logits.
@@ -184,9 +185,9 @@ def check_batch(batch: dict[str, Any], model: Any) -> None:
         if name == "labels":
             wrong &= ids != IGNORE
         if bool(wrong.any()):
-            row, position = wrong.nonzero()[0].tolist()
+            row, position, *_ = place = tuple(wrong.nonzero()[0].tolist())
             raise DataError(
-                f"row {row} of the batch: {name}[{position}] is {int(ids[row, position])}, but the model's vocabulary "
+                f"row {row} of the batch: {name}[{position}] is {int(ids[place])}, but the model's vocabulary "
                 f"has {vocabulary} tokens; encode the rows with this model's own template"
             )
 

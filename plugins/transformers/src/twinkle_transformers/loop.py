@@ -188,6 +188,10 @@ def _concatenate(tensors: Sequence[torch.Tensor], fill: int, left: bool) -> torc
     if tensors[0].ndim > 1:
         width = max(t.shape[1] for t in tensors)
         tensors = [_widen(t, width, fill, left) for t in tensors]
+    if any(t.ndim == 3 for t in tensors):  # of several targets a position, perhaps not as many in each
+        tensors = [t[..., None] if t.ndim == 2 else t for t in tensors]
+        most = max(t.shape[2] for t in tensors)
+        tensors = [nn.functional.pad(t, (0, most - t.shape[2]), value=fill) for t in tensors]
     return torch.cat(list(tensors))
 
 

@@ -14,8 +14,13 @@ IGNORE = -100
 
 
 def has_targets(labels: Any) -> TypeGuard[Tensor]:
-    """Return whether `labels` are target tokens, int64 `[B, T]`, and not numbers that whole rows are compared with."""
-    return isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+    """Return whether `labels` are target tokens, int64 `[B, T]` or `[B, T, K]`, and not numbers of whole rows."""
+    return isinstance(labels, Tensor) and labels.ndim in (2, 3) and not labels.is_floating_point()
+
+
+def targets_at(labels: Tensor, places: Tensor) -> Tensor:
+    """Return the targets `[N]` (or `[N, K]`) at places of the flattened batch; token 0 stands in for none."""
+    return labels.reshape(-1, *labels.shape[2:])[places].clamp(min=0)
 
 
 def score_hidden(
@@ -25,16 +30,20 @@ def score_hidden(
 
     Args:
         hidden: `[B, T, H]` last hidden states.
-        batch: `labels` int64 `[B, T]` and optional `loss_scale` `[B, T]`, on the CPU.
+        batch: `labels` int64 `[B, T]` (or `[B, T, K]`) and optional `loss_scale` of that shape, on the CPU.
         head: the output projection.
         transform: what becomes of its product.
         needs: what to compute beside log-probabilities.
     """
     labels, device = batch["labels"], hidden.device
     chosen = trained_places(batch, needs)
-    targets, where = labels.reshape(-1)[chosen].to(device), chosen.to(device)
+    targets, where = targets_at(labels, chosen).to(device), chosen.to(device)
     rows = hidden.reshape(-1, hidden.shape[-1])[where]
-    if needs.fuse is not None and (made := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None:
+    if (
+        needs.fuse is not None
+        and labels.ndim == 2
+        and (made := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None
+    ):
         return made
     scores = score_tokens(
         rows,
@@ -46,30 +55,32 @@ def score_hidden(
         predictions=needs.predictions,
         chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
     )
-    return spread(labels.shape, where, scores)
+    return spread(labels, where, scores)
 
 
 def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
     """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`."""
     labels = batch["labels"]
     chosen = trained_places(batch, needs)
-    targets, where = labels.reshape(-1)[chosen].to(logits.device), chosen.to(logits.device)
+    targets, where = targets_at(labels, chosen).to(logits.device), chosen.to(logits.device)
     log_p = logits.reshape(-1, logits.shape[-1])[where].to(wide(logits.dtype)).log_softmax(-1)
     scores = TokenScores(
-        log_p.gather(-1, targets[:, None]).squeeze(-1),
+        log_p.gather(-1, targets.view(len(targets), -1)).view(targets.shape),
         -(log_p.exp() * log_p).sum(-1) if needs.entropies else None,
         log_p.mean(-1) if needs.uniform_logps else None,
         log_p.argmax(-1) if needs.predictions else None,
     )
-    return spread(labels.shape, where, scores)
+    return spread(labels, where, scores)
 
 
 def trained_places(batch: dict[str, Any], needs: Needs) -> Tensor:
     """Return the indices of the positions to score, found on the CPU: no wait for the device."""
-    trained: Tensor = batch["labels"].reshape(-1) != IGNORE
+    trained: Tensor = batch["labels"] != IGNORE
     if needs.skip_weight_zero and (weights := batch.get("loss_scale")) is not None:
-        trained &= weights.reshape(-1) != 0
-    return trained.nonzero().squeeze(-1)
+        trained &= weights != 0
+    if trained.ndim == 3:
+        trained = trained.any(-1)
+    return trained.reshape(-1).nonzero().squeeze(-1)
 
 
 def _fused(
@@ -100,19 +111,23 @@ def _fused(
         return None
     output: ModelOutput = {"fused_loss_sum": made.loss_sum}
     if made.predictions is not None:
-        output["predictions"] = _place(batch["labels"].shape, chosen.to(rows.device), made.predictions, IGNORE)
+        output["predictions"] = _place(batch["labels"].shape[:2], chosen.to(rows.device), made.predictions, IGNORE)
     return output
 
 
-def spread(shape: torch.Size, where: Tensor, scores: TokenScores) -> ModelOutput:
-    """Return scores of some positions as outputs `[B, T]`.
+def spread(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelOutput:
+    """Return scores of some positions as outputs `[B, T]`; `logps` have the shape of the labels.
 
     Args:
-        shape: `[B, T]`.
+        labels: `[B, T]` or `[B, T, K]`, on the CPU.
         where: int64 `[N]`, the positions' places in the flattened batch.
         scores: of the positions.
     """
-    output: ModelOutput = {"logps": _place(shape, where, scores.logps, 0.0)}
+    shape = labels.shape[:2]
+    logps = _place(shape, where, scores.logps, 0.0)
+    if labels.ndim == 3:
+        logps = torch.where((labels != IGNORE).to(logps.device), logps, 0.0)
+    output: ModelOutput = {"logps": logps}
     if scores.entropies is not None:
         output["entropies"] = _place(shape, where, scores.entropies, 0.0)
     if scores.uniform_logps is not None:
@@ -124,4 +139,6 @@ def spread(shape: torch.Size, where: Tensor, scores: TokenScores) -> ModelOutput
 
 def _place(shape: torch.Size, where: Tensor, values: Tensor, empty: float) -> Tensor:
     places = where // shape[1], where % shape[1]
-    return values.new_full(shape, empty).index_put(places, values)  # no view: FSDP2 hooks what a pass returns
+    return values.new_full((*shape, *values.shape[1:]), empty).index_put(
+        places, values
+    )  # no view: FSDP2 hooks what a pass returns

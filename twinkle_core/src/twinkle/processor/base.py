@@ -80,6 +80,9 @@ class InputProcessor:
             -100 in `labels`. Other keys with one number a token are padded with 0 likewise; numbers become `[B]`,
             arrays of one shape `[B, ...]`; everything else (`messages`, `user_data`, ragged values) stays a list.
 
+            Several targets a token, `labels` `[T, K]` (and `loss_scale` of that shape), become `[B, T, K]` with the
+            largest K of the rows.
+
             `labels` may also belong to the whole row: one number (`[B]`), or a list of fractions of another length than
             the tokens' (`[B, K]`); fractions as many as the tokens are targets of a value head, padded with -100.
 

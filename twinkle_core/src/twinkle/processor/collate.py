@@ -22,14 +22,18 @@ _FROM_ZERO = ("input_ids", "position_ids")
 def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left", "right"]) -> "torch.Tensor":
     """Return one value a token as `[B, width]`: int64, or float32 for weights and for values with a fraction.
 
+    Where rows have several values a token, `[T, K]`, it is `[B, width, K]` with the largest K.
+
     Raises:
         DataError: values are no numbers, or negative where they index something.
     """
     import torch
 
     rows = _tensors(key, values)
+    if any(row.dim() == 2 for row in rows):
+        rows = _as_tables(key, rows)
     floats = any(row.is_floating_point() for row in rows)
-    if key == "labels" and floats:
+    if key == "labels" and floats and rows[0].dim() == 1:
         dtype = torch.float32  # targets of a value head at each token
     elif key in PAD and key not in _FLOATS:
         dtype = torch.int64
@@ -41,7 +45,7 @@ def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left"
     if all(row.shape[0] == width for row in rows):
         padded = torch.stack([row.to(dtype) for row in rows])
     else:
-        padded = torch.full((len(rows), width), PAD.get(key, 0), dtype=dtype)
+        padded = torch.full((len(rows), width, *rows[0].shape[1:]), PAD.get(key, 0), dtype=dtype)
         for number, row in enumerate(rows):
             place = slice(width - row.shape[0], width) if side == "left" else slice(0, row.shape[0])
             padded[number, place] = row
@@ -49,6 +53,15 @@ def pad_tokens(key: str, values: Sequence[Any], width: int, side: Literal["left"
         number = int((padded < 0).any(-1).int().argmax())
         raise DataError(f"row {number}: {key!r} holds {int(padded[number].min())}; it must not be negative")
     return padded
+
+
+def _as_tables(key: str, rows: Sequence["torch.Tensor"]) -> "list[torch.Tensor]":
+    """Return rows as `[T, K]` with one K; what a row has fewer is filled up like padding."""
+    import torch
+
+    tables = [row[:, None] if row.dim() == 1 else row for row in rows]
+    most = max(table.shape[1] for table in tables)
+    return [torch.nn.functional.pad(table, (0, most - table.shape[1]), value=PAD.get(key, 0)) for table in tables]
 
 
 def mask_and_positions(

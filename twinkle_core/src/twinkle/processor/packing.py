@@ -198,10 +198,12 @@ def _check_first(batch: Mapping[str, Any], layout: Layout) -> None:
             "they must begin at 0"
         )
     labels = batch.get("labels")
-    if getattr(labels, "shape", ()) != batch["attention_mask"].shape:
+    mask = batch["attention_mask"]
+    if getattr(labels, "shape", ())[:2] != mask.shape:
         return
-    if bool(((labels != -100) & (batch["attention_mask"] == 0)).any()):
-        row = int(((labels != -100) & (batch["attention_mask"] == 0)).nonzero()[0, 0])
+    targets = labels != -100 if labels.ndim == 2 else (labels != -100).any(-1)
+    if bool((targets & (mask == 0)).any()):
+        row = int((targets & (mask == 0)).nonzero()[0, 0])
         raise DataError(f"row {row}: a token whose attention_mask is 0 has a label; such tokens are left out")
 
 

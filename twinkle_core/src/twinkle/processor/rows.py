@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 from twinkle.errors import DataError
 
 Row: TypeAlias = Mapping[str, Any]
+TARGET_KEYS = ("labels", "loss_scale")
+"""Of these a token may have several: `[T, K]`."""
 TOKEN_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "completion_mask", "loss_scale")
 
 
@@ -51,10 +53,30 @@ def _check_row(number: int, row: Any) -> None:
     for key in TOKEN_KEYS:
         if key == "labels" and of_whole_row(row.get(key), length):
             continue
+        if key in TARGET_KEYS and _dimensions(row.get(key)) == 2:
+            _check_targets(number, key, row, length)
+            continue
         size = size_of(row[key]) if row.get(key) is not None else length
         if size != length:
             found = "no flat sequence" if size is None else f"{size} values"
             raise DataError(f"row {number}: {key!r} is {found}, for {length} tokens; every token needs one")
+
+
+def _check_targets(number: int, key: str, row: Row, length: int) -> None:
+    """Check labels of several targets a token, `[T, K]`, and their weights, which have the same shape."""
+    value = row[key]
+    if len(value) != length:
+        raise DataError(
+            f"row {number}: {key!r} is a table of {len(value)} rows, for {length} tokens; give one for each"
+        )
+    if _dimensions(row.get("labels")) != 2:
+        raise DataError(
+            f"row {number}: 'loss_scale' has several weights a token, and 'labels' one target; give both one shape"
+        )
+    if key == "labels" and row.get("loss_scale") is not None and _dimensions(row["loss_scale"]) != 2:
+        raise DataError(
+            f"row {number}: 'labels' has several targets a token, and 'loss_scale' one weight; give both one shape"
+        )
 
 
 def of_whole_row(labels: Any, length: int) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twinkle.errors import ArgumentError
 from twinkle.torch.head_gradients import FrozenHead, TrainedHead
+from twinkle.torch.head_targets import FrozenTargets
 from twinkle.torch.logits import LogitTransform, Wanted, wide
 
 __all__ = ["CHUNK_TOKENS", "LogitTransform", "TokenScores", "is_plain", "product_of", "score_tokens", "wide"]
@@ -26,7 +27,8 @@ class TokenScores:
     """What the head says about each position, all `[N]`.
 
     Attributes:
-        logps: log-probability of the target; float32 (float64 for float64 hidden states), with gradient.
+        logps: log-probability of the target, or `[N, K]` of K targets; float32 (float64 for float64 hidden states),
+            with gradient.
         entropies: entropy of the distribution, with gradient, if asked for.
         uniform_logps: mean over the vocabulary of the log-probabilities, with gradient, if asked for. A target smoothed
             by e, `(1 - e) onehot(y) + e / V`, has the log-likelihood `(1 - e) logps + e uniform_logps`.
@@ -54,7 +56,7 @@ def score_tokens(
 
     Args:
         hidden: `[N, H]` last hidden states of the positions to score.
-        targets: int64 `[N]`, each in `[0, V)`.
+        targets: int64 `[N]`, each in `[0, V)`; or `[N, K]`, several for each position.
         head: the output projection. A plain `nn.Linear` takes the fast paths; anything else (an adapter on the head)
             is called chunk by chunk and recomputed in the backward.
         transform: what the model does to the logits.
@@ -75,8 +77,16 @@ def score_tokens(
     want = Wanted(entropies, uniform_logps, predictions)
     if not is_plain(head):
         return _score_by_module(hidden, targets, head, transform, want, chunk_tokens)
+    frozen = not any(parameter.requires_grad for parameter in head.parameters())
+    if targets.dim() == 2 and (want != Wanted() or (torch.is_grad_enabled() and not frozen)):
+        return _score_by_module(hidden, targets, head, transform, want, chunk_tokens)
     hidden, weight, bias = product_of(hidden, head)
-    frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    if targets.dim() == 2:
+        with torch.autocast(hidden.device.type, enabled=False):
+            logps = FrozenTargets.apply(  # type: ignore[no-untyped-call]
+                hidden, targets, weight, bias, transform, chunk_tokens
+            )
+        return TokenScores(logps)
     function = FrozenHead if frozen or not torch.is_grad_enabled() else TrainedHead
     with torch.autocast(hidden.device.type, enabled=False):
         scores = function.apply(  # type: ignore[no-untyped-call]
@@ -108,7 +118,7 @@ def _score_by_module(
         entropy = -(log_p.exp() * log_p).sum(-1) if want.entropies else log_p.new_empty(0)
         uniform = log_p.mean(-1) if want.uniform else log_p.new_empty(0)
         best = log_p.argmax(-1) if want.predictions else y.new_empty(0)
-        return log_p.gather(-1, y[:, None]).squeeze(-1), entropy, uniform, best
+        return log_p.gather(-1, y.view(len(y), -1)).view(y.shape), entropy, uniform, best
 
     run: Callable[[Tensor, Tensor], Any] = score
     if torch.is_grad_enabled():

@@ -19,7 +19,7 @@ class CrossEntropy(Loss):
 
         Args:
             inputs: `labels` int64 `[B, T]`, or `[B, T, K]` for K targets a position; -100 is no target. Optional
-                `loss_scale` float32 of the same shape, or `[B, T]`.
+                `loss_scale` float32 of the same shape.
             outputs: `logps` float32, in the shape of the labels.
 
         Raises:
@@ -38,12 +38,11 @@ class CrossEntropy(Loss):
         mask = (labels != -100).to(logps.device)
         terms = -torch.where(mask, logps, 0.0)
         if weights is not None:
-            if weights.shape not in (labels.shape, labels.shape[:2]):
+            if weights.shape != labels.shape:
                 raise DataError(
                     f"cross_entropy: loss_scale is {list(weights.shape)} and labels {list(labels.shape)}; give one "
-                    "weight a target, or one a position"
+                    "weight a target"
                 )
-            placed = weights.to(terms) if weights.dim() == terms.dim() else weights.to(terms)[..., None]
-            terms = terms * torch.where(mask, placed, 0.0)
+            terms = terms * torch.where(mask, weights.to(terms), 0.0)
         positions = mask if mask.dim() == 2 else mask.any(-1)
         return LossOutput(terms.sum(), int(positions.sum()))

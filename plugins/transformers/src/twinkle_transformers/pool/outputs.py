@@ -19,7 +19,7 @@ from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import Pass
 from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
 from twinkle_transformers.pool.work import Part
-from twinkle_transformers.scores import has_targets, score_logits, spread, trained_places
+from twinkle_transformers.scores import has_targets, score_logits, spread, targets_at, trained_places
 
 
 class Outputs:
@@ -50,7 +50,8 @@ class Outputs:
             if whole:
                 self._try([part], partial(self._whole, part, hidden, head))
             elif isinstance(head, nn.Module):
-                together.setdefault((needs, part.work.temperature, part.work.training), []).append(part)
+                several = part.batch["labels"].shape[2:]
+                together.setdefault((needs, part.work.temperature, part.work.training, several), []).append(part)
             else:
                 self._try([part], partial(self._score, [part], hidden, head))
         for group in together.values():
@@ -70,12 +71,13 @@ class Outputs:
         needs, temperature = parts[0].work.needs, parts[0].work.temperature
         chosen = [trained_places(part.batch, needs) for part in parts]
         places = torch.cat([p.stream[torch.searchsorted(p.places, c)] for p, c in zip(parts, chosen, strict=True)])
-        targets = torch.cat([p.batch["labels"].reshape(-1)[c] for p, c in zip(parts, chosen, strict=True)])
+        targets = torch.cat([targets_at(p.batch["labels"], c) for p, c in zip(parts, chosen, strict=True)])
         chunk = needs.chunk_tokens or CHUNK_TOKENS
         rest = len(places) % chunk
         missing = LEAST_ROWS - rest if rest < LEAST_ROWS and (rest or not len(places)) else 0
         if missing:
-            places, targets = nn.functional.pad(places, (0, missing)), nn.functional.pad(targets, (0, missing))
+            places = nn.functional.pad(places, (0, missing))
+            targets = nn.functional.pad(targets, (0, 0) * (targets.dim() - 1) + (0, missing))
         if not parts[0].work.training:
             hidden = hidden.detach()  # the head computes its gradient with its forward, for whoever wants one
         scores = score_tokens(
@@ -94,7 +96,7 @@ class Outputs:
             for values in (scores.logps, scores.entropies, scores.uniform_logps, scores.predictions)
         ]
         for part, where, *mine in zip(parts, chosen, *columns, strict=False):
-            self._set(part, spread(part.batch["labels"].shape, where.to(self.device), TokenScores(*mine)))
+            self._set(part, spread(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
 
     def _whole(self, part: Part, hidden: Tensor, head: Any) -> None:
         """Compute what only one part wants: whole logits, or one vector a row."""

@@ -482,5 +482,15 @@ def _by_row(work: Work) -> list[ModelOutput]:
                 if isinstance(value, Tensor) and value.ndim and len(value) == shape[0]:
                     wide = value.ndim > 1 and value.shape[1] == shape[1] and key != "embeddings"
                     output[key] = value[at, start : start + size] if wide else value[at]
+            if part.batch.get("labels") is not None and part.batch["labels"].ndim == 3 and "logps" in output:
+                output["logps"] = _own_targets(output["logps"], None if packed else part.rows[at]["labels"])
             found.append(output)  # type: ignore[arg-type]
     return found
+
+
+def _own_targets(logps: Tensor, labels: Any) -> Tensor:
+    """Return a row's log-probabilities `[T, K]` without what it was filled up with; `[T]` where it has one a token."""
+    if labels is None:
+        return logps
+    count = torch.as_tensor(labels).shape[1:]
+    return logps[:, : count[0]] if count else logps[:, 0]

@@ -306,7 +306,8 @@ def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[in
     if full and (positions is None or bool((positions == torch.arange(width)).all())):
         return
     if has_targets(labels) and not full:
-        outside = (labels.reshape(-1) != IGNORE).index_fill(0, places, False).nonzero()
+        scored = (labels != IGNORE).reshape(rows * width, -1).any(-1)
+        outside = scored.index_fill(0, places, False).nonzero()
         if len(outside):
             row, column = divmod(int(outside[0]), width)
             raise DataError(
