@@ -16,7 +16,7 @@ from twinkle_server.store.requests import is_ours, new_request
 
 
 class MemoryJournal:
-    """The `Journal` of `runtime.ports`, in dictionaries. What comes with an operation (`also`) is written all the same."""
+    """The `Journal` of `runtime.ports`, in dictionaries; what comes with an operation (`also`) is written to a database."""
 
     def __init__(self, database: Database, secret: bytes, clock: Callable[[], float] = time.time) -> None:
         """Use a database for what is not an operation: `also` needs one."""

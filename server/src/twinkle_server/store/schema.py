@@ -25,12 +25,12 @@ def version(connection: Connection) -> str | None:
     return None if found is None else str(found)
 
 
-def migrate(connection: Connection, target: str = VERSIONS[-1]) -> str | None:
+def migrate(connection: Connection, target: str | None = VERSIONS[-1]) -> str | None:
     """Bring a database to a version, within the transaction that the connection is in.
 
     Args:
         connection: that may write.
-        target: the version; an older one goes back, and loses what that one cannot hold.
+        target: the version; an older one goes back, and loses what that one cannot hold. None is an empty database.
 
     Returns:
         The version that it had.
@@ -46,8 +46,8 @@ def migrate(connection: Connection, target: str = VERSIONS[-1]) -> str | None:
             f"the database is of version {before!r}, which is newer than this program's {VERSIONS[-1]!r}: "
             f"install the twinkle-server that wrote it, or a newer one"
         )
-    down = before is not None and VERSIONS.index(target) < VERSIONS.index(before)
-    _run(connection, target, down)
+    order = [None, *VERSIONS]
+    _run(connection, target or "base", down=order.index(target) < order.index(before))
     return before
 
 

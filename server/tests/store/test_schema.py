@@ -1,0 +1,118 @@
+"""Opening a data directory: made with care, migrated up and down, refused when it is somebody else's or newer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection
+from twinkle_server.store import Store, open_store, schema
+from twinkle_server.store.database import SqliteDatabase, driver
+from twinkle_server.store.faults import StoreError
+from twinkle_server.store.tables import metadata
+
+
+def tables(connection: Connection) -> dict[str, str]:
+    rows = driver(connection).execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")
+    return {name: sql for name, sql in rows if name != "alembic_version"}
+
+
+def test_migrations_make_what_the_tables_say(store: Store) -> None:
+    def differences(connection: Connection) -> list[object]:
+        return list(compare_metadata(MigrationContext.configure(connection), metadata))
+
+    assert store.database.write_now(differences) == []
+    found = store.database.write_now(tables)
+    for table in metadata.tables.values():
+        for index in table.indexes:
+            condition = index.dialect_options["sqlite"]["where"]
+            assert condition is None or str(condition) in found[str(index.name)]
+
+
+def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
+    database = SqliteDatabase(tmp_path / "twinkle.db")
+    before = None
+    for version in schema.VERSIONS:
+        assert database.write_now(lambda connection, to=version: schema.migrate(connection, to)) == before
+        assert database.write_now(schema.version) == version
+        before = version
+    newest = database.write_now(tables)
+    for version in reversed(schema.VERSIONS[:-1]):
+        database.write_now(lambda connection, to=version: schema.migrate(connection, to))
+    database.write_now(lambda connection: schema.migrate(connection, None))
+    assert database.write_now(tables) == {}
+    assert database.write_now(schema.version) is None
+    database.write_now(schema.migrate)
+    assert database.write_now(tables) == newest
+    database.close()
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    database = SqliteDatabase(tmp_path / "twinkle.db")
+
+    def spoilt(connection: Connection) -> None:
+        schema.migrate(connection)
+        raise RuntimeError("power failure")
+
+    with pytest.raises(RuntimeError):
+        database.write_now(spoilt)
+    assert database.write_now(schema.version) is None
+    assert database.write_now(tables) == {}
+    database.close()
+
+
+def test_every_version_has_a_file() -> None:
+    files = sorted(path.name for path in (schema.FOLDER / "versions").glob("v*.py"))
+    assert [name[1:].partition("_")[0] for name in files] == list(schema.VERSIONS)
+
+
+def test_a_newer_database_is_refused_in_words(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    database = SqliteDatabase(tmp_path / "twinkle.db")
+    change = "UPDATE alembic_version SET version_num = '9999'"
+    database.write_now(lambda connection: connection.exec_driver_sql(change))
+    database.close()
+    for serve in (True, False):
+        with pytest.raises(StoreError, match=r"'9999', which is newer .* install the twinkle-server that wrote it"):
+            open_store(tmp_path, serve=serve)
+
+
+def test_a_new_directory_is_for_its_owner_only(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "deep" / "data")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (store.data, *store.data.iterdir())}
+    assert modes["data"] == modes["payloads"] == modes["results"] == 0o700
+    assert modes["secret"] == modes["lock"] == 0o600
+    assert len(store.secret) == 32
+    store.close()
+
+
+def test_a_directory_keeps_its_secret_and_its_name(tmp_path: Path) -> None:
+    first = open_store(tmp_path)
+    first.close()
+    second = open_store(tmp_path)
+    assert (second.secret, second.instance) == (first.secret, first.instance)
+    second.close()
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(StoreError, match="5 bytes and not 32"):
+        open_store(tmp_path)
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreError, match=r"'thesis.tex'.*empty directory"):
+        open_store(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(StoreError, match="another --data"):
+        open_store(tmp_path / "thesis.tex")
+
+
+def test_opening_again_imports_no_alembic_and_no_torch(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    code = (
+        "import sys, pathlib; from twinkle_server.store import open_store; open_store(pathlib.Path(sys.argv[1])).close();"
+        "print({name.partition('.')[0] for name in sys.modules} & {'alembic', 'torch', 'numpy', 'transformers'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
