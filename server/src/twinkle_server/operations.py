@@ -98,6 +98,11 @@ class Operation:
     attempts: int = 0
     payload: bytes | None = None
 
+    @property
+    def ordered(self) -> bool:
+        """Whether it waits for the numbers before its own."""
+        return self.kind != "sample"
+
 
 @dataclass(slots=True)
 class Outcome:

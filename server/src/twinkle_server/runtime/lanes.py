@@ -65,29 +65,34 @@ class Lane(Generic[T]):
             return None
         return Gap(self.following, min(since for since, _ in self._early.values()), len(self._early))
 
-    def give_up(self) -> tuple[list[int], list[T]]:
+    def missing(self) -> list[int]:
+        """Return the numbers that are missing before the first that waits."""
+        if not self._early:
+            return []
+        return [number for number in range(self.following, min(self._early)) if number not in self._used]
+
+    def give_up(self) -> list[T]:
         """Count the missing numbers before the first that waits as used.
 
         Returns:
-            Those numbers; and the operations that waited right behind them, which must be failed, for what they stood on
-            never came. What waits behind a further gap goes on waiting.
+            The operations that waited right behind them, which must be failed: what they stood on never came. What
+            waits behind a further gap goes on waiting.
         """
         if not self._early:
-            return [], []
-        missing = []
-        while self.following not in self._early:
-            if self.following in self._used:
-                self._used.remove(self.following)
-            else:
-                missing.append(self.following)
-            self.following += 1
+            return []
+        self._used.difference_update(range(self.following, first := min(self._early)))
+        self.following = first
         dropped = []
         while self.following in self._early or self.following in self._used:
             if self.following in self._early:
                 dropped.append(self._early.pop(self.following)[1])
             self._used.discard(self.following)
             self.following += 1
-        return missing, dropped
+        return dropped
+
+    def holds(self, number: int) -> bool:
+        """Whether an operation waits here for the numbers before its own."""
+        return number in self._early
 
     def drop_all(self) -> list[T]:
         """Take out everything that waits, in order; used when a lane is closed."""

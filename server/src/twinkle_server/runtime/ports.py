@@ -1,9 +1,9 @@
 """What the faces need of the service, and what the service needs of the store."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Snapshot, Submission
+from twinkle_server.operations import Accepted, Category, Future, ModelInfo, Operation, Outcome, Snapshot, Submission
 
 T = TypeVar("T")
 
@@ -12,14 +12,20 @@ class Database(Protocol):
     """Transactions. `work` is given a `sqlalchemy.Connection` and runs on a thread of the store, never on the loop."""
 
     async def write(self, work: Callable[[Any], T]) -> T:
-        """Run `work` in a transaction that is durable when this returns; several share one commit, each whole or not."""
+        """Run `work` in a transaction that is durable when this returns; several share a commit, each whole or not."""
 
     async def read(self, work: Callable[[Any], T]) -> T:
         """Run `work`, which only reads."""
 
 
 class Journal(Protocol):
-    """The log of operations. Whatever it returns from is durable."""
+    """The log of operations. Whatever it returns from is durable.
+
+    Attributes:
+        reads: operations whose outcome a client has read, and when.
+    """
+
+    reads: dict[int, float]
 
     async def submit(
         self, submission: Submission, also: Callable[[Any], None] | None = None
@@ -68,13 +74,75 @@ class Journal(Protocol):
         """Return a lane's newest snapshot."""
 
 
+class Effects(Protocol):
+    """What operations change in the store beside the log, and what the log alone does not know."""
+
+    def done(self, operation: Operation, extra: dict[str, Any], body: bytes) -> Outcome:
+        """Return the outcome of an operation that the engine has done, with what is written beside it (`also`)."""
+
+    async def closed(self, tenant: str, model: str) -> tuple[str, Category] | None:
+        """Return why a model takes no more operations, and whose fault that is; None if it does."""
+
+    async def attached(self, tenant: str, model: str) -> None:
+        """Note that the engine has a model again."""
+
+    async def detached(self, tenant: str, model: str) -> None:
+        """Note that only a model's snapshot and log are kept."""
+
+    async def gone(self, tenant: str, model: str, reason: str) -> None:
+        """Note that nothing of a model is kept, and remove its snapshot."""
+
+    async def unloaded(self) -> None:
+        """Remove the snapshots of models whose unload was just written."""
+
+    async def corrupted(self, tenant: str, model: str, reason: str) -> None:
+        """Note that a model cannot be made again."""
+
+    async def last_checkpoint(self, tenant: str, model: str) -> str | None:
+        """Return the path of a model's newest checkpoint for training."""
+
+    async def inflight_folder(self, tenant: str, model: str) -> str | None:
+        """Return the folder of the weights that a model's inflight sampling sessions use now."""
+
+    async def remove(self, folders: Sequence[str]) -> None:
+        """Remove folders of snapshots; ones that are not there are no error."""
+
+
+class Figures(Protocol):
+    """Who counts what happens."""
+
+    def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
+        """An operation is over: "done", "cancelled", or whose fault a failure was; seconds since it was taken."""
+
+    def passed(self, head: Mapping[str, Any]) -> None:
+        """The engine had a turn, as its message `passed` tells it."""
+
+    def restored(self) -> None:
+        """A model came into the engine again."""
+
+    def detached(self) -> None:
+        """A model left the engine."""
+
+    def replayed(self, count: int = 1) -> None:
+        """Operations were done again."""
+
+    def restarted(self, reason: str) -> None:
+        """The engine was started again, for a reason of few words."""
+
+    def snapshotted(self, size: int) -> None:
+        """A snapshot of so many bytes was written."""
+
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Show a figure that is read when it is asked for."""
+
+
 class Service(Protocol):
     """The running service, as the faces see it."""
 
     info: ModelInfo
 
     async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
-        """Write an operation into the log and let it run in its turn; returns when it is durable, not when it is done."""
+        """Write an operation into the log and let it run in its turn; returns when it is durable, not when done."""
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
         """Return a future as soon as it is over, or what it is after so many seconds."""
@@ -90,3 +158,10 @@ class Service(Protocol):
 
     async def submit_next(self, submission: Submission) -> Accepted:
         """Submit under the lane's next free number (legacy unload carries none)."""
+
+    async def heartbeat(self, session: str, tenant: str) -> None:
+        """Say that a session's client lives.
+
+        Raises:
+            Gone: it is unknown, another tenant's, finished or expired.
+        """

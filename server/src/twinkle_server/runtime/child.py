@@ -1,0 +1,139 @@
+"""The engine's process: started with a socket and nothing secret, read to its end, stopped or killed."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from twinkle_server.engine.messages import Message
+from twinkle_server.runtime.link import AsyncLink
+from twinkle_server.settings import Settings
+
+_log = logging.getLogger("twinkle_server.engine")
+_PASSED_ON = re.compile(
+    r"PATH|HOME|USER|SHELL|TZ|TERM|TMPDIR|TEMP|TMP|LANG|LANGUAGE|LC_\w+|VIRTUAL_ENV|LD_\w+|XDG_\w+|PYTHON\w*|COVERAGE\w*"
+    r"|(OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|TORCH\w*|PYTORCH|CUDA|NVIDIA|NCCL|ROCM|HIP|ASCEND|TRITON|HF|TRANSFORMERS|TOKENIZERS"
+    r"|MODELSCOPE|TWINKLE|FAILPOINT)(_\w+)?"
+)
+_SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|_AUTH")
+_LAST_WORDS = 20
+_LINE = 4096
+_FAREWELL = 2.0
+
+
+class Child(Protocol):
+    """A running engine."""
+
+    def put(self, message: Message) -> None:
+        """Send without waiting for room."""
+
+    async def room(self) -> None:
+        """Wait until there is room."""
+
+    async def receive(self) -> Message:
+        """Return the next message; raises `LinkClosed` when the engine is gone."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    async def wait(self) -> str:
+        """Wait until it is gone, and return how it ended, for the log."""
+
+    @property
+    def last_words(self) -> str:
+        """The last lines that it wrote."""
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment an engine needs: known names only, and none that sounds like a secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _PASSED_ON.fullmatch(name) and not _SECRET.search(name.upper())
+    }
+
+
+class ChildProcess:
+    """An engine in a process of its own, which ends when this one does."""
+
+    def __init__(self, process: asyncio.subprocess.Process, link: AsyncLink) -> None:
+        self._process = process
+        self._link = link
+        self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._listening = asyncio.create_task(self._listen())
+        self.put = link.put
+        self.room = link.room
+        self.receive = link.receive
+
+    @classmethod
+    async def start(cls, settings: Settings, *, first: bool = True) -> "ChildProcess":
+        """Start the engine.
+
+        Args:
+            settings: of the service.
+            first: False for one that takes another's place; a failpoint that a test set is not for it, or no engine
+                would ever get past that place.
+        """
+        environment = scrubbed(os.environ)
+        if not first:
+            environment.pop("FAILPOINT", None)
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "twinkle_server.engine", str(theirs.fileno()), settings.dump()),
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(process, await AsyncLink.open(ours))
+
+    @property
+    def pid(self) -> int:
+        """Number of its process."""
+        return self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        """The last lines that it wrote."""
+        return "\n".join(self._last_words)
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL)."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def wait(self) -> str:
+        """Wait until it is gone, and return how it ended, for the log."""
+        code = await self._process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._listening, _FAREWELL)
+        self._link.close()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    async def _listen(self) -> None:
+        stream, rest = self._process.stdout, ""
+        while stream is not None and (data := await stream.read(_LINE)):
+            *lines, rest = (rest + data.decode(errors="replace")).split("\n")
+            if len(rest) > _LINE:
+                lines, rest = [*lines, rest], ""
+            for line in lines:
+                self._last_words.append(line)
+                _log.warning("%s", line)
+        if rest:
+            self._last_words.append(rest)
+            _log.warning("%s", rest)

@@ -1,0 +1,316 @@
+"""The running service without its tables: operations go into the log, through the engine, and come back as futures."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.messages import Message
+from twinkle_server.errors import Busy, Unavailable
+from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
+from twinkle_server.runtime.answers import Answers
+from twinkle_server.runtime.child import Child, ChildProcess
+from twinkle_server.runtime.dispatch import Dispatcher
+from twinkle_server.runtime.ending import Ending
+from twinkle_server.runtime.futures import Futures
+from twinkle_server.runtime.janitor import Janitor
+from twinkle_server.runtime.outcomes import Outcomes
+from twinkle_server.runtime.ports import Effects, Figures, Journal
+from twinkle_server.runtime.replay import NEVER_MADE
+from twinkle_server.runtime.supervision import StartChild, Supervisor
+from twinkle_server.settings import Settings
+
+_log = logging.getLogger(__name__)
+_WINDOW = 64 * 2**20
+_LAST_WORDS = 5.0  # seconds for outcomes that are still to be written at the end
+QueueState = tuple[str, str | None]
+
+
+class Runtime:
+    """The `Service` of `runtime.ports`, over any journal and any engine.
+
+    Args:
+        settings: of the service.
+        journal: the log.
+        effects: the rest of the store.
+        start_child: starts an engine.
+        figures: counts; None counts nothing.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        journal: Journal,
+        effects: Effects,
+        start_child: StartChild | None = None,
+        figures: Figures | None = None,
+    ) -> None:
+        self.info = ModelInfo(settings.served_name, 0, 0)
+        self._settings = settings
+        self._journal = journal
+        self._effects = effects
+        self._figures = figures
+        self._draining = False
+        self._lost: str | None = None
+        self._taking: set[asyncio.Task[Any]] = set()
+        self._began = time.time()
+        self.futures = Futures(journal)
+        self.outcomes = Outcomes(journal, self._written, self._lease_lost)
+        self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW)
+        self.dispatcher.replay.opened = self.futures.open
+        self.ending = Ending(self.dispatcher, journal, self.outcomes)
+        self.janitor = Janitor()
+        self._answers = Answers(self.dispatcher, journal, self.outcomes, effects)
+        self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
+        if figures is not None:
+            self._show(figures)
+
+    # the life of the service
+
+    async def start(self) -> None:
+        """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
+        self.outcomes.start()
+        for operation in await self._journal.pending():
+            self.futures.open(operation)
+            track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
+            if not track.ordered:
+                self.dispatcher.arrive(track, operation)
+        times = self._settings.times
+        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), lambda: self.ending.give_up_gaps(times.gap_fail))
+        self.janitor.add("idle lanes", 10.0, self._drop_idle)
+        self.janitor.start()
+        self.supervisor.start()
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine is ready.
+
+        Raises:
+            EngineFailed: it ended before it was, in its first life.
+        """
+        await self.supervisor.wait_ready()
+
+    async def drain(self) -> None:
+        """Take nothing more, let what runs end and be snapshotted, and let go of everyone who waits."""
+        if self._draining:
+            return
+        self._draining = self.dispatcher.stopped = True
+        await self.supervisor.drain()
+        await self.outcomes.flush()
+        self.futures.close()
+
+    async def close(self) -> None:
+        """End the engine and all tasks; what is in the log is taken up by the next service on it."""
+        self._draining = self.dispatcher.stopped = True
+        await self.janitor.stop()
+        await self.supervisor.stop()
+        await self.outcomes.stop(_LAST_WORDS)
+        self.futures.close()
+
+    # what the faces ask
+
+    async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
+        """Write an operation into the log and let it run in its turn; returns when it is durable, not when it is done.
+
+        Args:
+            submission: what is asked for.
+            also: what is written in the same transaction when the operation is new.
+
+        Raises:
+            SequenceConflict: another payload came before under that number.
+            Busy: the tenant has too many operations that are not over.
+            Unavailable: the service is draining, or its disk takes nothing.
+        """
+        self._admit(submission)
+        task = asyncio.create_task(self._take(submission, also))
+        self._taking.add(task)
+        task.add_done_callback(self._taking.discard)
+        return await asyncio.shield(task)  # a client that goes away leaves no operation that nobody knows of
+
+    async def submit_next(self, submission: Submission) -> Accepted:
+        """Submit under the lane's next free number."""
+        return await self.submit(submission)
+
+    def _admit(self, submission: Submission) -> None:
+        if self._lost is not None:
+            raise Unavailable(self._lost, retry_after=30.0)
+        if self._draining:
+            raise Unavailable("the service is going down; it comes back soon", retry_after=5.0)
+        queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
+        if queued >= limit and submission.refusal is None:
+            raise Busy(f"{queued} operations of yours wait or run, and {limit} may: wait for some of them")
+
+    async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:
+        accepted, operation = await self._journal.submit(submission, also)
+        if accepted.fresh:
+            track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
+            if operation.id > track.seen:
+                if operation.status == "pending":
+                    self.futures.open(operation)
+                self.dispatcher.arrive(track, operation)
+        return accepted
+
+    async def wait(self, request: str, tenant: str, seconds: float) -> Future:
+        """Return a future as soon as it is over, or what it is after so many seconds.
+
+        Raises:
+            NotFound: it was never given to this tenant.
+            Gone: it was, and is no longer kept.
+        """
+        return await self.futures.wait(request, tenant, seconds)
+
+    async def cancel(self, request: str, tenant: str) -> None:
+        """Drop an operation that has not begun; a sampling request is dropped while it runs, too.
+
+        Raises:
+            NotFound: it was never given to this tenant.
+        """
+        operation = self.futures.find(request, tenant)
+        if operation is None:
+            await self._journal.future(request, tenant)
+        else:
+            self.ending.cancel(operation)
+
+    def queue_state(self, lane: str) -> QueueState:
+        """Return "active" or "paused_capacity", and why a future of this lane waits."""
+        if self._draining:
+            return "paused_capacity", "the service is going down; this goes on when it is back"
+        if self.outcomes.trouble is not None:
+            return "paused_capacity", "the service's disk takes nothing at the moment"
+        track = self.dispatcher.tracks.get(lane)
+        gap = track.order.gap() if track is not None else None
+        if gap is not None and not (track and track.running):
+            seconds = time.monotonic() - gap.since
+            if seconds >= self._settings.times.gap_pause:
+                missing = f"number {gap.number} of this model has not arrived"
+                return "paused_capacity", f"{missing}; {gap.waiting} wait for it since {seconds:.0f} s"
+        if not self.supervisor.up:
+            return "paused_capacity", "the engine is starting"
+        others = self.dispatcher.flying - (len(track.flying) if track is not None else 0)
+        return "active", f"{others} operations of others are under way" if others else None
+
+    async def finish_session(self, session: str) -> None:
+        """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
+        self.ending.leave(f"{session}:", "its session was finished")
+
+    # what others look at
+
+    def queued(self, tenant: str) -> int:
+        """Return how many operations of a tenant wait or run."""
+        return self.futures.waiting[tenant]
+
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether work would be done now, and the facts behind it."""
+        facts = {
+            "engine": "up" if self.supervisor.up else "starting",
+            "last_pass": self.supervisor.troubled or "worked",
+            "store": self._lost or self.outcomes.trouble or "writable",
+            "draining": self._draining,
+        }
+        good = self.supervisor.up and self.supervisor.troubled is None and not self._draining
+        return good and self._lost is None and self.outcomes.trouble is None, facts
+
+    def healthy(self) -> bool:
+        """Return whether this process can go on at all."""
+        return self._lost is None
+
+    async def status(self) -> dict[str, Any]:
+        """Return what the service does at the moment."""
+        good, facts = self.ready()
+        return {
+            "ready": good,
+            **facts,
+            "up_seconds": round(time.time() - self._began, 1),
+            "engine_restarts": self.supervisor.restarts,
+            "open_futures": len(self.futures),
+            "polls": self.futures.polls,
+            "in_engine": self.dispatcher.flying,
+            "replays": self.dispatcher.replays,
+            "lanes": len(self.dispatcher.tracks),
+        }
+
+    # what the engine tells (`supervision.Listener`)
+
+    @property
+    def waiting(self) -> int:
+        """Number of things that the engine was asked for and did not answer."""
+        return self.dispatcher.flying + self.dispatcher.restoring
+
+    def engine_up(self, child: Child, info: ModelInfo) -> None:
+        """Begin to send."""
+        self.info = info
+        if self._figures is not None and self.supervisor.restarts:
+            self._figures.restarted("died")
+        self.dispatcher.engine_up(child)
+
+    async def engine_down(self, blamed: set[int], why: str) -> None:
+        """Take back what it had."""
+        await self.dispatcher.engine_down(blamed, why)
+
+    def message(self, message: Message) -> None:
+        """Take an answer."""
+        if message.type == messages.DONE:
+            self._answers.done(message)
+        elif message.type == messages.RESTORED:
+            self._answers.restored(message)
+        elif message.type == messages.SNAPSHOTTED:
+            self._answers.snapshotted(message)
+        elif message.type == messages.DETACHED:
+            self._answers.detached(message)
+        else:
+            _log.error("the engine sent %r, which nobody knows", message.type)
+        if self._figures is not None:
+            self._count(self._figures, message)
+
+    # the rest
+
+    def _written(self, operation: Operation, outcome: Outcome) -> None:
+        status = "cancelled" if outcome.cancelled else "done" if outcome.error is None else "failed"
+        operation.status = status  # type: ignore[assignment]
+        if operation.kind == "create" and status != "done":
+            self._never_made(operation, outcome.error or "its creation failed")
+        future = Future(
+            operation.kind, operation.status, operation.lane, outcome.result, outcome.error, outcome.category
+        )
+        seconds = self.futures.resolve(operation, future)
+        if self._figures is not None:
+            word = "done" if status == "done" else "cancelled" if status == "cancelled" else outcome.category
+            self._figures.finished(operation.kind, word, seconds, operation.tokens, operation.tenant)
+
+    def _never_made(self, operation: Operation, reason: str) -> None:
+        track = self.dispatcher.tracks.get(operation.lane)
+        if track is not None and track.closed is None:
+            self.dispatcher.close(track, NEVER_MADE)
+        self.outcomes.then(lambda: self._effects.gone(operation.tenant, operation.lane, reason))
+
+    def _lease_lost(self, why: str) -> None:
+        _log.critical("%s; this process does nothing more", why)
+        self._lost = why
+        self.dispatcher.stopped = True
+
+    async def _drop_idle(self) -> None:
+        await self.outcomes.flush()
+        self.dispatcher.drop_idle()
+
+    def _show(self, figures: Figures) -> None:
+        self.supervisor.passed = figures.passed
+        figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self.futures)))
+        figures.watch("polls", "Requests that wait for a result.", lambda: float(self.futures.polls))
+        figures.watch("in_engine", "Operations that the engine has.", lambda: float(self.dispatcher.flying))
+        figures.watch("queue_age_seconds", "Age of the oldest open future.", self.futures.oldest)
+
+    def _count(self, figures: Figures, message: Message) -> None:
+        if message.type == messages.RESTORED:
+            figures.restored()
+        elif message.type == messages.SNAPSHOTTED:
+            figures.snapshotted(message.head["size"])
+        elif message.type == messages.DETACHED:
+            figures.detached()
+
+
+def _starter(settings: Settings) -> Callable[[bool], Awaitable[Child]]:
+    async def start(first: bool) -> Child:
+        return await ChildProcess.start(settings, first=first)
+
+    return start

@@ -1,0 +1,82 @@
+"""Operations that end without the engine: cancelled, given up behind a gap, or left behind by a session that ended."""
+
+import asyncio
+import time
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.messages import Message
+from twinkle_server.errors import SequenceConflict
+from twinkle_server.operations import Operation, Outcome, Submission
+from twinkle_server.runtime.dispatch import Dispatcher
+from twinkle_server.runtime.outcomes import Outcomes
+from twinkle_server.runtime.ports import Journal
+from twinkle_server.runtime.tracks import Track
+
+
+class Ending:
+    """Ends operations.
+
+    Args:
+        dispatcher: has the lanes.
+        journal: the log.
+        outcomes: writes.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes) -> None:
+        self._dispatcher = dispatcher
+        self._journal = journal
+        self._outcomes = outcomes
+
+    def cancel(self, operation: Operation) -> None:
+        """Drop an operation that was not sent to the engine yet, or that samples; others run to their end."""
+        track = self._dispatcher.tracks.get(operation.lane)
+        if track is None:
+            return
+        if operation.id in track.flying:
+            if operation.kind != "sample":
+                return
+            self._dispatcher.land(operation.id)
+            if self._dispatcher.child is not None:
+                self._dispatcher.child.put(Message(messages.CANCEL, {"id": operation.id}))
+        elif operation in track.order.ready:
+            track.order.ready.remove(operation)
+        elif track.ordered and track.order.holds(operation.number):
+            track.order.use_up(operation.number)
+        else:
+            return  # its outcome is being written
+        outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
+        self._outcomes.put(operation, outcome)
+        self._dispatcher.kick(track)
+        self._dispatcher.let_go(track)
+
+    def leave(self, prefix: str, reason: str) -> None:
+        """Let go of the lanes whose names begin so: what waits fails, what runs ends, and models are snapshotted."""
+        for track in [track for name, track in self._dispatcher.tracks.items() if name.startswith(prefix)]:
+            for operation in track.order.drop_all():
+                self._dispatcher.fail(operation, reason, "user")
+            track.leaving = track.ordered
+            self._dispatcher.let_go(track)
+
+    async def give_up_gaps(self, seconds: float) -> None:
+        """Fail what has waited so long for a number that never came, and let later ones run."""
+        before = time.monotonic() - seconds
+        for track in list(self._dispatcher.tracks.values()):
+            gap = track.order.gap()
+            if gap is not None and gap.since <= before:
+                await self._give_up(track, seconds)
+
+    async def _give_up(self, track: Track, seconds: float) -> None:
+        missing = track.order.missing()
+        reason = f"number {missing[0]} of this model did not arrive within {seconds:.0f} s"
+        for number in missing:
+            refused = Submission(track.tenant, track.name, "forward", b"", number, refusal=f"{reason}: it was given up")
+            try:
+                await asyncio.shield(self._journal.submit(refused))
+            except SequenceConflict:
+                return  # it came at last
+        if track.order.missing() != missing:
+            return
+        for operation in track.order.give_up():
+            self._dispatcher.fail(operation, f"{reason}, and number {operation.number} stands on it", "user")
+        self._dispatcher.kick(track)
+        self._dispatcher.let_go(track)

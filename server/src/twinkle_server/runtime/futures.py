@@ -1,0 +1,138 @@
+"""Futures that clients wait for: an event each, no polling, results that were just written kept at hand."""
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from twinkle_server.errors import Busy
+from twinkle_server.operations import Future, Operation
+from twinkle_server.runtime.ports import Journal
+
+_RECENT_BYTES = 32 * 2**20
+_POLLS = 20_000
+
+
+@dataclass(slots=True)
+class _Open:
+    operation: Operation
+    since: float = field(default_factory=time.monotonic)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    future: Future | None = None
+
+
+class Futures:
+    """The futures of operations that are not over, and the last ones that are.
+
+    Args:
+        journal: knows all the others.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._open: dict[str, _Open] = {}
+        self._recent: OrderedDict[str, tuple[Operation, Future]] = OrderedDict()
+        self._recent_bytes = 0
+        self._polls = 0
+        self._closed = False
+        self.waiting: Counter[str] = Counter()
+
+    def open(self, operation: Operation) -> None:
+        """Begin to keep the future of an operation."""
+        if operation.request not in self._open:
+            self._open[operation.request] = _Open(operation)
+            self.waiting[operation.tenant] += 1
+
+    def find(self, request: str, tenant: str) -> Operation | None:
+        """Return the operation of an open future of a tenant."""
+        entry = self._open.get(request)
+        return entry.operation if entry is not None and entry.operation.tenant == tenant else None
+
+    def resolve(self, operation: Operation, future: Future) -> float:
+        """Say how an operation ended, after that is durable; everyone who waits goes on.
+
+        Returns:
+            Seconds since it was opened.
+        """
+        entry = self._open.pop(operation.request, None)
+        if entry is None:
+            return 0.0
+        self.waiting[operation.tenant] -= 1
+        if self.waiting[operation.tenant] <= 0:
+            del self.waiting[operation.tenant]
+        entry.future = future
+        entry.over.set()
+        self._remember(operation, future)
+        return time.monotonic() - entry.since
+
+    async def wait(self, request: str, tenant: str, seconds: float) -> Future:
+        """Return a future as soon as it is over, or what it is after so many seconds.
+
+        Raises:
+            NotFound: it was never given to this tenant.
+            Gone: it was, and is no longer kept.
+            Busy: too many wait already.
+        """
+        entry = self._open.get(request)
+        if entry is None or entry.operation.tenant != tenant:
+            operation, recent = self._recent.get(request, (None, None))
+            if operation is None or recent is None or operation.tenant != tenant:
+                return await self._journal.future(request, tenant)
+            return self._read(operation, recent)
+        if self._polls >= _POLLS:
+            raise Busy(f"{self._polls} requests wait for results already", retry_after=2.0)
+        if not self._closed and seconds > 0:
+            await self._hold(entry, seconds)
+        operation = entry.operation
+        if entry.future is None:
+            return Future(operation.kind, "pending", operation.lane)
+        return self._read(operation, entry.future)
+
+    def _read(self, operation: Operation, future: Future) -> Future:
+        self._journal.reads.setdefault(operation.id, time.time())
+        return future
+
+    async def _hold(self, entry: _Open, seconds: float) -> None:
+        self._polls += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await entry.over.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._polls -= 1
+
+    def close(self) -> None:
+        """Let everyone who waits go with what there is, and hold nobody any more."""
+        self._closed = True
+        for entry in self._open.values():
+            entry.over.set()
+
+    def forget_recent(self) -> None:
+        """Ask the journal again for what is over; for after it was purged."""
+        self._recent.clear()
+        self._recent_bytes = 0
+
+    @property
+    def polls(self) -> int:
+        """Requests that wait at the moment."""
+        return self._polls
+
+    def oldest(self) -> float:
+        """Return the age of the oldest future that is open, in seconds."""
+        first = next(iter(self._open.values()), None)
+        return 0.0 if first is None else time.monotonic() - first.since
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def _remember(self, operation: Operation, future: Future) -> None:
+        self._recent[operation.request] = (operation, future)
+        self._recent_bytes += _size(future)
+        while self._recent_bytes > _RECENT_BYTES:
+            _, (_, dropped) = self._recent.popitem(last=False)
+            self._recent_bytes -= _size(dropped)
+
+
+def _size(future: Future) -> int:
+    return len(future.result or b"") + 512

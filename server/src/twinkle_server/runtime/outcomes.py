@@ -1,0 +1,143 @@
+"""The one writer of what the engine did: outcomes and snapshots reach the journal in the order they happened in."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from twinkle_server.errors import Busy
+from twinkle_server.operations import Operation, Outcome
+from twinkle_server.runtime.ports import Journal
+from twinkle_server.store.faults import LeaseLost
+
+_log = logging.getLogger(__name__)
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 5.0
+
+Entry = tuple[Operation, Outcome]
+Job = Callable[[], Awaitable[None]]
+
+
+class Outcomes:
+    """Writes outcomes, as many in one commit as came while the last was written; keeps them while the disk is full.
+
+    Args:
+        journal: where to.
+        written: is told of each when it is durable.
+        lost: is told when the journal may not be written any more (another process owns it).
+    """
+
+    def __init__(
+        self, journal: Journal, written: Callable[[Operation, Outcome], None], lost: Callable[[str], None]
+    ) -> None:
+        self._journal = journal
+        self._written = written
+        self._lost = lost
+        self._queue: list[Entry | Job] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.trouble: str | None = None
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._task = asyncio.create_task(self._run(), name="outcomes")
+
+    def put(self, operation: Operation, outcome: Outcome) -> None:
+        """Write how an operation ended, soon."""
+        self._queue.append((operation, outcome))
+        self._wake.set()
+
+    def then(self, job: Job) -> None:
+        """Do something when all that came before is durable."""
+        self._queue.append(job)
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until all that was put so far is durable."""
+        if self._task is None or self._task.done():
+            return
+        reached = asyncio.get_running_loop().create_future()
+
+        async def mark() -> None:
+            if not reached.done():
+                reached.set_result(None)
+
+        self.then(mark)
+        await asyncio.wait([reached, self._task], return_when=asyncio.FIRST_COMPLETED)
+
+    async def stop(self, seconds: float) -> None:
+        """Write what is left, for at most so long, and end."""
+        if self._task is None:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self.flush()
+        except TimeoutError:
+            _log.error("outcomes of %d operations were not written; they are done again", len(self._queue))
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            queue, self._queue = self._queue, []
+            batch: list[Entry] = []
+            for item in queue:
+                if isinstance(item, tuple):
+                    batch.append(item)
+                    continue
+                await self._finish(batch)
+                batch = []
+                await self._job(item)
+            await self._finish(batch)
+
+    async def _finish(self, batch: list[Entry]) -> None:
+        if not batch:
+            return
+        written = await self._persist(lambda: self._journal.finish([outcome for _, outcome in batch]))
+        if written is None:
+            await self._one_by_one(batch)
+            return
+        for (operation, _), outcome in zip(batch, written, strict=True):
+            self._written(operation, outcome)
+
+    async def _one_by_one(self, batch: list[Entry]) -> None:
+        for operation, outcome in batch:
+            written = await self._persist(lambda outcome=outcome: self._journal.finish([outcome]))  # type: ignore[misc]
+            if written is None:
+                failed = replace(
+                    outcome, result=None, error="its result could not be written", category="server", also=None
+                )
+                written = await self._persist(lambda failed=failed: self._journal.finish([failed]))  # type: ignore[misc]
+            if written is not None:
+                self._written(operation, written[0])
+
+    async def _job(self, job: Job) -> None:
+        async def run() -> list[Outcome]:
+            await job()
+            return []
+
+        await self._persist(run)
+
+    async def _persist(self, write: Callable[[], Awaitable[list[Outcome]]]) -> list[Outcome] | None:
+        """Write until the store takes it; None says that what is written is at fault, and not the store."""
+        pause = _FIRST_WAIT
+        while True:
+            try:
+                written = await write()
+            except LeaseLost as error:
+                self.trouble = str(error)
+                self._lost(str(error))
+                await asyncio.Event().wait()  # nothing of this process may be written any more
+            except (Busy, OSError) as error:
+                if self.trouble is None:
+                    _log.error("the store cannot be written, outcomes are kept and tried again: %s", error)
+                self.trouble = str(error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_WAIT)
+            except Exception:
+                _log.exception("an outcome could not be written")
+                return None
+            else:
+                self.trouble = None
+                return written

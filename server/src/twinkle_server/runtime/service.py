@@ -1,0 +1,62 @@
+"""The service with its tables: what `serve` runs."""
+
+import time
+from typing import Any
+
+from twinkle_server.checkpoints.upkeep import Upkeep
+from twinkle_server.observe.status import read_figures
+from twinkle_server.runtime.core import Runtime
+from twinkle_server.runtime.effects import StoreEffects
+from twinkle_server.runtime.ports import Figures
+from twinkle_server.runtime.sessions import SessionKeeper
+from twinkle_server.runtime.supervision import StartChild
+from twinkle_server.settings import Settings
+from twinkle_server.store.opening import Store
+
+_PURGE, _UPKEEP = 60.0, 600.0  # seconds from one time to the next
+
+
+class Service(Runtime):
+    """The `Service` of `runtime.ports`, over an open data directory.
+
+    Args:
+        settings: of the service.
+        store: open, with the lease.
+        figures: counts; None counts nothing.
+        start_child: starts an engine; None starts a process.
+    """
+
+    def __init__(
+        self, settings: Settings, store: Store, figures: Figures | None = None, start_child: StartChild | None = None
+    ) -> None:
+        effects = StoreEffects(settings.data, store)
+        super().__init__(settings, store.journal, effects, start_child, figures)
+        self._store = store
+        self._sessions = SessionKeeper(store, self.dispatcher, self.ending, effects, settings.times)
+        self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention)
+
+    async def start(self) -> None:
+        """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
+        times = self._settings.times
+        every = min(10.0, times.session / 4)
+        self.janitor.add("expiry of sessions", every, self._sessions.expire)
+        self.janitor.add("models of sessions that ended", max(every, min(60.0, times.session)), self._sessions.settle)
+        self.janitor.add("retention", _PURGE, self._purge)
+        self.janitor.add("upkeep of checkpoints", _UPKEEP, self._upkeep.run)
+        await super().start()
+
+    async def heartbeat(self, session: str, tenant: str) -> None:
+        """Say that a session's client lives.
+
+        Raises:
+            Gone: it is unknown, another tenant's, finished or expired.
+        """
+        await self._sessions.heartbeat(session, tenant)
+
+    async def status(self) -> dict[str, Any]:
+        """Return what the service does at the moment, and what the database knows."""
+        return {**await super().status(), **await read_figures(self._store.database)}
+
+    async def _purge(self) -> None:
+        await self._store.retention.purge(time.time())
+        self.futures.forget_recent()

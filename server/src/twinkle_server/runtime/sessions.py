@@ -1,0 +1,111 @@
+"""Sessions end when their clients say so or fall silent; their models leave the engine and are kept a while."""
+
+import logging
+import time
+from typing import Protocol
+
+from twinkle_server.errors import Gone, NotFound
+from twinkle_server.runtime.dispatch import Dispatcher
+from twinkle_server.runtime.ending import Ending
+from twinkle_server.runtime.ports import Effects
+from twinkle_server.runtime.tracks import Closed
+from twinkle_server.settings import Times
+from twinkle_server.store.models import Models
+from twinkle_server.store.samplers import Samplers
+from twinkle_server.store.sessions import Sessions
+
+_log = logging.getLogger(__name__)
+
+
+class Tables(Protocol):
+    """The store, as sessions need it."""
+
+    @property
+    def sessions(self) -> Sessions:
+        """See `store.sessions`."""
+
+    @property
+    def models(self) -> Models:
+        """See `store.models`."""
+
+    @property
+    def samplers(self) -> Samplers:
+        """See `store.samplers`."""
+
+
+class SessionKeeper:
+    """Watches the sessions.
+
+    Args:
+        store: their tables.
+        dispatcher: has the lanes.
+        ending: lets go of them.
+        effects: says what became of models.
+        times: `session` and `kept_run` count.
+    """
+
+    def __init__(self, store: Tables, dispatcher: Dispatcher, ending: Ending, effects: Effects, times: Times) -> None:
+        self._store = store
+        self._dispatcher = dispatcher
+        self._ending = ending
+        self._effects = effects
+        self._times = times
+        self._since = time.time()
+
+    async def heartbeat(self, session: str, tenant: str) -> None:
+        """Hear of a session.
+
+        Raises:
+            Gone: it is unknown, another tenant's, finished or expired.
+        """
+        try:
+            await self._store.sessions.heartbeat(tenant, session, time.time())
+        except NotFound as error:
+            raise Gone(error.message) from error
+
+    def finish(self, session: str) -> None:
+        """Let go of what a session has."""
+        self._ending.leave(f"{session}:", "its session was finished")
+
+    async def expire(self) -> None:
+        """End the sessions that were silent too long, unless something of them runs."""
+        now = time.time()
+        if now - self._since < self._times.session:
+            return  # nobody could be heard while this process was not there
+        for session in await self._store.sessions.silent(now - self._times.session):
+            if self._runs(session.id):
+                continue
+            if await self._store.sessions.end(session.tenant, session.id, "expired", now, "expired"):
+                _log.info("session %s expired", session.id)
+                await self._store.samplers.end(session.tenant, session.id, now)
+                self._ending.leave(f"{session.id}:", "its session expired: no heartbeat came")
+
+    def _runs(self, session: str) -> bool:
+        tracks = self._dispatcher.tracks.items()
+        return any(track.running for name, track in tracks if name.startswith(f"{session}:"))
+
+    async def settle(self) -> None:
+        """Detach models whose session has ended, whatever came between, and forget those that were kept long enough."""
+        active = {session.id for session in await self._store.sessions.all_active()}
+        for model in await self._store.models.with_status("live", "creating"):
+            if model.session not in active:
+                await self._settle(model.id, model.tenant)
+        for model in await self._store.models.with_status("detached", before=time.time() - self._times.kept_run):
+            await self._forget(model.id, model.tenant)
+
+    async def _settle(self, model: str, tenant: str) -> None:
+        track = self._dispatcher.tracks.get(model)
+        if track is not None and not track.idle:
+            track.leaving = True
+            self._dispatcher.let_go(track)
+        else:
+            await self._effects.detached(tenant, model)
+
+    async def _forget(self, model: str, tenant: str) -> None:
+        track = self._dispatcher.tracks.get(model)
+        if track is not None and track.running:
+            return
+        reason = f"nothing was asked of it for {self._times.kept_run / 86400:.3g} days"
+        if track is not None:
+            self._dispatcher.close(track, Closed(f"this model is gone: {reason}"))
+        await self._effects.gone(tenant, model, reason)

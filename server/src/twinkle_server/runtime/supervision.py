@@ -1,0 +1,186 @@
+"""The engine's life: started, watched, ended when it hangs, started anew when it dies, and who is to blame for that."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.messages import Message
+from twinkle_server.operations import ModelInfo
+from twinkle_server.runtime.child import Child
+from twinkle_server.runtime.link import LinkClosed
+from twinkle_server.settings import Times
+
+_log = logging.getLogger(__name__)
+_PAUSES = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STEADY = 60.0  # seconds after which an engine's death is not counted with the ones before
+StartChild = Callable[[bool], Awaitable[Child]]
+
+
+class EngineFailed(Exception):
+    """The engine ended before it was ready for the first time; its last words are in the log."""
+
+
+class Listener(Protocol):
+    """Who is told what happens to the engine."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of things that the engine was asked for and did not answer."""
+
+    def engine_up(self, child: Child, info: ModelInfo) -> None:
+        """It is ready."""
+
+    async def engine_down(self, blamed: set[int], why: str) -> None:
+        """It is gone; `blamed` was under way."""
+
+    def message(self, message: Message) -> None:
+        """It said something about operations or models."""
+
+
+class Supervisor:
+    """Keeps one engine running.
+
+    Args:
+        start_child: starts an engine; False says that it takes another's place.
+        listener: see there.
+        times: `start`, `deadline` and `drain` count.
+    """
+
+    def __init__(self, start_child: StartChild, listener: Listener, times: Times) -> None:
+        self._start_child = start_child
+        self._listener = listener
+        self._times = times
+        self._child: Child | None = None
+        self._under_way: set[int] = set()
+        self._heard = 0.0
+        self._why: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()
+        self._first_ready: asyncio.Future[None] | None = None
+        self.up = False
+        self.restarts = 0
+        self.troubled: str | None = None
+        self.passed: Callable[[Mapping[str, Any]], None] = lambda figures: None
+
+    def start(self) -> None:
+        """Start the engine."""
+        self._first_ready = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name="engine")
+
+    async def wait_ready(self) -> None:
+        """Wait until the first engine is ready.
+
+        Raises:
+            EngineFailed: it ended before that.
+        """
+        if self._first_ready is not None:
+            await asyncio.shield(self._first_ready)
+
+    async def drain(self) -> None:
+        """Let the pass that runs end, and models be snapshotted; then end the engine. At most `times.drain`."""
+        try:
+            async with asyncio.timeout(self._times.drain):
+                if self._child is not None and self.up:
+                    self._child.put(Message(messages.DRAIN))
+                    await self._drained.wait()
+        except (TimeoutError, LinkClosed):
+            _log.warning("the engine did not come to an end within %g s; what it had is done again", self._times.drain)
+
+    async def stop(self) -> None:
+        """End the engine, and do not start another."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._first_ready is not None:
+            self._first_ready.cancel()
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process, if it has one."""
+        return getattr(self._child, "pid", None)
+
+    async def _run(self) -> None:
+        deaths = 0
+        while True:
+            begin = time.monotonic()
+            await self._live(first=self.restarts == 0)
+            deaths = 1 if time.monotonic() - begin > _STEADY else deaths + 1
+            self.restarts += 1
+            await asyncio.sleep(_PAUSES[min(deaths - 1, len(_PAUSES) - 1)])
+
+    async def _live(self, first: bool) -> None:
+        """Run one engine from its start to its end."""
+        self._under_way, self._why = set(), None
+        try:
+            child = self._child = await self._start_child(first)
+        except OSError as error:
+            self._died(f"it could not be started: {error}", "")
+            return
+        watch: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(self._times.start):
+                ready = await child.receive()
+            self._ready(child, ModelInfo(**{**ready.head["info"], "losses": tuple(ready.head["info"]["losses"])}))
+            watch = asyncio.create_task(self._watch(child))
+            while True:
+                self._hear(await child.receive())
+        except LinkClosed:
+            pass
+        except TimeoutError:
+            self._why = f"the engine was not ready within {self._times.start:g} s"
+        except Exception:
+            _log.exception("the engine said what nobody understands")
+        finally:
+            self.up = False
+            child.kill()
+            if watch is not None:
+                watch.cancel()
+            end = await child.wait()
+            self._child = None
+        self._died(end, child.last_words)
+        await self._listener.engine_down(self._under_way, self._why or "the engine died")
+
+    def _ready(self, child: Child, info: ModelInfo) -> None:
+        self.up, self.troubled, self._heard = True, None, time.monotonic()
+        self._listener.engine_up(child, info)
+        if self._first_ready is not None and not self._first_ready.done():
+            self._first_ready.set_result(None)
+
+    def _died(self, end: str, last_words: str) -> None:
+        self.troubled = self._why or f"the engine died ({end})"
+        _log.error("%s (%s), %d operations were under way", self.troubled, end, len(self._under_way))
+        if self._first_ready is not None and not self._first_ready.done():
+            self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}): {last_words}"))
+            self._first_ready.exception()  # who waits raises it; nobody has to
+
+    def _hear(self, message: Message) -> None:
+        self._heard = time.monotonic()
+        if message.type == messages.BEGIN:
+            self._under_way = set(message.head["ids"])
+        elif message.type == messages.PASSED:
+            self.troubled = None
+            self.passed(message.head)
+        elif message.type == messages.DRAINED:
+            self._drained.set()
+        else:
+            if message.type == messages.DONE:
+                self._under_way.discard(message.head["id"])
+            self._listener.message(message)
+
+    async def _watch(self, child: Child) -> None:
+        """End an engine that owes an answer and says nothing for longer than a pass may take."""
+        limit = self._times.deadline
+        idle_since: float | None = None
+        while True:
+            now = time.monotonic()
+            if not self._listener.waiting:
+                idle_since = now
+            silent = now - max(self._heard, idle_since or 0.0)
+            if silent > limit:
+                self._why = f"a pass took longer than {limit:g} s"
+                child.kill()
+                return
+            await asyncio.sleep(min(1.0, limit / 8))
