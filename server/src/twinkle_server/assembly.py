@@ -1,6 +1,5 @@
 """The parts of one service put together: application, middleware, keys, figures, and what looks after the disk."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +44,9 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
         service: not started yet, perhaps.
         metrics: that the service counts into.
     """
-    keys = Keyring(store.keys.all, store.secret) if settings.auth else None
+    keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
-    meter = Meter(
-        service.queued,
-        store.models.count,
-        lambda tenant: store.checkpoints.bytes(tenant, time.time()),
-    )
+    meter = Meter(service.queued)
     faces = create_application(Limited(service, meter), store, settings, links)
     faces.include_router(download_routes(links))
 

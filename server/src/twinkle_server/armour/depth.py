@@ -5,7 +5,7 @@ import re
 from twinkle_server.errors import BadRequest
 
 DEEPEST = 64
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # a text that does not end is one token, too
 
 
 def check_depth(body: bytes, deepest: int = DEEPEST) -> None:

@@ -42,7 +42,7 @@ async def issue(
             )
     Quotas.read(quotas or {})
     key, now = new_key(), time.time()
-    record = make_record(key, store.secret, name, tenant or name, role, now)
+    record = make_record(key, name, tenant or name, role, now)
     record.quotas = dict(quotas or {})
     await store.keys.create(record)
     await _note(store, record, "key.create", now)

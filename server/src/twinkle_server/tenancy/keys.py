@@ -1,9 +1,10 @@
 """API keys: `tml-` and 256 random bits, stored as argon2id hashes.
 
-A key is found by a keyed hash of it, which no guess meets: only a key that exists costs an argon2 run, and only once.
+A key is found by a short hash of it, which no guess meets: only a key that exists costs an argon2 run, and only once.
 """
 
 import asyncio
+import hashlib
 import hmac
 import secrets
 import time
@@ -27,23 +28,22 @@ def new_key() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def make_record(key: str, secret: bytes, name: str, tenant: str, role: Role, created: float) -> Key:
+def make_record(key: str, name: str, tenant: str, role: Role, created: float) -> Key:
     """Return what is stored of a key.
 
     Args:
         key: as the client sends it.
-        secret: of the data directory.
         name: that people call it.
         tenant: who it speaks for.
         role: what it may do.
         created: UTC seconds.
     """
-    return Key(new_id(), tenant, name, role, lookup(key, secret), hash_key(key), created)
+    return Key(new_id(), tenant, name, role, lookup(key), hash_key(key), created)
 
 
-def lookup(key: str, secret: bytes) -> str:
-    """Return by what a key is found in the table: 64 bits that say nothing of it to whoever has no secret."""
-    return hmac.digest(secret, b"lookup\0" + key.encode(), "sha256").hex()[:16]
+def lookup(key: str) -> str:
+    """Return by what a key is found in the table: 64 bits of a hash, which leave 192 of the key's to guess."""
+    return hashlib.sha256(b"lookup\0" + key.encode()).hexdigest()[:16]
 
 
 def hash_key(key: str) -> str:
@@ -70,12 +70,11 @@ class Keyring:
 
     Args:
         load: reads every key that is not revoked.
-        secret: of the data directory.
     """
 
-    def __init__(self, load: Callable[[], Awaitable[Sequence[Key]]], secret: bytes) -> None:
+    def __init__(self, load: Callable[[], Awaitable[Sequence[Key]]]) -> None:
         self._load = load
-        self._secret = secret
+        self._salt = secrets.token_bytes(32)
         self._rows: dict[str, Key] = {}
         self._read = -float("inf")
         self._reading = asyncio.Lock()
@@ -88,7 +87,7 @@ class Keyring:
             return None
         asked = time.monotonic()
         await self._refresh(asked - _FRESH)
-        place = lookup(key, self._secret)
+        place = lookup(key)
         if place not in self._rows:
             await self._refresh(asked)
         row = self._rows.get(place)
@@ -110,7 +109,7 @@ class Keyring:
 
     async def _verify(self, key: str, row: Key) -> bool:
         """Return whether it is the row's key; one that was is remembered by a keyed hash of it."""
-        mark = hmac.digest(self._secret, b"verified\0" + key.encode(), "sha256")
+        mark = hmac.digest(self._salt, key.encode(), "sha256")
         if self._verified.get(mark) == row.hash:
             self._verified.move_to_end(mark)
             return True

@@ -1,16 +1,22 @@
-"""The service as a key may use it: whatever is submitted passes its quotas first."""
+"""The service as a key may use it: whatever is new passes the key's quotas, in the transaction that writes it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from twinkle_server.operations import Accepted, ModelInfo, Submission
 from twinkle_server.runtime.ports import Service
-from twinkle_server.tenancy.auth import CURRENT
-from twinkle_server.tenancy.quotas import Meter
+from twinkle_server.tenancy.auth import CURRENT, Caller
+from twinkle_server.tenancy.quotas import Meter, check_room
+
+Also = Callable[[Any], None]
 
 
 class Limited:
-    """Stands in front of a service; see `runtime.ports.Service`."""
+    """Stands in front of a service; see `runtime.ports.Service`.
+
+    A request that came before and comes again is never refused here: it was let in already.
+    """
 
     def __init__(self, service: Service, meter: Meter) -> None:
         self._service = service
@@ -20,31 +26,36 @@ class Limited:
         self.queue_state = service.queue_state
         self.finish_session = service.finish_session
         self.heartbeat = service.heartbeat
+        self.submit_next = service.submit_next  # unload, which gives back
 
     @property
     def info(self) -> ModelInfo:
         """The base model."""
         return self._service.info
 
-    async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
+    async def submit(self, submission: Submission, also: Also | None = None) -> Accepted:
         """Submit an operation; a refusal passes, because its number must be used up.
 
         Raises:
             Busy: the key asks for too much at once.
             Forbidden: the key has no room for it.
         """
-        return await self._admit(submission, lambda: self._service.submit(submission, also))
-
-    async def submit_next(self, submission: Submission) -> Accepted:
-        """Submit under the lane's next free number."""
-        return await self._admit(submission, lambda: self._service.submit_next(submission))
-
-    async def _admit(self, submission: Submission, submit: Callable[[], Any]) -> Accepted:
         caller = CURRENT.get()
-        limited = caller is not None and submission.refusal is None and submission.kind != "unload"
-        if caller is not None and limited:
-            await self._meter.check(caller, submission.kind)
-        accepted: Accepted = await submit()
-        if caller is not None and limited and accepted.fresh:
+        if caller is None or not caller.quotas or submission.refusal is not None or submission.kind == "unload":
+            return await self._service.submit(submission, also)
+        accepted = await self._service.submit(submission, self._guarded(caller, submission, also))
+        if accepted.fresh:
             self._meter.charge(caller, submission.tokens)
         return accepted
+
+    def _guarded(self, caller: Caller, submission: Submission, also: Also | None) -> Also:
+        verdict = self._meter.verdict(caller)
+
+        def guarded(connection: Any) -> None:
+            if verdict is not None:
+                raise verdict
+            check_room(connection, caller, submission.kind, time.time())
+            if also is not None:
+                also(connection)
+
+        return guarded

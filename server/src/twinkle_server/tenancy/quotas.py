@@ -4,12 +4,15 @@ A rate never fails what was accepted: it only refuses what comes next, with the 
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from sqlalchemy import Connection, func, or_, select
+
 from twinkle_server.errors import BadRequest, Busy, Forbidden
 from twinkle_server.operations import Kind
+from twinkle_server.store.tables import checkpoints, models
 from twinkle_server.tenancy.auth import Caller
 
 _BURST = 10.0  # seconds' worth of tokens that may come at once
@@ -58,56 +61,34 @@ class _Bucket:
 
 
 class Meter:
-    """Compares what keys ask for with their limits.
+    """Compares how much keys ask for with their limits.
 
     Args:
         pending: returns the operations of a tenant that wait or run.
-        adapters: returns the models that a tenant has.
-        stored: returns the bytes of a tenant's checkpoints.
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        pending: Callable[[str], int],
-        adapters: Callable[[str], Awaitable[int]],
-        stored: Callable[[str], Awaitable[int]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, pending: Callable[[str], int], clock: Callable[[], float] = time.monotonic) -> None:
         self._pending = pending
-        self._adapters = adapters
-        self._stored = stored
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
 
-    async def check(self, caller: Caller, kind: Kind) -> None:
-        """Let an operation of a key pass, or say why not.
-
-        Raises:
-            Busy: it may come again later.
-            Forbidden: something must be given up first.
-        """
-        if not caller.quotas:
-            return
+    def verdict(self, caller: Caller) -> Busy | None:
+        """Return why a new operation of a key must come later; None lets it pass."""
         quotas = Quotas.read(caller.quotas)
         if quotas.tokens_per_second is not None:
-            self._check_rate(caller, quotas.tokens_per_second)
+            rate = quotas.tokens_per_second
+            level = self._bucket(caller, rate).level
+            if level < 0:
+                return Busy(f"this key may use {rate:g} tokens a second, and has used more", retry_after=-level / rate)
         if quotas.operations is not None and (found := self._pending(caller.tenant)) >= quotas.operations:
-            raise Busy(f"{found} of your operations wait or run, and {quotas.operations} is this key's limit")
-        if kind == "create" and quotas.adapters is not None:
-            _check_room(await self._adapters(caller.tenant), quotas.adapters, "adapters", "finish a session first")
-        if kind == "save" and quotas.bytes is not None:
-            _check_room(await self._stored(caller.tenant), quotas.bytes, "bytes of checkpoints", "delete some first")
+            return Busy(f"{found} of your operations wait or run, and {quotas.operations} is this key's limit")
+        return None
 
     def charge(self, caller: Caller, tokens: int) -> None:
         """Take the tokens of an operation that was accepted; a large one may leave a debt."""
         if rate := caller.quotas.get("tokens_per_second"):
             self._bucket(caller, float(rate)).level -= tokens
-
-    def _check_rate(self, caller: Caller, rate: float) -> None:
-        level = self._bucket(caller, rate).level
-        if level < 0:
-            raise Busy(f"this key may use {rate:g} tokens a second, and has used more", retry_after=-level / rate)
 
     def _bucket(self, caller: Caller, rate: float) -> _Bucket:
         now, full = self._clock(), rate * _BURST
@@ -121,6 +102,31 @@ class Meter:
         return bucket
 
 
-def _check_room(found: int, limit: int, what: str, remedy: str) -> None:
+def check_room(connection: Connection, caller: Caller, kind: Kind, now: float) -> None:
+    """Refuse a new operation for which a key has no room; in the transaction that writes it.
+
+    Args:
+        connection: of that transaction.
+        caller: who asks.
+        kind: of the operation.
+        now: UTC seconds.
+
+    Raises:
+        Forbidden: something must be given up first.
+    """
+    quotas = Quotas.read(caller.quotas)
+    if kind == "create" and quotas.adapters is not None:
+        alive = models.c.status.in_(("creating", "live"))
+        found = connection.execute(select(func.count()).where(models.c.tenant == caller.tenant, alive)).scalar_one()
+        _check(found, quotas.adapters, "adapters", "finish a session first")
+    if kind == "save" and quotas.bytes is not None:
+        there = checkpoints.c.deleted.is_(None) & or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > now)
+        total = select(func.coalesce(func.sum(checkpoints.c.size), 0)).where(
+            checkpoints.c.tenant == caller.tenant, there
+        )
+        _check(connection.execute(total).scalar_one(), quotas.bytes, "bytes of checkpoints", "delete some first")
+
+
+def _check(found: int, limit: int, what: str, remedy: str) -> None:
     if found >= limit:
         raise Forbidden(f"you have {found} {what}, and {limit} is this key's limit: {remedy}")

@@ -1,0 +1,170 @@
+"""Keys are found while the service runs, cost argon2 once, and are kept as hashes only."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.store.opening import Store, open_store
+from twinkle_server.tenancy import keys as module
+from twinkle_server.tenancy.issue import issue, revoke
+from twinkle_server.tenancy.keys import Keyring, hash_key, lookup, make_record, matches, new_key
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    opened = open_store(tmp_path / "data")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def argon_runs(monkeypatch) -> list[str]:
+    """Every key that argon2 was run for."""
+    runs: list[str] = []
+    real = matches
+
+    def counted(key: str, hashed: str) -> bool:
+        runs.append(key)
+        return real(key, hashed)
+
+    monkeypatch.setattr(module, "matches", counted)
+    return runs
+
+
+def test_a_key_is_256_bits_that_the_sdk_takes() -> None:
+    found = {new_key() for _ in range(100)}
+    assert len(found) == 100
+    assert all(re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key) for key in found)
+
+
+def test_what_is_stored_does_not_contain_the_key() -> None:
+    key = new_key()
+    record = make_record(key, "alice", "alice", "user", 0.0)
+    said = repr(record)
+    assert record.hash.startswith("$argon2id$")
+    assert not any(key[start : start + 8] in said for start in range(4, 40))
+    assert matches(key, record.hash)
+    assert not matches(key[:-1] + "~", record.hash)
+    assert not matches(key, "no hash")
+
+
+def test_hashes_are_salted_and_lookups_are_not() -> None:
+    key = new_key()
+    assert hash_key(key) != hash_key(key)
+    assert lookup(key) == lookup(key) != lookup(new_key())
+
+
+def test_a_key_says_whose_it_is(store: Store) -> None:
+    async def story() -> None:
+        key = await issue(store, "alice", role="operator", tenant="lab", quotas={"adapters": 3})
+        caller = await Keyring(store.keys.all).find(key)
+        assert caller is not None
+        assert (caller.tenant, caller.role, caller.quotas) == ("lab", "operator", {"adapters": 3})
+        assert caller.key not in key
+
+    asyncio.run(story())
+
+
+def test_argon2_runs_once_for_a_key_and_never_for_a_guess(store: Store, argon_runs: list[str]) -> None:
+    async def story() -> None:
+        key = await issue(store, "alice")
+        ring = Keyring(store.keys.all)
+        assert all([await ring.find(key) for _ in range(5)])
+        assert all(await asyncio.gather(*[ring.find(key) for _ in range(20)]))
+        assert argon_runs == [key]
+        guesses = [*(new_key() for _ in range(50)), "", "tml-", key[:-1], key + "a", key.upper(), "é" * 47]
+        assert not any(await asyncio.gather(*map(ring.find, guesses)))
+        assert argon_runs == [key]
+
+    asyncio.run(story())
+
+
+def test_many_first_uses_at_once_cost_one_run(store: Store, argon_runs: list[str]) -> None:
+    async def story() -> None:
+        key = await issue(store, "alice")
+        ring = Keyring(store.keys.all)
+        assert all(await asyncio.gather(*[ring.find(key) for _ in range(20)]))
+        assert len(argon_runs) <= 2
+
+    asyncio.run(story())
+
+
+def test_guesses_read_the_table_seldom(store: Store) -> None:
+    reads = 0
+
+    async def load():
+        nonlocal reads
+        reads += 1
+        return await store.keys.all()
+
+    async def story() -> float:
+        ring = Keyring(load)
+        began = time.monotonic()
+        for _ in range(5):
+            await asyncio.gather(*[ring.find(new_key()) for _ in range(200)])
+        return time.monotonic() - began
+
+    seconds = asyncio.run(story())
+    assert reads <= 2 + seconds / 0.1
+
+
+def test_a_new_key_is_known_at_once_and_a_revoked_one_is_not_for_long(store: Store, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_FRESH", 0.05)
+
+    async def story() -> None:
+        ring = Keyring(store.keys.all)
+        assert await ring.find(new_key()) is None
+        key = await issue(store, "late")
+        assert await ring.find(key) is not None
+        await revoke(store, "late")
+        await asyncio.sleep(0.06)
+        assert await ring.find(key) is None
+        again = await issue(store, "late")
+        found = await ring.find(again)
+        assert found is not None
+        assert found.tenant == "late"
+        assert await ring.find(key) is None
+
+    asyncio.run(story())
+
+
+def test_memory_of_verified_keys_is_bounded(store: Store, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_KEPT", 3)
+    monkeypatch.setattr(module, "hash_key", lambda key: "weak")
+    monkeypatch.setattr(module, "matches", lambda key, hashed: True)
+
+    async def story() -> None:
+        made = [await issue(store, f"k{number}") for number in range(6)]
+        ring = Keyring(store.keys.all)
+        for key in made:
+            assert await ring.find(key)
+        assert len(ring._verified) == 3
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "-x", "x" * 65, "a\n", "é"])
+def test_names_that_are_none_are_refused(store: Store, name: str) -> None:
+    with pytest.raises(BadRequest, match="no name of a key"):
+        asyncio.run(issue(store, name))
+    with pytest.raises(BadRequest, match="no name of a key or a tenant"):
+        asyncio.run(issue(store, "fine", tenant=name or " "))
+
+
+def test_a_name_is_taken_until_its_key_is_revoked(store: Store) -> None:
+    async def story() -> None:
+        await issue(store, "alice")
+        with pytest.raises(BadRequest, match="there is a key 'alice'"):
+            await issue(store, "alice")
+        with pytest.raises(BadRequest, match="no quota"):
+            await issue(store, "bob", quotas={"speed": 1})
+        with pytest.raises(NotFound):
+            await revoke(store, "bob")
+        events = [entry.event for entry in await store.audit.entries("alice")]
+        assert events == ["key.create"]
+
+    asyncio.run(story())

@@ -1,0 +1,182 @@
+"""Quotas slow down or refuse in words what comes next, and never touch what was accepted."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from twinkle_server.errors import BadRequest, Busy, Forbidden
+from twinkle_server.operations import Accepted, Submission
+from twinkle_server.store.models import add as add_model
+from twinkle_server.store.opening import Store, open_store
+from twinkle_server.store.records import Checkpoint, Model, Session
+from twinkle_server.tenancy.auth import CURRENT, Caller
+from twinkle_server.tenancy.limited import Limited
+from twinkle_server.tenancy.quotas import Meter, Quotas, check_room
+
+
+class World:
+    """What a meter is told."""
+
+    def __init__(self) -> None:
+        self.now, self.pending = 0.0, 0
+        self.meter = Meter(lambda tenant: self.pending, lambda: self.now)
+
+    def check(self, caller: Caller) -> None:
+        """Raise what the meter says."""
+        if verdict := self.meter.verdict(caller):
+            raise verdict
+
+
+def test_no_quotas_no_limits() -> None:
+    world, free = World(), Caller("a", "k")
+    world.pending = 10**12
+    world.meter.charge(free, 10**12)
+    world.check(free)
+
+
+def test_a_rate_lets_bursts_pass_then_says_how_long_to_wait() -> None:
+    world, caller = World(), Caller("a", "k", quotas={"tokens_per_second": 100})
+    for _ in range(10):
+        world.check(caller)
+        world.meter.charge(caller, 100)
+    world.check(caller)
+    world.meter.charge(caller, 500)
+    with pytest.raises(Busy, match="100 tokens a second") as caught:
+        world.check(caller)
+    assert caught.value.retry_after == pytest.approx(5.0)
+    world.now += 4.9
+    with pytest.raises(Busy):
+        world.check(caller)
+    world.now += 0.2
+    world.check(caller)
+
+
+def test_a_request_larger_than_the_burst_passes_and_leaves_a_debt() -> None:
+    world, caller = World(), Caller("a", "k", quotas={"tokens_per_second": 10})
+    world.check(caller)
+    world.meter.charge(caller, 10_000)
+    with pytest.raises(Busy) as caught:
+        world.check(caller)
+    assert caught.value.retry_after == pytest.approx(990.0)
+
+
+def test_over_a_long_time_the_rate_is_what_was_set() -> None:
+    world, caller, used = World(), Caller("a", "k", quotas={"tokens_per_second": 50}), 0
+    for _ in range(5000):
+        world.now += 0.1
+        try:
+            world.check(caller)
+        except Busy:
+            continue
+        world.meter.charge(caller, 37)
+        used += 37
+    assert used / 500 == pytest.approx(50, rel=0.03)
+
+
+def test_keys_do_not_share_rates() -> None:
+    world = World()
+    first, second = (Caller("a", key, quotas={"tokens_per_second": 1}) for key in ("1", "2"))
+    world.meter.charge(first, 1000)
+    world.check(second)
+    with pytest.raises(Busy):
+        world.check(first)
+
+
+def test_operations_at_once_are_bounded() -> None:
+    world, caller = World(), Caller("a", "k", quotas={"operations": 4})
+    world.pending = 3
+    world.check(caller)
+    world.pending = 4
+    with pytest.raises(Busy, match="4 of your operations"):
+        world.check(caller)
+
+
+def model(number: int, status: str = "live", tenant: str = "a") -> Model:
+    session = "s" if tenant == "a" else "t"
+    return Model(f"{session}:train:{number}", tenant, session, number, "base", 8, 0.0, 0.0, status=status)
+
+
+def checkpoint(number: int, **fields: object) -> Checkpoint:
+    made = {
+        "tenant": "a",
+        "run": "s:train:0",
+        "kind": "weights",
+        "name": str(number),
+        "folder": f"checkpoints/{number}",
+    }
+    return Checkpoint(**{**made, "size": 60, "digest": "", "base": "b", "rank": 8, "created": 1.0, **fields})
+
+
+def test_adapters_and_bytes_are_bounded_by_what_is_there(tmp_path: Path) -> None:
+    caller = Caller("a", "k", quotas={"adapters": 2, "bytes": 100})
+
+    async def story(store: Store) -> None:
+        async def check(kind: str) -> None:
+            await store.database.read(lambda connection: check_room(connection, caller, kind, 50.0))
+
+        for session, tenant in (("s", "a"), ("t", "b")):
+            await store.sessions.create(Session(session, tenant, 0.0, 0.0))
+        for each in (model(0), model(1, "gone"), model(2, "detached"), model(3, tenant="b")):
+            await store.database.write(lambda connection, each=each: add_model(connection, each))
+        for each in (checkpoint(0), checkpoint(1, expires=40.0), checkpoint(2, tenant="b", run="x")):
+            await store.checkpoints.create(each)
+        await check("create")
+        await check("save")
+        await store.database.write(lambda connection: add_model(connection, model(4, "creating")))
+        await store.checkpoints.create(checkpoint(3))
+        with pytest.raises(Forbidden, match="2 adapters, and 2 is this key's limit: finish a session"):
+            await check("create")
+        with pytest.raises(Forbidden, match=r"120 bytes of checkpoints.*delete some"):
+            await check("save")
+        for kind in ("load", "sample", "optim_step"):
+            await check(kind)
+
+    store = open_store(tmp_path / "data")
+    try:
+        asyncio.run(story(store))
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("said", [{"speed": 1}, {"bytes": -1}, {"bytes": "1"}, {"keep": True}, {"keep": float("nan")}])
+def test_quotas_that_make_no_sense_are_refused(said: dict) -> None:
+    with pytest.raises(BadRequest):
+        Quotas.read(said)
+
+
+class Service:
+    """Accepts everything once."""
+
+    def __init__(self) -> None:
+        self.seen: list[int | None] = []
+
+    async def submit(self, submission: Submission, also=None) -> Accepted:
+        fresh = submission.number not in self.seen
+        if fresh and also:
+            also(None)
+        self.seen.append(submission.number)
+        return Accepted("r", fresh)
+
+    submit_next = wait = cancel = queue_state = finish_session = heartbeat = submit
+
+
+def test_only_what_is_new_is_charged_or_refused() -> None:
+    async def story() -> list[int | None]:
+        world, service = World(), Service()
+        limited = Limited(service, world.meter)
+        CURRENT.set(Caller("a", "k", quotas={"tokens_per_second": 10}))
+        done: list[int] = []
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 1, tokens=100))
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 1, tokens=100))
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 2, tokens=1), lambda _: done.append(2))
+        assert done == [2]
+        with pytest.raises(Busy):
+            await limited.submit(Submission("a", "m", "forward_backward", b"", 3, tokens=1), lambda _: done.append(3))
+        assert done == [2]
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 2, tokens=1))
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 3, refusal="its number must be used up"))
+        await limited.submit(Submission("a", "m", "unload", b"", 4))
+        return service.seen
+
+    assert asyncio.run(story()) == [1, 1, 2, 2, 3, 4]
