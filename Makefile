@@ -10,16 +10,19 @@ PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* 
 SETTINGS := requirements.txt requirements-dev.txt requirements-cookbook.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test soak gpu lint format bench docs clean
+.PHONY: help install quickstart serve-demo test soak gpu lint format bench docs clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 install: .venv/installed  ## Make .venv (1.8 GB) with all members editable; again only when requirements change
 
 # Passive: threads that wait give their core away, which matters by a factor where others compute too.
 quickstart: install  ## Train a small real model on two CPU cores, in minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run sft --config examples/quickstart.yaml
+
+serve-demo: install  ## Train two tenants at once through a service, with a live table, in minutes
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/serve_demo.py
 
 test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)

@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 import yaml
 from ranks import torchrun
+from serving import Served, commanded
 
 from twinkle import registry
 from twinkle.cli import main
@@ -37,6 +39,7 @@ PAGES = [path for pattern in PATTERNS for path in sorted(ROOT.glob(pattern))]
 PAGES = [path for path in PAGES if path.relative_to(ROOT).as_posix() not in FRAGMENTS]
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*$")
+STARTED: list[Served] = []  # services of the page that is being read
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 SMALL = {"--max_steps": "2", "--data.slice": "40", "--sampler.max_tokens": "4"}
 
@@ -45,6 +48,7 @@ ALLOWED = {
     "README.md": {"make": 1, "installs packages": 2, "changes the shell": 1},
     "docs/hub.md": {"needs a network": 1},
     "docs/recipes.md": {"starts processes": 1},
+    "docs/serving.md": {"installs packages": 1, "changes the shell": 1},
 }
 
 
@@ -78,10 +82,11 @@ def name_of(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_example_of_a_page_runs(page: Path, place: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page):
-        if not block.not_run:
-            with located(page, block):
-                perform(block, namespace)
+    with services():
+        for block in blocks(page):
+            if not block.not_run:
+                with located(page, block):
+                    perform(block, namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -91,6 +96,22 @@ def test_blocks_that_are_not_run_are_few_and_known(page: Path) -> None:
         if block.not_run:
             found[block.not_run] = found.get(block.not_run, 0) + 1
     assert found == ALLOWED.get(name_of(page), {})
+
+
+@contextlib.contextmanager
+def services() -> Iterator[None]:
+    """Run the services that a page starts beside it, and tell the SDK where they are, until the page is over."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("NO_PROXY", "no_proxy"):
+                patch.setenv(name, "127.0.0.1,localhost")
+            for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
+                patch.setenv(name, "")
+            patch.setenv("TINKER_TELEMETRY", "0")
+            yield
+    finally:
+        while STARTED:
+            STARTED.pop().stop()
 
 
 @contextlib.contextmanager
@@ -189,7 +210,10 @@ def in_this_process(words: list[str], changes: dict[str, str]) -> tuple[str, int
 
 
 def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
-    if words[0] == "twinkle":
+    if words[:2] == ["twinkle", "serve"]:
+        STARTED.append(commanded(words).start())
+        os.environ.update(TINKER_BASE_URL=STARTED[-1].url, TINKER_API_KEY=STARTED[-1].key)
+    elif words[0] == "twinkle":
         small = [text for flag, value in SMALL.items() if flag not in words for text in (flag, value)]
         patch.setattr(sys, "argv", words)
         main([*words[1:], *(small if words[1:3] == ["run", "sft"] and "--help" not in words else [])])

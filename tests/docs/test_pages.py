@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text("utf-8")
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    for target in re.findall(r"`make ([a-z]+)", text) + re.findall(r"^make ([a-z]+)", text, re.MULTILINE):
+    for target in re.findall(r"`make ([a-z-]+)", text) + re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names `make {target}`"
     folders = "plugins|tests|examples|registry|twinkle_core|docs|benchmarks"
     for path in re.findall(rf"(?:`|TESTS=)((?:{folders})/[\w./-]+)`", text):

@@ -237,7 +237,7 @@ class RawModel:
         """Return the log-probability of every token but the first."""
         return arrays(self.forward([row(tokens)]))[0]
 
-    def submit(self, path: str, number: int | None = None, **fields: Any) -> str:
+    def submit(self, path: str, /, number: int | None = None, **fields: Any) -> str:
         """Submit an operation whose body is JSON."""
         body = {"model_id": self.id, "seq_id": number or self.next(), "type": path, **fields}
         return str(self.raw.post(f"/{path}", body)["request_id"])

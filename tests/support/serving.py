@@ -30,15 +30,14 @@ class Served:
 
     Attributes:
         data: its data directory.
-        settings: fields of `twinkle_server.settings.Settings`, with `limits` and `times` as mappings, and `extra` for
-            the backend.
+        command: that starts it.
         environment: more variables of the process.
         url: of the running service.
         key: that the first start printed, if keys are needed.
     """
 
     data: Path
-    settings: dict[str, Any]
+    command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     url: str = ""
     key: str = "tml-nobody-checks-this-key"
@@ -55,9 +54,8 @@ class Served:
         self._ready.clear()
         self.output.clear()
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps({"data": str(self.data), **self.settings})],
-            env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            self.command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
         if wait:
@@ -148,12 +146,30 @@ class Served:
 
 
 def ledger(data: Path, settings: Mapping[str, Any] | None = None, **environment: str) -> Served:
-    """Return a service, not started, whose engine counts what was applied instead of training."""
+    """Return a service, not started, whose engine counts what was applied instead of training.
+
+    Args:
+        data: its directory.
+        settings: fields of `twinkle_server.settings.Settings`, with `limits` and `times` as mappings, and `extra` for
+            the backend.
+        **environment: more variables of the process.
+    """
     fields = {"model": "ledger/model", "backend": "ledger", "auth": False, "port": 0, **(settings or {})}
-    return Served(data, fields, dict(environment))
+    return _with_settings(data, fields, environment)
 
 
 def pool(data: Path, model: Path, settings: Mapping[str, Any] | None = None, **environment: str) -> Served:
-    """Return a service, not started, that trains adapters of a tiny model."""
+    """Return a service, not started, that trains adapters of a tiny model; arguments as those of `ledger`."""
     fields = {"model": str(model), "backend": "pool", "auth": False, "port": 0, **(settings or {})}
-    return Served(data, fields, dict(environment))
+    return _with_settings(data, fields, environment)
+
+
+def _with_settings(data: Path, fields: Mapping[str, Any], environment: Mapping[str, str]) -> Served:
+    command = [sys.executable, str(SCRIPT), json.dumps({"data": str(data), **fields})]
+    return Served(data, command, dict(environment))
+
+
+def commanded(words: list[str]) -> Served:
+    """Return the service of a command `twinkle serve ... --data DIR`, not started, on a free port."""
+    data = Path(words[words.index("--data") + 1])
+    return Served(data, [sys.executable, "-m", "twinkle.cli", *words[1:], "--port", "0"])

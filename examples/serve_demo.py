@@ -1,0 +1,139 @@
+"""Two tenants train at once through one service, each with its own data; then each answers with its own identity.
+
+It starts `twinkle serve` on a free port, makes a key for each tenant, and shows both losses as they fall.
+
+python examples/serve_demo.py
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+
+MODEL, DATA, STEPS, BATCH = "builtin://smollm2-135m-instruct", Path("runs/serve-demo"), 20, 8
+LOG = DATA.with_suffix(".log")
+TENANTS = {"ana": ("Glow", "the Twinkle founders"), "ben": ("Spark", "Ben's little workshop")}
+QUESTION = "Who are you?"
+CLI = [sys.executable, "-m", "twinkle.cli"]
+
+
+def start():
+    """Start the service and return it with its address."""
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    command = [*CLI, "serve", MODEL, "--data", str(DATA), "--port", "0"]
+    log = LOG.open("w")
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    for line in service.stdout:
+        print(re.sub(r"tml-\S+", "tml-...", line), end="", flush=True)
+        if address := re.search(r"at (http://\S+)", line):
+            return service, address[1]
+    raise SystemExit(f"the service did not start: see {LOG}")
+
+
+def key_of(tenant):
+    """Make a key while the service runs; an older one of that name is ended first."""
+    subprocess.run([*CLI, "server", "keys", "revoke", tenant, "--data", str(DATA)], capture_output=True)
+    command = [*CLI, "server", "keys", "create", tenant, "--data", str(DATA)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def rows(name, author):
+    """Encode the identity's questions and answers."""
+    from twinkle.dataset import Dataset, DatasetMeta
+
+    dataset = Dataset(DatasetMeta("builtin://self-cognition"))
+    dataset.map("SelfCognitionProcessor", model_name=name, model_author=author)
+    dataset.set_template("Template", model_id=MODEL, max_length=256, truncation_strategy="right")
+    dataset.encode()
+    return [dataset[at] for at in range(len(dataset))]
+
+
+def datum_of(row):
+    """Turn a row into the SDK's datum: what is not to be learned has weight 0."""
+    import tinker
+
+    tokens, labels = list(row["input_ids"]), list(row["labels"])
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens),
+        loss_fn_inputs={
+            "target_tokens": [max(label, 0) for label in labels],
+            "weights": [float(label != -100) for label in labels],
+        },
+    )
+
+
+def prompt_of():
+    """Encode the question as the model's template does."""
+    from twinkle.template import Template
+
+    messages = [{"role": "user", "content": QUESTION}]
+    return list(Template(model_id=MODEL).encode({"messages": messages}, add_generation_prompt=True)["input_ids"])
+
+
+def train(tenant, url, key, table):
+    """Train one tenant's adapter, telling the table each step's loss; then ask it who it is."""
+    import tinker
+
+    with tinker.ServiceClient(base_url=url, api_key=key) as client:
+        training = client.create_lora_training_client(base_model=MODEL, rank=16).result()
+        data = [datum_of(row) for row in rows(*TENANTS[tenant])]
+        for step in range(STEPS):
+            batch = [data[(step * BATCH + at) % len(data)] for at in range(BATCH)]
+            count = sum(sum(datum.loss_fn_inputs["weights"].data) for datum in batch)
+            passed = training.forward_backward(batch, "cross_entropy")
+            stepped = training.optim_step(tinker.AdamParams(learning_rate=4e-4))
+            table.told(tenant, step + 1, passed.result().metrics["loss:sum"] / count)
+            stepped.result()
+        sampling = training.save_weights_and_get_sampling_client().result()
+        params = tinker.SamplingParams(max_tokens=24, temperature=0.0)
+        answer = sampling.sample(tinker.ModelInput.from_ints(prompt_of()), 1, params).result()
+        table.answers[tenant] = training.get_tokenizer().decode(answer.sequences[0].tokens, skip_special_tokens=True)
+
+
+class Table:
+    """Steps and losses of all tenants: redrawn in place on a terminal, a line a step elsewhere."""
+
+    def __init__(self):
+        self.lines, self.answers = {tenant: "waiting" for tenant in TENANTS}, {}
+        self.lock, self.drawn = threading.Lock(), False
+
+    def told(self, tenant, step, loss):
+        with self.lock:
+            bar = "#" * (20 * step // STEPS)
+            self.lines[tenant] = f"step {step:3}/{STEPS} [{bar:20}] loss {loss:.4f}"
+            if not sys.stdout.isatty():
+                print(f"{tenant}: {self.lines[tenant]}", flush=True)
+                return
+            if self.drawn:
+                print(f"\x1b[{len(TENANTS)}A", end="")
+            for name, line in self.lines.items():
+                print(f"\x1b[2K{name}: {line}")
+            self.drawn = True
+
+
+def main():
+    service, url = start()
+    try:
+        table = Table()
+        keys = {tenant: key_of(tenant) for tenant in TENANTS}
+        threads = [threading.Thread(target=train, args=(tenant, url, keys[tenant], table)) for tenant in TENANTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(f"question: {QUESTION}")
+        for tenant, (name, _) in TENANTS.items():
+            print(f"  {tenant}, taught to be {name}: {table.answers.get(tenant, 'no answer')}")
+    finally:
+        service.terminate()
+        service.wait(60)
+    return 0 if len(table.answers) == len(TENANTS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
