@@ -43,7 +43,7 @@ class RetrieveFutures(Body):
     target: _Target
     prev_cursor: Number = 0
     timeout: Annotated[float, Field(ge=0)] | None = None
-    retrieved_request_ids: Annotated[list[Text], Field(max_length=100_000)] = []
+    retrieved_request_ids: Annotated[list[Text], Field(default_factory=list, max_length=100_000)]
 
 
 @router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from twinkle_server.errors import BadRequest
+from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, model_id
 from twinkle_server.operations import Accepted, Submission
 from twinkle_server.payloads import Create, Load, Unload
-from twinkle_server.store import models, sessions
+from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.answers import answer, promise
 from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, parse, read, takes
@@ -222,12 +222,11 @@ async def _create(
 ) -> Accepted:
     """Submit operation 0 of a lane, with the model's row in the same transaction if there is to be a model."""
     lane, begun = model_id(session, number), now()
-    project = (await house.store.sessions.get(who.tenant, session)).project
+    found = await house.store.sessions.get(who.tenant, session)
+    if found.status != "active":
+        raise Gone(f"session {session!r} has {found.status}: create another one")
 
     def also(connection: Any) -> None:
-        if not made:
-            sessions.check_active(connection, who.tenant, session)
-            return
         create = made[0]
         model = Model(
             lane,
@@ -243,7 +242,7 @@ async def _create(
             train_mlp=create.train_mlp,
             train_unembed=create.train_unembed,
             metadata=body.user_metadata,
-            project=project,
+            project=found.project,
         )
         models.add(connection, model)
 

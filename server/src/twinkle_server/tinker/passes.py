@@ -14,8 +14,6 @@ from twinkle_server.settings import Limits
 from twinkle_server.tinker.answers import promise
 from twinkle_server.tinker.house import House, caller, house_of
 from twinkle_server.tinker.submitting import model_lane
-from twinkle_server.wire.codec import datum_length, parse_request
-from twinkle_server.wire.json_bodies import pass_message
 
 router = APIRouter()
 _ON_A_THREAD = 64 * 2**10  # bytes; parsing more would hold up the loop
@@ -73,11 +71,10 @@ async def _take(request: Request, name: str) -> Response:
 
 
 async def _submit(house: House, tenant: str, taken: PassBody, lane: str) -> Response:
-    kind = "forward" if taken.forward_only else "forward_backward"
     submission = Submission(
         tenant,
         lane,
-        "forward" if kind == "forward" else "forward_backward",
+        "forward" if taken.forward_only else "forward_backward",
         taken.payload,
         taken.number,
         tokens=taken.tokens,
@@ -103,6 +100,8 @@ def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
 
 
 def _from_protobuf(data: bytes, limits: Limits) -> PassBody:
+    from twinkle_server.wire.codec import parse_request
+
     try:
         message = parse_request(data)
     except ValueError as error:
@@ -122,6 +121,8 @@ def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
     number = fields.get("seq_id")
     if number is not None:
         _check_number(number)
+    from twinkle_server.wire.json_bodies import pass_message
+
     try:
         message = pass_message(fields, fields.get(name), forward_only=name == "forward_input")
     except ValueError as error:
@@ -134,6 +135,8 @@ def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
 def _measured(message: Any, number: int | None, payload: bytes, limits: Limits) -> PassBody:
     if number is not None:
         _check_number(number)
+    from twinkle_server.wire.codec import datum_length
+
     tokens = sum(map(datum_length, message.data))
     rows = len(message.data)
     refusal = None

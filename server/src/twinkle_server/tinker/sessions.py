@@ -19,7 +19,7 @@ router = APIRouter()
 class CreateSession(Body):
     """See `create_session`."""
 
-    tags: Annotated[list[Text], Field(max_length=256)] = []
+    tags: Annotated[list[Text], Field(default_factory=list, max_length=256)]
     user_metadata: Metadata | None = None
     sdk_version: Text | None = None
     project_id: Id | None = None
@@ -51,7 +51,7 @@ class Project(Body):
 
 class _Owner(Body):
     type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: list[Text] = []
+    owner_urns: Annotated[list[Text], Field(default_factory=list)]
 
 
 class _Status(Body):
@@ -63,15 +63,19 @@ class _Cursor(Body):
     last_created_at: AwareDatetime
     last_session_id: Id
 
+    def text(self) -> str:
+        """Return it as the store reads it."""
+        return write_cursor(self.last_created_at.timestamp(), self.last_session_id)
+
 
 class Search(Body):
     """See `search`."""
 
     session_id: Text | None = None
     project_ids: list[Id] | None = None
-    user_metadata: Metadata = {}
+    user_metadata: Annotated[Metadata, Field(default_factory=dict)]
     display_name: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    owner: _Owner = _Owner()
+    owner: Annotated[_Owner, Field(default_factory=_Owner)]
     statuses: Annotated[list[_Status], Field(min_length=1, max_length=16)] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: _Cursor | None = None
@@ -103,7 +107,7 @@ async def session_heartbeat(request: Request) -> Response:
     """Hear of a session; one that is unknown or over answers 410, which ends the client's loop."""
     who, house = caller(request), house_of(request)
     body = await read(request, Heartbeat)
-    await house.store.sessions.heartbeat(who.tenant, body.session_id, now())
+    await house.service.heartbeat(body.session_id, who.tenant)
     return answer({"type": "session_heartbeat"})
 
 
@@ -113,9 +117,8 @@ async def search(request: Request) -> Response:
     who, house = caller(request), house_of(request)
     body = await read(request, Search)
     statuses = _statuses(body)
-    if (statuses is not None and not statuses) or (
-        body.owner.type == "user" and who.tenant not in body.owner.owner_urns
-    ):
+    others = body.owner.type == "user" and who.tenant not in body.owner.owner_urns
+    if others or (statuses is not None and not statuses):
         return answer({"sessions": []})
     wanted = SessionSearch(
         session=body.session_id,
@@ -124,7 +127,7 @@ async def search(request: Request) -> Response:
         display_name=body.display_name,
         statuses=statuses or [],
         limit=body.limit,
-        cursor=body.cursor and write_cursor(body.cursor.last_created_at.timestamp(), body.cursor.last_session_id),
+        cursor=None if body.cursor is None else body.cursor.text(),
     )
     found = await house.store.sessions.search(who.tenant, wanted)
     rows = [row for row in found.rows if _wanted_end(row, body)]

@@ -1,9 +1,10 @@
 """Updates of a model's weights, and losses that clients bring along."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from twinkle_server.errors import BadRequest
 from twinkle_server.payloads import OptimStep
@@ -43,8 +44,8 @@ class CreateCustomLoss(Body):
     session_id: Id
     custom_loss_seq_id: Number
     name: Text = ""
-    inputs: list[dict[str, Any]] = []
-    graph: dict[str, Any] = {}
+    inputs: Annotated[list[dict[str, Any]], Field(default_factory=list)]
+    graph: Annotated[dict[str, Any], Field(default_factory=dict)]
 
 
 @router.post("/optim_step", openapi_extra=takes(OptimStepBody))
