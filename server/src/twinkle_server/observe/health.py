@@ -34,9 +34,9 @@ def health_routes(
     """
     router = APIRouter()
 
-    async def healthz() -> dict[str, str]:
+    async def healthz() -> Response:
         """Answer that the process is alive."""
-        return {"status": "ok"}
+        return JSONResponse({"status": "ok"})
 
     for path in ("/healthz", "/api/v1/healthz"):
         router.get(path)(healthz)
@@ -54,10 +54,10 @@ def health_routes(
         return Response(metrics.write(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/twinkle/status")
-    async def status_now(request: Request) -> dict[str, Any]:
+    async def status_now(request: Request) -> Response:
         """Return what the service does at the moment."""
         await _check_inside(request, keys)
-        return await status()
+        return JSONResponse(await status())
 
     return router
 

@@ -46,8 +46,8 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    logging.getLogger("uvicorn.error").setLevel("WARNING")  # its lines about starting are not ours
-    logging.getLogger("asyncio").setLevel("WARNING")
+    for name in ("uvicorn.error", "asyncio", "alembic", "httpx"):  # what they say of their ordinary work is not ours
+        logging.getLogger(name).setLevel("WARNING")
 
 
 def _render(logger: WrappedLogger, name: str, event: EventDict) -> str:

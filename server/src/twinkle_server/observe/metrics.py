@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twinkle_server.observe.redaction import tenant_mark
 
@@ -22,6 +22,7 @@ class Metrics:
     """
 
     def __init__(self, secret: bytes) -> None:
+        disable_created_metrics()
         self._secret = secret
         self._marks: dict[str, str] = {}
         self.registry = registry = CollectorRegistry()
