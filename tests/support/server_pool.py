@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,9 @@ class Bench:
         self.backend = PoolBackend(BackendOptions(str(base), "tiny", data, **options))
         self._count = 0
 
+    def _folder(self) -> Path:
+        return Path(mkdtemp(dir=self.data))
+
     def create(self, lane: str, rank: int = 4, seed: int = 1, **switches: Any) -> None:
         """Make a model."""
         self.backend.create(lane, Create(rank, seed, **switches), None)
@@ -94,17 +98,13 @@ class Bench:
 
     def save(self, lane: str, kind: str = "external_weights") -> Path:
         """Save a checkpoint and return its folder."""
-        self._count += 1
-        folder = self.data / f"saved-{self._count}"
-        folder.mkdir()
+        folder = self._folder()
         self.backend.save(lane, Save(folder.name, kind), folder)
         return folder
 
     def snapshot(self, lane: str) -> Path:
         """Write a snapshot and return its folder."""
-        self._count += 1
-        folder = self.data / f"snapshot-{self._count}"
-        folder.mkdir()
+        folder = self._folder()
         self.backend.snapshot(lane).write(folder)
         return folder
 

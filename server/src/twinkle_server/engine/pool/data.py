@@ -15,6 +15,10 @@ TARGETS: Final = "target_tokens"
 WEIGHTS: Final = "weights"
 NAMES: Final[Mapping[str, str]] = {"logprobs": "old_logps"}
 """What losses call an input that the wire calls otherwise."""
+MOST_TARGETS: Final = 1024
+"""Targets of one position."""
+MOST_CELLS: Final = 2**24
+"""Numbers of all inputs of a request, sparse ones written out."""
 WIRE_NAMES: Final[Mapping[str, str]] = {own: wire for wire, own in NAMES.items()}
 
 
@@ -60,13 +64,19 @@ def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int)
         raise UserError("data is empty; a pass needs at least one datum")
     rows = Rows()
     keys: set[str] | None = None
+    left = MOST_CELLS
     for number, datum in enumerate(request.data):
         where = f"datum {number}"
         try:
             tokens = codec.datum_tokens(datum)
-            inputs = codec.datum_inputs(datum)
+            inputs = codec.datum_inputs(datum, min(left, MOST_TARGETS * len(tokens)))
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
+        left -= sum(array.size for array in inputs.values())
+        if left < 0:
+            raise UserError(
+                f"{where}: the loss_fn_inputs up to here have more than {MOST_CELLS} numbers; send fewer at once"
+            )
         _check_tokens(where, tokens, context, vocabulary)
         if keys is not None and inputs.keys() != keys:
             odd = sorted(inputs.keys() ^ keys)[0]
@@ -116,6 +126,8 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
             f"{where}: {TARGETS} has the shape {list(targets.shape)}, and model_input {len(tokens)} tokens; give one "
             "target (or K targets) for each token"
         )
+    if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS:
+        raise UserError(f"{where}: {TARGETS} has {targets.shape[1]} targets a position; there may be {MOST_TARGETS}")
     _check_ids(f"{where}: {TARGETS}", targets, vocabulary)
     feature: dict[str, Any] = {"input_ids": tokens.astype(np.int64), "labels": targets.astype(np.int64)}
     for name, values in inputs.items():

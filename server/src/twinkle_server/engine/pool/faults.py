@@ -1,12 +1,22 @@
 """What an error of torch or of the house means for the service: the client's fault, the service's, or the end."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from twinkle.errors import ArgumentError, CheckpointError, DataError, NonFiniteError, TwinkleError, Unsupported
+from twinkle.errors import (
+    ArgumentError,
+    CapacityError,
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    TwinkleError,
+    Unsupported,
+)
 from twinkle_server.engine.backend import Fatal, UserError
 
-_OF_THE_CLIENT = (ArgumentError, DataError, NonFiniteError, Unsupported)
+_OF_THE_CLIENT = (ArgumentError, DataError, Unsupported)
+_ADAPTER = re.compile(r"(the )?adapter '[^']*'")
 _OF_THE_DEVICE = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert", "HIP error", "NCCL error")
 
 
@@ -22,11 +32,23 @@ def told(error: Exception) -> Exception:
     if isinstance(error, UserError | Fatal):
         return error
     check_device(error)
-    if isinstance(error, _OF_THE_CLIENT):
-        made = UserError(str(error))
-        made.__cause__ = error
-        return made
-    return error
+    made: Exception
+    if isinstance(error, NonFiniteError):
+        what = str(error).partition(";")[0]
+        made = UserError(f"{_plain(what)}; nothing of this operation was kept, and the weights are as they were")
+    elif isinstance(error, _OF_THE_CLIENT):
+        made = UserError(_plain(str(error)))
+    elif isinstance(error, CapacityError):  # whose adapters fill the memory is nobody's business
+        made = CapacityError("there is no memory for this operation now; send fewer or shorter rows at once, or later")
+    else:
+        return error
+    made.__cause__ = error
+    return made
+
+
+def _plain(text: str) -> str:
+    """Return a message without the names that adapters have among themselves."""
+    return _ADAPTER.sub("this model", text)
 
 
 @contextmanager

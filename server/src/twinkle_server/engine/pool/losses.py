@@ -1,6 +1,7 @@
 """The losses that a request may name: the published ones, and installed plugins that say they are safe for tenants."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -54,6 +55,7 @@ class Losses:
             )
         except ArgumentError as error:
             raise UserError(f"loss_fn {name!r}: loss_fn_config: {error}") from error
+        _check_missing(spec, loss, rows)
         if isinstance(found, type):
             loss.skips_weight_zero = False  # clients are promised the log-probability of every target
             loss.row_inputs = tuple(dict.fromkeys((*getattr(loss, "row_inputs", ()), *spec.inputs)))
@@ -111,6 +113,18 @@ def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
             raise UserError(f"loss_fn {spec.name!r} has no loss_fn_input {wire!r}; it takes {takes}")
         for number, array in enumerate(arrays):
             _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
+
+
+def _check_missing(spec: ComponentSpec, loss: Any, rows: Rows) -> None:
+    """Refuse a request without an input that the loss cannot be called without."""
+    for name, parameter in inspect.signature(loss).parameters.items():
+        if name in spec.inputs and name not in rows.inputs and parameter.default is parameter.empty:
+            wire = WIRE_NAMES.get(name, name)
+            raise UserError(f"loss_fn {spec.name!r} needs the loss_fn_input {wire!r}; it has {_found(rows)}")
+
+
+def _found(rows: Rows) -> str:
+    return ", ".join(["target_tokens", *(WIRE_NAMES.get(name, name) for name in rows.inputs)])
 
 
 def _check_shape(kind: str, array: Array, where: str, length: int) -> None:

@@ -83,12 +83,12 @@ def _check_numbers(sample: Sample) -> None:
             sample.prompt_logprobs_last_n, (sample.prompt_logprobs_last_n or 0) >= 0, "at least 0",
         ),
     }  # fmt: skip
-    for name, value in (
+    for name, count in (
         ("topk_prompt_logprobs", sample.topk_prompt_logprobs),
         ("topk_sample_logprobs", sample.topk_sample_logprobs),
         ("prompt_alt_tokens_k", sample.alternatives),
     ):
-        checks[name] = (value, 0 <= value <= _MOST_ALTERNATIVES, alternatives)
+        checks[name] = (count, 0 <= count <= _MOST_ALTERNATIVES, alternatives)
     for name, (value, good, allowed) in checks.items():
         if not good:
             raise UserError(f"{name} is {value}; it must be {allowed}")

@@ -9,6 +9,7 @@ from typing import Any
 from twinkle.errors import CheckpointError, Unsupported
 from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.pool.faults import damaged
+from twinkle_server.engine.pool.states import is_state
 
 KEPT_BYTES = 512 * 2**20
 """Weights that nobody samples from at the moment stay in memory up to so many bytes."""
@@ -65,6 +66,8 @@ class Sources:
     def _load(self, folder: Path) -> _Source:
         if not folder.is_dir():
             raise UserError("the checkpoint to sample from is gone; it was deleted, or its time was over")
+        if is_state(folder):
+            raise UserError("this checkpoint is for training; sample from one that was saved for the sampler")
         try:
             version = self._read(folder)
         except CheckpointError as error:

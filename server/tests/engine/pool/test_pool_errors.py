@@ -1,0 +1,262 @@
+"""What is wrong with an operation is said with its key and numbers, and harms nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from server_pool import VOCABULARY, answer, datum, drawn, request
+
+from twinkle import registry
+from twinkle.data_format import LossOutput
+from twinkle.errors import CapacityError
+from twinkle.loss import Loss
+from twinkle_registry import ComponentSpec
+from twinkle_server.engine.backend import Fatal, Pass, UserError
+from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.payloads import Create, OptimStep
+from twinkle_server.wire import tinker_pb2 as pb
+
+
+def broken(tokens=None, **changes):
+    """Return a row with something else in place of some of its inputs; None takes one away."""
+    ids, inputs = datum(6, 1)
+    inputs = {name: value for name, value in {**inputs, **changes}.items() if value is not None}
+    return (ids if tokens is None else tokens), inputs
+
+
+def weights(value):
+    return np.array([1, 1, value, 1, 1, 1], np.float32)
+
+
+BAD = {
+    "no rows": ([], "cross_entropy", {}, "data is empty"),
+    "empty": ([broken(tokens=[])], "cross_entropy", {}, "datum 0: model_input is empty"),
+    "too long": ([datum(513, 1)], "cross_entropy", {}, "513 tokens.*512"),
+    "token": ([broken(tokens=[1, 2, VOCABULARY, 4, 5, 6])], "cross_entropy", {}, f"model_input.*token {VOCABULARY}"),
+    "negative": ([broken(tokens=[1, 2, -3, 4, 5, 6])], "cross_entropy", {}, "token -3"),
+    "target": ([broken(target_tokens=np.full(6, VOCABULARY))], "cross_entropy", {}, "target_tokens has the token"),
+    "no target": ([broken(target_tokens=None)], "cross_entropy", {}, "'target_tokens' is missing"),
+    "float target": ([broken(target_tokens=np.ones(6, np.float32))], "cross_entropy", {}, "target_tokens holds float"),
+    "short target": ([broken(target_tokens=np.ones(5, np.int64))], "cross_entropy", {}, r"target_tokens has.*\[5\].*6"),
+    "deep target": ([broken(target_tokens=np.ones((6, 1, 1), np.int64))], "cross_entropy", {}, "target_tokens has"),
+    "wide target": ([broken(target_tokens=np.ones((6, 2000), np.int64))], "cross_entropy", {}, "2000 targets"),
+    "short weights": ([broken(weights=np.ones(5, np.float32))], "cross_entropy", {}, r"weights has the shape \[5\]"),
+    "wide weights": (
+        [broken(weights=np.ones((6, 2), np.float32))],
+        "cross_entropy",
+        {},
+        r"weights has the shape \[6, 2",
+    ),
+    "nan": ([broken(weights=weights(np.nan))], "cross_entropy", {}, "weights is nan at 2"),
+    "inf": ([broken(weights=weights(np.inf))], "cross_entropy", {}, "weights is inf at 2"),
+    "huge": ([broken(weights=weights(3e38)), broken(weights=weights(3e38))], "cross_entropy", {}, "inf|finite|nan"),
+    "uneven": ([broken(), broken(weights=None)], "cross_entropy", {}, "datum 1: some datums have.*'weights'"),
+    "unknown input": ([broken(reward=weights(1))], "cross_entropy", {}, "no loss_fn_input 'reward'.*weights"),
+    "no logprobs": ([broken(weights=None, advantages=weights(1))], "ppo", {}, "'logprobs'.*missing"),
+    "no advantages": ([broken(weights=None, logprobs=weights(1))], "ppo", {}, "advantages.*missing"),
+    "short advantages": (
+        [drawn(6, 1, advantages=np.ones(5, np.float32))],
+        "ppo",
+        {},
+        r"advantages has the shape \[5\]",
+    ),
+    "wide logprobs": ([drawn(6, 1, logprobs=np.ones((6, 2), np.float32))], "ppo", {}, r"logprobs has the shape \[6, 2"),
+    "no mask": ([drawn(6, 1)], "gspo", {}, "sequence_ratio_mask"),
+    "unknown loss": ([broken()], "cross_entrpy", {}, "no loss_fn 'cross_entrpy'; did you mean 'cross_entropy'"),
+    "no loss": ([broken()], "", {}, "there are cross_entropy, importance_sampling"),
+    "not public": ([drawn(6, 1)], "stable_reinforce", {"kl_coeff": 0.1}, "not public.*importance_sampling"),
+    "unknown option": ([drawn(6, 1)], "ppo", {"clip_low": 0.8}, "clip_low"),
+    "option of none": ([broken()], "cross_entropy", {"beta": 0.8}, "beta"),
+    "text option": ([drawn(6, 1)], "ppo", {"clip_low_threshold": "low"}, "clip_low_threshold"),
+    "odd option": ([drawn(6, 1)], "ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold"),
+    "code": ([broken()], "os:system", {}, "no loss_fn 'os:system'"),
+    "not for tenants": ([broken()], "InfonceLoss", {}, "no loss_fn 'InfonceLoss'"),
+    "two of one": ([broken(target_tokens=np.ones((6, 2), np.int64), weights=None)], "CrossEntropyLoss", {}, "label"),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(base, tmp_path_factory):
+    from server_pool import Bench
+
+    bench = Bench(base, tmp_path_factory.mktemp("errors"))
+    bench.create("a", seed=1)
+    bench.create("b", seed=1)
+    bench.shake("a")
+    bench.shake("b")
+    return bench
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_operation_fails_alone_with_words(shared, name):
+    rows, loss, config, words = BAD[name]
+    good = [datum(6, 2)]
+    passes = [Pass("a", request(good), 1), Pass("a", request(rows, loss, **config), 2), Pass("b", request(good), 3)]
+    with np.errstate(all="ignore"):
+        found, _ = shared.backend.run(passes)
+    with pytest.raises(UserError, match=words) as caught:
+        answer(found[1])
+    assert "model-" not in str(caught.value)
+    assert answer(found[0])[1] == answer(found[2])[1]
+    assert shared.step("a", learning_rate=0.0) == shared.step("b", learning_rate=0.0)
+
+
+def test_chunks_that_are_no_text_are_refused(shared):
+    for chunk in (pb.Chunk(image=pb.ImageChunk(data=b"x", format="png")), pb.Chunk(dmel=pb.DmelChunk(dmel=b"x"))):
+        made = pb.ForwardBackwardRequest.FromString(request([datum(6, 1)]))
+        made.data[0].model_input.append(chunk)
+        [found], _ = shared.backend.run([Pass("a", made.SerializeToString(), 1)])
+        with pytest.raises(UserError, match=r"datum 0: .*reads text"):
+            answer(found)
+
+
+def test_sparse_arrays_that_would_be_huge_are_refused_before_they_are_written_out(shared):
+    made = pb.ForwardBackwardRequest.FromString(request([datum(6, 1)]))
+    tensor = made.data[0].loss_fn_inputs["target_tokens"]
+    tensor.Clear()
+    tensor.dtype = pb.DTYPE_INT64
+    tensor.shape.extend([6, 10_000_000])
+    tensor.sparse_csr.crow_indices = np.zeros(7, np.int64).tobytes()
+    [found], _ = shared.backend.run([Pass("a", made.SerializeToString(), 1)])
+    with pytest.raises(UserError, match="more than 6144 cells"):
+        answer(found)
+
+
+def test_bytes_that_are_no_message_are_refused(shared):
+    [found], _ = shared.backend.run([Pass("a", b"\xff\xff\xff", 1)])
+    with pytest.raises(UserError, match="3 bytes"):
+        answer(found)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate is -1"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"beta1": 1.0}, r"beta1 is 1.0; it must be a number in \[0, 1\)"),
+        ({"beta2": -0.1}, "beta2"),
+        ({"eps": float("inf")}, "eps is inf"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"grad_clip_norm": float("nan")}, "grad_clip_norm is nan"),
+        ({"learning_rate": "1e-3"}, "learning_rate is '1e-3'"),
+    ],
+)
+def test_a_bad_step_changes_nothing_and_leaves_the_others(shared, values, words):
+    for lane in "ab":
+        shared.run(lane, [datum(6, 2)])
+    before = shared.weights("a")
+    bad, good = shared.backend.step([("a", OptimStep(**values)), ("b", OptimStep(learning_rate=0.0))])
+    assert isinstance(bad, UserError)
+    with pytest.raises(UserError, match=words):
+        raise bad
+    assert all(torch.equal(value, before[name]) for name, value in shared.weights("a").items())
+    assert shared.step("a", learning_rate=0.0) == good
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(shared):
+    before = shared.weights("a")
+    for size in (3e38, 1e30):
+        with pytest.raises(UserError, match=r"(inf|nan); .*weights are as they were"):
+            shared.run("a", [broken(weights=np.full(6, size, np.float32))])
+    assert shared.step("a", learning_rate=0.0) == {"grad_norm": 0.0}
+    assert all(torch.equal(value, before[name]) for name, value in shared.weights("a").items())
+
+
+def test_gradients_whose_sum_is_not_finite_are_dropped_and_the_weights_stay(shared):
+    tenant = shared.backend.model.pool.tenants[shared.backend._lanes["a"].name]
+    before = shared.weights("a")
+    shared.run("a", [datum(6, 2)])
+    tenant.flat.grad[0] = float("inf")
+    with pytest.raises(UserError, match=r"gradient norm.* is inf"):
+        shared.step("a")
+    assert all(torch.equal(value, before[name]) for name, value in shared.weights("a").items())
+    assert shared.step("a", learning_rate=0.0) == {"grad_norm": 0.0}
+
+
+@pytest.mark.parametrize("rank", [0, -1, 2.5, True])
+def test_a_rank_that_is_none_is_refused(shared, rank):
+    with pytest.raises(UserError, match="rank"):
+        shared.backend.create("c", Create(rank, 1), None)
+
+
+def test_a_lane_is_created_once(shared):
+    with pytest.raises(UserError, match="already"):
+        shared.create("a")
+
+
+def test_a_model_that_is_not_there_is_the_clients_error(shared):
+    with pytest.raises(UserError, match="no model 'nobody'"):
+        shared.run("nobody", [datum(3, 1)])
+
+
+class Fraction(Loss):
+    """Counts each target, by an option and by an input of its own."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.share = float(share)
+
+    def __call__(self, inputs, outputs, fractions):
+        mine = torch.stack([torch.as_tensor(row) for row in fractions])
+        return LossOutput(-(self.share * mine * outputs["logps"]).sum(), 1.0, {"fractions": float(mine.sum())})
+
+
+def plugin(monkeypatch, **fields):
+    """Have the registry offer a plugin's loss."""
+    values = {"kind": "loss", "name": "Fraction", "ref": f"{__name__}:Fraction", "runtimes": ("local", "served")}
+    spec = ComponentSpec(**{**values, "tenant_safe": True, "inputs": {"fractions": "float32[T]"}, **fields})
+    own, load = registry().specs("loss"), type(registry()).load
+    monkeypatch.setattr(type(registry()), "specs", lambda self, kind: {**own, "Fraction": [spec]})
+    monkeypatch.setattr(type(registry()), "load", lambda self, x: Fraction if x is spec else load(self, x))
+
+
+def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
+    plugin(monkeypatch)
+    monkeypatch.setattr(shared.backend._training, "_losses", Losses())
+    tokens, inputs = datum(6, 1)
+    fractions = np.linspace(0, 1, 6, dtype=np.float32)
+    own = {"target_tokens": inputs["target_tokens"], "fractions": fractions}
+    other = (tokens[:6], {**own, "fractions": fractions[::-1].copy()})
+    logprobs, metrics = shared.run("a", [(tokens, own), other], "Fraction", share=0.5)
+    plain, said = shared.run(
+        "b", [(tokens, {**inputs, "weights": 0.5 * fractions}), (tokens, {**inputs, "weights": 0.5 * fractions[::-1]})]
+    )
+    assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
+    assert metrics["fractions:sum"] == pytest.approx(6.0)
+    assert all((one == two).all() for one, two in zip(logprobs, plain, strict=True))
+    norms = [shared.step(lane, learning_rate=0.0)["grad_norm"] for lane in "ab"]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    with pytest.raises(UserError, match="'Fraction' needs the loss_fn_input 'fractions'"):
+        shared.run("a", [(tokens, inputs)], "Fraction")
+    short = (tokens, {**own, "fractions": fractions[:4]})
+    with pytest.raises(UserError, match=r"datum 0: fractions has the shape \[4\].*float32\[T\]"):
+        shared.run("a", [short], "Fraction")
+    with pytest.raises(UserError, match=r"weigth|weights"):
+        shared.run("a", [(tokens, own)], "Fraction", weigth=1.0)
+
+
+@pytest.mark.parametrize("fields", [{"tenant_safe": False}, {"runtimes": ("local",)}])
+def test_a_plugin_that_does_not_say_it_is_safe_and_served_is_none(monkeypatch, fields):
+    plugin(monkeypatch, **fields)
+    assert "Fraction" not in Losses().names()
+
+
+def test_an_operator_chooses_which_plugins_there_are(monkeypatch):
+    plugin(monkeypatch)
+    assert Losses(()).names() == ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+    assert Losses(("Fraction",)).names()[6:] == ("Fraction",)
+
+
+def test_a_device_that_fails_ends_everything(shared, monkeypatch):
+    def fails(operations):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(shared.backend.model.pool, "run", fails)
+    with pytest.raises(Fatal, match="device failed"):
+        shared.run("a", [datum(3, 1)])
+
+
+def test_memory_that_is_full_is_the_services_fault_and_tells_nothing_of_others(base, fresh):
+    small = fresh(extra={"model": {"adapter_memory": 100_000}})
+    small.create("a", rank=2)
+    with pytest.raises(CapacityError) as caught:
+        small.create("b", rank=512)
+    assert "model-" not in str(caught.value)
