@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, OperationalError
+
 from twinkle_server import failpoints
 from twinkle_server.errors import BadRequest, Unavailable
 from twinkle_server.store.database import SqliteDatabase, driver

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, update
+
 from twinkle_server.operations import Outcome, Snapshot, Submission
 from twinkle_server.store import Store, lease, open_store
 from twinkle_server.store.faults import LeaseLost, StoreError

@@ -8,6 +8,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection
+
 from twinkle_server.store import Store, open_store, schema
 from twinkle_server.store.database import SqliteDatabase, driver
 from twinkle_server.store.faults import StoreError
@@ -111,7 +112,8 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_opening_again_imports_no_alembic_and_no_torch(tmp_path: Path) -> None:
     open_store(tmp_path).close()
     code = (
-        "import sys, pathlib; from twinkle_server.store import open_store; open_store(pathlib.Path(sys.argv[1])).close();"
+        "import sys, pathlib; from twinkle_server.store import open_store;"
+        "open_store(pathlib.Path(sys.argv[1])).close();"
         "print({name.partition('.')[0] for name in sys.modules} & {'alembic', 'torch', 'numpy', 'transformers'})"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from sqlalchemy import Connection, Engine, NullPool, create_engine
 from sqlalchemy.exc import DBAPIError
 
-from twinkle_server.errors import Unavailable
+from twinkle_server.errors import BadRequest, Unavailable
 from twinkle_server.failpoints import reach
 from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import check_local
@@ -174,7 +174,7 @@ class SqliteDatabase:
         try:
             raw.execute("BEGIN")
             return work(connection)
-        except (sqlite3.Error, DBAPIError) as error:
+        except Exception as error:
             raise _worded(error) from error
         finally:
             if raw.in_transaction:
@@ -251,10 +251,8 @@ class _Writer:
     def _try(self, job: _Job) -> None:
         try:
             job.value = job.work(self._connection)
-        except (sqlite3.Error, DBAPIError) as error:
-            job.error = _worded(error)
         except Exception as error:
-            job.error = error
+            job.error = _worded(error)
 
     def _undo(self) -> None:
         """End a transaction that failed."""
@@ -320,7 +318,9 @@ def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
 
 
 def _worded(error: Exception) -> Exception:
-    """Return what callers get: `Unavailable` for faults of the disk, anything else as it is."""
+    """Return what callers get: `Unavailable` for faults of the disk, `BadRequest` for what no column can hold."""
+    if isinstance(error, UnicodeEncodeError | OverflowError):
+        return BadRequest("the request holds a number beyond 64 bits, or text that is not Unicode")
     found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(found, "sqlite_errorcode", None)
     failed = isinstance(found, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK

@@ -16,7 +16,7 @@ from twinkle_server.store.requests import is_ours, new_request
 
 
 class MemoryJournal:
-    """The `Journal` of `runtime.ports`, in dictionaries; what comes with an operation (`also`) is written to a database."""
+    """The `Journal` of `runtime.ports`, in dictionaries; what comes with operations (`also`) goes to a database."""
 
     def __init__(self, database: Database, secret: bytes, clock: Callable[[], float] = time.time) -> None:
         """Use a database for what is not an operation: `also` needs one."""
@@ -80,6 +80,8 @@ class MemoryJournal:
                 await self._database.write(outcome.also)
             except ServiceError as error:
                 outcome = replace(outcome, result=None, error=error.message, category="user", also=None)
+        if outcome.error is not None or outcome.cancelled:
+            outcome = replace(outcome, result=None)
         operation.status = "cancelled" if outcome.cancelled else "done" if outcome.error is None else "failed"
         self._outcomes[operation.id] = outcome
         return outcome

@@ -191,7 +191,7 @@ def _end(outcome: Outcome) -> tuple[Status, str | None, str | None]:
     if outcome.cancelled:
         return "cancelled", outcome.error or "the request was cancelled", "user"
     if outcome.error is not None:
-        return "failed", outcome.error, outcome.category
+        return "failed", outcome.error.encode("utf-8", "replace").decode(), outcome.category
     return "done", None, None
 
 
