@@ -93,6 +93,11 @@ def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int)
 def _widen(rows: Rows) -> None:
     """Give all rows as many targets a position as the widest has: no target is -100, of weight 0."""
     width = max(shape[1] if len(shape) == 2 else 1 for shape in rows.shapes)
+    if width * sum(shape[0] for shape in rows.shapes) > MOST_CELLS:
+        raise UserError(
+            f"some datums have {width} targets a position; with the others beside them that is more than {MOST_CELLS} "
+            "numbers; send those with fewer targets in a request of their own"
+        )
     for feature in rows.features:
         for key, empty in (("labels", -100), ("loss_scale", 0.0)):
             if key in feature:
@@ -133,8 +138,12 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
     for name, values in inputs.items():
         if name == TARGETS:
             continue
-        _check_numbers(where, name, values, targets.shape if name == WEIGHTS else (len(tokens),))
+        _check_finite(where, name, values)
         if name == WEIGHTS:
+            if values.shape != targets.shape:
+                raise UserError(
+                    f"{where}: {WEIGHTS} has the shape {list(values.shape)}, and {TARGETS} {list(targets.shape)}"
+                )
             feature["loss_scale"] = values.astype(np.float32)
         else:
             rows.inputs.setdefault(NAMES.get(name, name), []).append(values.copy())  # not a view of the message
@@ -142,14 +151,7 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
     rows.shapes.append(targets.shape)
 
 
-def _check_numbers(where: str, name: str, values: Array, shape: tuple[int, ...]) -> None:
-    if values.shape not in {shape, ()} and values.shape[:1] != shape[:1]:
-        raise UserError(
-            f"{where}: {name} has the shape {list(values.shape)}; it should be {list(shape)}, as {TARGETS} and "
-            "model_input are"
-        )
-    if name == WEIGHTS and values.shape != shape:
-        raise UserError(f"{where}: {WEIGHTS} has the shape {list(values.shape)}, and {TARGETS} {list(shape)}")
+def _check_finite(where: str, name: str, values: Array) -> None:
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         at = int(np.flatnonzero(~np.isfinite(values))[0])
         raise UserError(f"{where}: {name} is {values.reshape(-1)[at]} at {at}; it must be finite")
