@@ -18,6 +18,7 @@ import uvicorn
 from twinkle_server.application import create_application
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.engine.files import publish
+from twinkle_server.ids import new_id
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.payloads import Sample, Save
 from twinkle_server.runtime.effects import StoreEffects
@@ -34,14 +35,13 @@ from twinkle_server.wire.codec import (
 )
 
 BASE = "/models/of/tiny/v1"
-KEYS = {"tml-a": Caller("tenant-a", "key-a"), "tml-b": Caller("tenant-b", "key-b")}
 
 
-class KnownKeys:
-    """Two tenants."""
+class AllKeys:
+    """Every key is a tenant of its own."""
 
     async def find(self, key: str) -> Caller | None:
-        return KEYS.get(key)
+        return Caller(key.removeprefix("tml-"), "key", "user") if key.startswith("tml-") else None
 
 
 class CannedService:
@@ -132,21 +132,38 @@ class Served:
     url: str
     service: CannedService
     store: Store
+    salt: str = ""
     clients: list[httpx.Client] = field(default_factory=list)
 
-    def http(self, key: str = "tml-a", **headers: str) -> httpx.Client:
-        """Return a plain client."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+    def key(self, tenant: str = "a") -> str:
+        """Return the key of a tenant of this test alone."""
+        return f"tml-{tenant}-{self.salt}"
+
+    def http(self, tenant: str = "a") -> httpx.Client:
+        """Return a plain client of a tenant."""
         made = httpx.Client(
-            base_url=f"{self.url}/api/v1", headers={"X-API-Key": key, **named}, timeout=20, trust_env=False
+            base_url=f"{self.url}/api/v1", headers={"X-API-Key": self.key(tenant)}, timeout=20, trust_env=False
         )
         self.clients.append(made)
         return made
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(listening: Served) -> Iterator[Served]:
+    """The face, with tenants that nobody had before."""
+    service = listening.service
+    service.submissions, service.finished, service.cancelled = [], [], []
+    service.held, service.refuse, service.fail = False, None, lambda _: None
+    listening.salt = new_id()
+    yield listening
+    while listening.clients:
+        listening.clients.pop().close()
+
+
+@pytest.fixture(scope="module")
+def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The face, over a store of its own."""
+    tmp_path = tmp_path_factory.mktemp("data")
     limits = Limits(datums=64, request_tokens=4096, samples=16)
     store = open_store(tmp_path, limits=limits)
     service = CannedService(store, tmp_path)
@@ -154,20 +171,17 @@ def served(tmp_path: Path) -> Iterator[Served]:
     links = Links(tmp_path, store.secret)
     application = create_application(service, store, settings, links)
     application.include_router(download_routes(links))
-    application.add_middleware(Authentication, keys=KnownKeys())
-    listening = socket.create_server(("127.0.0.1", 0))
+    application.add_middleware(Authentication, keys=AllKeys())
+    sock = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(application, log_level="critical", lifespan="off", ws="none")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     ends = time.monotonic() + 20
     while not server.started and time.monotonic() < ends:
         time.sleep(0.01)
-    made = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, store)
-    yield made
-    for client in made.clients:
-        client.close()
+    yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", service, store)
     server.should_exit = True
     thread.join(20)
-    listening.close()
+    sock.close()
     store.close()

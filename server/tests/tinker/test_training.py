@@ -207,7 +207,7 @@ def test_unload_takes_the_next_number_and_ends_the_model(served):
 
 
 def test_nobody_elses_model_can_be_seen_or_used(served):
-    mine, other = served.http(), served.http("tml-b")
+    mine, other = served.http(), served.http("b")
     name = model(mine)
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/get_info", {"model_id": name}),
@@ -227,7 +227,7 @@ def test_nobody_elses_model_can_be_seen_or_used(served):
 
 
 def test_a_future_is_its_owners_alone(served):
-    mine, other = served.http(), served.http("tml-b")
+    mine, other = served.http(), served.http("b")
     promise = create(mine, session(mine))
     assert retrieve(other, promise).status_code == 404
     assert mine.post("/retrieve_future", json={"request_id": "none"}).status_code == 404
