@@ -4,7 +4,6 @@ import asyncio
 import os
 import tarfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from io import BufferedReader
 from pathlib import Path
 
@@ -29,15 +28,11 @@ def open_listed(folder: Path, name: str) -> tuple[BufferedReader, int]:
     """
     try:
         entry = read_manifest(folder).files.get(name)
-        if entry is None:
-            raise LookupError(name)
-        file = open_file(folder, name)
-    except (Damaged, OSError) as error:
+    except Damaged as error:
         raise LookupError(name) from error
-    if os.fstat(file.fileno()).st_size != entry.size:
-        file.close()
-        raise LookupError(f"{name} has another size than was published")
-    return file, entry.size
+    if entry is None:
+        raise LookupError(name)
+    return _open(folder, name, entry.size), entry.size
 
 
 def archive_size(manifest: Manifest) -> int:
@@ -54,14 +49,10 @@ def archive(folder: Path, manifest: Manifest) -> Iterator[bytes]:
         LookupError: a file is not there any more; what was yielded is no whole tar.
     """
     for name, entry in manifest.files.items():
-        with ExitStack() as stack:
-            file, size = open_listed(folder, name)
-            stack.enter_context(file)
-            if size != entry.size:
-                raise LookupError(name)
-            yield _head(name, size)
+        with _open(folder, name, entry.size) as file:
+            yield _head(name, entry.size)
             yield from _pieces(file)
-            if rest := _padded(size) - size:
+            if rest := _padded(entry.size) - entry.size:
                 yield bytes(rest)
     yield bytes(2 * _BLOCK)
 
@@ -72,10 +63,27 @@ async def stream(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-def read_pieces(file: BufferedReader) -> Iterator[bytes]:
-    """Yield a file's bytes, and close it."""
+def pieces_of(folder: Path, name: str) -> Iterator[bytes]:
+    """Yield a listed file's bytes; it is opened with the first piece and closed after the last.
+
+    Raises:
+        LookupError: it is not there any more.
+    """
+    file, _ = open_listed(folder, name)
     with file:
         yield from _pieces(file)
+
+
+def _open(folder: Path, name: str, size: int) -> BufferedReader:
+    """Open a file that has the size that was published."""
+    try:
+        file = open_file(folder, name)
+    except OSError as error:
+        raise LookupError(name) from error
+    if os.fstat(file.fileno()).st_size != size:
+        file.close()
+        raise LookupError(f"{name} has another size than was published")
+    return file
 
 
 def _pieces(file: BufferedReader) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response, StreamingResponse
 from itsdangerous import BadData, URLSafeSerializer
 
-from twinkle_server.checkpoints.archive import archive, archive_size, open_listed, read_pieces, stream
+from twinkle_server.checkpoints.archive import archive, archive_size, open_listed, pieces_of, stream
 from twinkle_server.engine.files import Damaged, read_manifest
 from twinkle_server.errors import NotFound
 
@@ -115,7 +115,8 @@ def download_routes(links: Links) -> APIRouter:
 def _answer(folder: Path, grant: Grant, name: str) -> Response:
     if not grant.whole:
         file, size = open_listed(folder, name)
-        return _streamed(stream(read_pieces(file)), size, "application/octet-stream")
+        file.close()
+        return _streamed(stream(pieces_of(folder, name)), size, "application/octet-stream")
     if name != _ARCHIVE:
         raise LookupError(name)
     manifest = read_manifest(folder)
