@@ -308,3 +308,28 @@ def test_what_makes_no_sense_is_said_at_once(bench, options, words):
     with pytest.raises(UserError, match=words):
         bench.backend.sample(1, sample, None)
     assert bench.backend.sampling == 0
+
+
+def test_sampling_goes_on_between_the_pieces_of_a_long_pass(trained, source):
+    alone, _ = trained.sample(PROMPT, source, max_tokens=4, seed=4, stop=[])
+    rows = [datum(40, at) for at in range(6)]
+    expected, said = trained.run("a", rows, forward=True)
+    calls = []
+
+    def between():
+        calls.append(len(trained.backend.decode()))
+
+    trained.backend.interrupt(between)
+    trained.backend.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
+    trained.backend._training._speed = 100.0  # tokens a second, so that half a second is one row and a bit
+    found, metrics = trained.run("a", rows)
+    assert len(calls) == 5
+    assert sum(calls) == 1
+    assert not trained.backend.sampling
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
+    calls.clear()
+    trained.run("a", rows)
+    assert not calls
+    assert alone

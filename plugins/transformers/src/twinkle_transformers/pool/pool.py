@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError
 from twinkle.logging import get_logger
 from twinkle.model.pool import (
@@ -42,6 +41,7 @@ from twinkle_transformers.pool.fit import check_kind, drop_partial
 from twinkle_transformers.pool.pages import BLANK
 from twinkle_transformers.pool.paging import Paging
 from twinkle_transformers.pool.passes import Flight, Passes
+from twinkle_transformers.pool.results import by_row
 from twinkle_transformers.pool.slow import goes_alone
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import Tenant, Tenants
@@ -74,6 +74,10 @@ class LoraPool(AdapterPool):
         host_memory: bytes that those may take in host memory, beyond which they go to disk; see `Paging`.
         parallel: the ranks that hold the same adapters; by default this process is alone.
 
+    Attributes:
+        between: called between two passes of one call, when nothing of either is in memory: a sampler may take a step
+            there. It must not touch the adapters.
+
     Raises:
         Unsupported: the model cannot see several sequences in one row, or its layers are not its own.
     """
@@ -105,6 +109,7 @@ class LoraPool(AdapterPool):
         self.tokens_per_pass, self.on_nonfinite = tokens_per_pass, on_nonfinite
         self.parallel = parallel_of(None, None, None) if parallel is None else parallel
         self._new_group, self._encode = new_group, encode
+        self.between: Callable[[], None] = _nothing
 
     def look_again(self, backbone: Backbone) -> None:
         """Go on with a model to which a patch was applied, or on which one was undone.
@@ -232,7 +237,9 @@ class LoraPool(AdapterPool):
     def execute(self, works: Sequence[Work]) -> None:
         """Compute prepared operations, in as many passes as that takes."""
         full = min(self.tokens_per_pass, _FULL_ON_CPU) if self.device.type == "cpu" else self.tokens_per_pass
-        for parts, free in self.admission.sort(works, full):
+        for number, (parts, free) in enumerate(self.admission.sort(works, full)):
+            if number:
+                self.between()
             self._compute(parts, free)
 
     def prepare(
@@ -382,7 +389,7 @@ class LoraPool(AdapterPool):
         usage = replace(usage, tokens=work.usage.tokens)  # the same rows, though they were computed without it too
         if work.tenant is not None:
             work.tenant.usage += usage
-        result = OperationResult(_by_row(work), usage=usage)
+        result = OperationResult(by_row(work), usage=usage)
         if work.loss is not None and used:
             result.loss_sum = sum(item.outputs["loss_sum"] for item in used)
             result.denominator = sum(item.outputs["num_tokens"] for item in used)
@@ -443,6 +450,10 @@ class LoraPool(AdapterPool):
         return replace(self.tenants.find(adapter).usage)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def _options_of(tenant: Tenant) -> list[dict[str, Any]]:
     groups = [] if tenant.group.optimizer is None else tenant.group.optimizer.param_groups
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -465,32 +476,3 @@ def _logps_of(twin: Part) -> Tensor:
     if twin.item is None or "logps" not in twin.item.outputs:
         raise TrainingStateError("ref_logps='base': the rows have no `labels`, so that the base model scored nothing")
     return twin.item.outputs["logps"].detach()
-
-
-def _by_row(work: Work) -> list[ModelOutput]:
-    found: list[ModelOutput] = []
-    for part in work.parts:
-        if part.item is None:
-            continue
-        shape = part.batch["input_ids"].shape[:2]
-        packed = len(part.rows) < shape[0]
-        sizes = map(len, part.sequences if packed else [row["input_ids"] for row in part.rows])
-        for at, size in enumerate(sizes):
-            start = shape[1] - size if part.left else 0
-            output: dict[str, Any] = {}
-            for key, value in part.item.outputs.items():
-                if isinstance(value, Tensor) and value.ndim and len(value) == shape[0]:
-                    wide = value.ndim > 1 and value.shape[1] == shape[1] and key != "embeddings"
-                    output[key] = value[at, start : start + size] if wide else value[at]
-            if part.batch.get("labels") is not None and part.batch["labels"].ndim == 3 and "logps" in output:
-                output["logps"] = _own_targets(output["logps"], None if packed else part.rows[at]["labels"])
-            found.append(output)  # type: ignore[arg-type]
-    return found
-
-
-def _own_targets(logps: Tensor, labels: Any) -> Tensor:
-    """Return a row's log-probabilities `[T, K]` without what it was filled up with; `[T]` where it has one a token."""
-    if labels is None:
-        return logps
-    count = torch.as_tensor(labels).shape[1:]
-    return logps[:, : count[0]] if count else logps[:, 0]

@@ -1,6 +1,6 @@
 """`PoolBackend`: one base model in this process, its adapters, and the sampler that shares its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ class PoolBackend:
     """Trains and samples adapters of one base model with torch; see `Backend`.
 
     Args:
-        options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, and
-            `sampler`, those of `TorchSampler`.
+        options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
+            those of `TorchSampler`, and `max_pass_seconds`, about which a step of sampling waits for training.
     """
 
     def __init__(self, options: BackendOptions) -> None:
-        self._options = options
+        self._piece_seconds = float(options.extra.get("max_pass_seconds", 0.5))
         precision = "bf16" if torch.cuda.is_available() else "no"
         given: dict[str, Any] = {"mixed_precision": precision, **options.extra.get("model", {})}
         self.model: Any = registry().build("MultiLoraTransformersModel", "model", model_id=options.model, **given)
@@ -62,8 +62,13 @@ class PoolBackend:
             self._checkpoints.create(lane, create, source)
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
-        """Do passes of many models together."""
+        """Do passes of many models together; while somebody samples, in pieces between which a step can be taken."""
+        self._training.hurry(self._piece_seconds if self.sampling else None)
         return self._training.run(passes)
+
+    def interrupt(self, between: Callable[[], None]) -> None:
+        """Call `between` between the pieces of a pass; see `Interruptible`."""
+        self._training.interrupt(between)
 
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
         """Update models together, each once."""

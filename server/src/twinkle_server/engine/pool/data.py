@@ -86,24 +86,18 @@ def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int)
         keys = set(inputs)
         _add(rows, where, tokens, inputs, vocabulary)
     if any(len(shape) == 2 for shape in rows.shapes):
-        _widen(rows)
+        _check_room(rows)
     return rows
 
 
-def _widen(rows: Rows) -> None:
-    """Give all rows as many targets a position as the widest has: no target is -100, of weight 0."""
+def _check_room(rows: Rows) -> None:
+    """Refuse rows that grow too large when all of them are filled up to the width of the widest."""
     width = max(shape[1] if len(shape) == 2 else 1 for shape in rows.shapes)
     if width * sum(shape[0] for shape in rows.shapes) > MOST_CELLS:
         raise UserError(
             f"some datums have {width} targets a position; with the others beside them that is more than {MOST_CELLS} "
             "numbers; send those with fewer targets in a request of their own"
         )
-    for feature in rows.features:
-        for key, empty in (("labels", -100), ("loss_scale", 0.0)):
-            if key in feature:
-                values = feature[key].reshape(len(feature[key]), -1)
-                missing = width - values.shape[1]
-                feature[key] = np.pad(values, ((0, 0), (0, missing)), constant_values=empty)
 
 
 def _check_tokens(where: str, tokens: Array, context: int, vocabulary: int) -> None:

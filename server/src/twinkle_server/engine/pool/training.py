@@ -1,7 +1,8 @@
 """Passes and updates of many models together."""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from twinkle.model.pool import Operation, OperationError, OperationResult, Step
@@ -28,6 +29,17 @@ class Training:
     def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int) -> None:
         self._pool, self._lanes, self._losses = pool, lanes, losses
         self._context, self._vocabulary = context, vocabulary
+        self._most: int = pool.tokens_per_pass
+        self._speed: float | None = None  # tokens a second of late
+        self._elsewhere = 0.0  # seconds that others took in the pass that runs
+
+    def hurry(self, seconds: float | None) -> None:
+        """Cut what goes through the model at one time so that a piece takes about so long; None cuts for speed alone.
+
+        A row is never cut.
+        """
+        wanted = None if seconds is None or self._speed is None else int(self._speed * seconds)
+        self._pool.tokens_per_pass = self._most if wanted is None else max(1, min(self._most, wanted))
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
         """Do passes together; see `Backend.run`."""
@@ -40,14 +52,33 @@ class Training:
                 found[index] = told(error)
         cost = Cost()
         if asked:
+            begin = time.perf_counter()
             results = self._run([operation for _, operation, _ in asked])
+            seconds = time.perf_counter() - begin
             for (index, _, rows), result in zip(asked, results, strict=True):
                 found[index] = _answer(result, rows)
                 if isinstance(result, OperationResult):
                     cost.tokens += result.usage.tokens
                     cost.padded += result.usage.padded
                     cost.flops += result.usage.flops
+            self._measured(cost.tokens, seconds - self._elsewhere)
         return found, cost
+
+    def interrupt(self, between: Callable[[], None]) -> None:
+        """Call something between the pieces of a pass; its time is not the pass's."""
+
+        def timed() -> None:
+            begin = time.perf_counter()
+            between()
+            self._elsewhere += time.perf_counter() - begin
+
+        self._pool.between = timed
+
+    def _measured(self, tokens: int, seconds: float) -> None:
+        self._elsewhere = 0.0
+        if tokens and seconds > 0:
+            now = tokens / seconds
+            self._speed = now if self._speed is None else 0.7 * self._speed + 0.3 * now
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         try:
@@ -120,12 +151,7 @@ def _answer(result: OperationResult | OperationError, rows: data.Rows) -> bytes 
     for output, shape in zip(result.outputs, rows.shapes, strict=True):
         if "logps" not in output:
             return UserError("this loss scores no tokens, so that there are no logprobs; name another")
-        logps = output["logps"].float().cpu().numpy()
-        if len(shape) == 2:
-            logps = logps[:, : shape[1]]  # rows of fewer targets were widened
-        elif logps.ndim == 2:
-            logps = logps[:, 0]
-        outputs.append({"logprobs": logps})
+        outputs.append({"logprobs": output["logps"].float().cpu().numpy().reshape(shape)})
     metrics = {f"{_plain(name)}:sum": float(value) for name, value in result.metrics.items()}
     metrics["loss:sum"] = float(result.loss_sum or 0.0)
     return codec.forward_backward_output(outputs, metrics)
