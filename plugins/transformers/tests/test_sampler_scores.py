@@ -1,4 +1,4 @@
-"""What a request may want to know beside its tokens, against a plain forward: in the engine's steps, and call by call."""
+"""What a request may want to know beside its tokens, against a plain forward: in steps of the engine, and whole."""
 
 from collections import Counter
 from collections.abc import Callable

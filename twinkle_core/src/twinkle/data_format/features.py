@@ -24,11 +24,11 @@ class InputFeature(TypedDict, total=False):
     position_ids: InputType
     """int64 `[T]`: positions; they restart at 0 where packed sub-sequences begin."""
     labels: InputType
-    """int64 `[T]`: the next token where it is trained, else -100."""
+    """int64 `[T]`: the next token where it is trained, else -100; `[T, K]` for several targets a position."""
     completion_mask: InputType
     """int64 `[T]`: 1 at positions whose target was sampled."""
     loss_scale: Any
-    """float32 `[T]`: weight of each position's loss."""
+    """float32, in the shape of `labels`: weight of each position's loss."""
     routed_experts: Any
     length: int
     """Number of real tokens."""
@@ -49,8 +49,8 @@ class InputBatch(TypedDict, total=False):
     position_ids: "torch.Tensor"
     """int64 `[B, T]`."""
     labels: "torch.Tensor"
-    """int64 `[B, T]`: the next token where it is trained, else -100."""
+    """int64 `[B, T]`: the next token where it is trained, else -100; `[B, T, K]` for several targets a position."""
     completion_mask: "torch.Tensor"
     """int64 `[B, T]`."""
     loss_scale: "torch.Tensor"
-    """float32 `[B, T]`."""
+    """float32, in the shape of `labels`."""

@@ -15,8 +15,8 @@ class ModelOutput(TypedDict, total=False):
     """
 
     logps: "torch.Tensor"
-    """float32 `[B, T]`: log-probability of `labels` at each trained position, 0 elsewhere. In a training pass with a
-    loss that multiplies by `loss_scale`, positions of weight 0 are not trained."""
+    """float32, in the shape of `labels`: their log-probability at each trained position, 0 elsewhere. In a
+    training pass with a loss that multiplies by `loss_scale`, positions of weight 0 are not trained."""
     logits: "torch.Tensor"
     """`[B, T, V]`: only when asked for (`return_logits=True`) or required by the loss; `[B, K]` from a model whose head
     scores whole rows (`AutoModelForSequenceClassification`)."""

@@ -197,11 +197,10 @@ def _check_first(batch: Mapping[str, Any], layout: Layout) -> None:
             f"row {row}: position_ids begin at {int(begin[row])}; without padding they tell where a row begins, so "
             "they must begin at 0"
         )
-    labels = batch.get("labels")
-    mask = batch["attention_mask"]
-    if getattr(labels, "shape", ())[:2] != mask.shape:
+    labels, mask = batch.get("labels"), batch["attention_mask"]
+    if labels is None or getattr(labels, "shape", ())[:2] != mask.shape:
         return
-    targets = labels != -100 if labels.ndim == 2 else (labels != -100).any(-1)
+    targets = (labels != -100).flatten(2).any(-1) if labels.ndim == 3 else labels != -100
     if bool((targets & (mask == 0)).any()):
         row = int((targets & (mask == 0)).nonzero()[0, 0])
         raise DataError(f"row {row}: a token whose attention_mask is 0 has a label; such tokens are left out")

@@ -1,6 +1,5 @@
 """What the losses of policy gradients read: log-probabilities now and at sampling time, advantages, thresholds."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,15 +62,15 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Bounds of a ratio: absolute values, not distances from 1.
+    """Bounds of every token's ratio: absolute values, not distances from 1.
 
     Attributes:
         low: the smallest ratio.
         high: the largest.
     """
 
-    low: "float | Tensor"
-    high: "float | Tensor"
+    low: float
+    high: float
 
     @classmethod
     def checked(cls, loss: object, low: Any, high: Any) -> "Clip":
@@ -91,37 +90,44 @@ class Clip:
             )
         return cls(*bounds)
 
-    def of_tokens(self, drawn: Drawn, thresholds: Mapping[str, Any]) -> "Clip":
-        """Return bounds where each token may have its own.
+    def of_tokens(self, drawn: Drawn, low: Any, high: Any) -> "Bounds":
+        """Return the bounds of each token.
 
         Args:
             drawn: the batch.
-            thresholds: `clip_low_threshold` and `clip_high_threshold`, `[B, T]` or None, in any form of a per-row
-                argument.
+            low: `clip_low_threshold` of each token, in any form of a per-row argument; None is the same for all.
+            high: likewise.
 
         Raises:
             ArgumentError: a token's bounds are the wrong way round.
         """
         import torch
 
-        if all(value is None for value in thresholds.values()):
-            return self
         own = [
             torch.full_like(drawn.old, bound) if value is None else drawn.where.align(name, value, drawn.old)
-            for bound, (name, value) in zip((self.low, self.high), thresholds.items(), strict=True)
+            for name, value, bound in (("clip_low_threshold", low, self.low), ("clip_high_threshold", high, self.high))
         ]
-        if bool(((own[0] > own[1]) & drawn.where.mask).any()):
+        given_some = low is not None or high is not None
+        if given_some and bool(((own[0] > own[1]) & drawn.where.mask).any()):
             raise ArgumentError(
                 f"{drawn.where.loss}: a token's clip_low_threshold is above its clip_high_threshold; they bound the "
                 "ratio itself (0.8 and 1.2, say), not its distance from 1"
             )
-        return Clip(*own)
+        return Bounds(*own)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of the ratios of tokens, `[B, T]` each."""
+
+    low: "Tensor"
+    high: "Tensor"
 
     def __call__(self, ratio: "Tensor") -> "Tensor":
-        """Return the ratio within the bounds."""
+        """Return the ratios within the bounds."""
         import torch
 
-        return torch.clamp(ratio, self.low, self.high)  # type: ignore[call-overload, no-any-return]
+        return torch.clamp(ratio, self.low, self.high)
 
     def smaller(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
         """Return min(r A, clamp(r) A) `[B, T]` with r = exp(log_ratio).

@@ -62,5 +62,5 @@ class Gspo(Loss):
         mean = moved / counted.sum(1).clamp(min=1)
         log_ratio = mean[:, None] + drawn.logps - drawn.logps.detach()
         log_ratio = torch.where(drawn.advantages != 0, log_ratio, 0.0)
-        own = {"clip_low_threshold": clip_low_threshold, "clip_high_threshold": clip_high_threshold}
-        return drawn.total(-self.clip.of_tokens(drawn, own).smaller(log_ratio, drawn.advantages))
+        bounds = self.clip.of_tokens(drawn, clip_low_threshold, clip_high_threshold)
+        return drawn.total(-bounds.smaller(log_ratio, drawn.advantages))

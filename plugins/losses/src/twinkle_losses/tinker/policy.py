@@ -72,8 +72,8 @@ class Ppo(Loss):
             ArgumentError: an argument is missing, or its lengths do not fit.
         """
         drawn = Drawn.of(self, inputs, outputs, old_logps, advantages)
-        own = {"clip_low_threshold": clip_low_threshold, "clip_high_threshold": clip_high_threshold}
-        return drawn.total(-self.clip.of_tokens(drawn, own).smaller(drawn.log_ratio(), drawn.advantages))
+        bounds = self.clip.of_tokens(drawn, clip_low_threshold, clip_high_threshold)
+        return drawn.total(-bounds.smaller(drawn.log_ratio(), drawn.advantages))
 
 
 class Cispo(Loss):
@@ -106,8 +106,8 @@ class Cispo(Loss):
     ) -> LossOutput:
         """Compute the loss of one micro-batch; see `Ppo` for the arguments."""
         drawn = Drawn.of(self, inputs, outputs, old_logps, advantages)
-        own = {"clip_low_threshold": clip_low_threshold, "clip_high_threshold": clip_high_threshold}
-        weights = self.clip.of_tokens(drawn, own)(drawn.log_ratio().detach().exp())
+        bounds = self.clip.of_tokens(drawn, clip_low_threshold, clip_high_threshold)
+        weights = bounds(drawn.log_ratio().detach().exp())
         return drawn.total(-weights * drawn.logps * drawn.advantages)
 
 
