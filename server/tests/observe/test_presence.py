@@ -1,0 +1,87 @@
+"""Commands find the server that runs, and none that was killed."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from twinkle_server.observe.presence import FILE, Presence, announce, find, withdraw
+from twinkle_server.observe.status import ask, read_figures
+from twinkle_server.store.opening import open_store
+
+
+def test_a_server_that_runs_is_found_until_it_withdraws(tmp_path: Path) -> None:
+    here = Presence(os.getpid(), "http://127.0.0.1:1", "model", 1.0)
+    assert find(tmp_path) is None
+    announce(tmp_path, here)
+    assert find(tmp_path) == here
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    withdraw(tmp_path)
+    withdraw(tmp_path)
+    assert find(tmp_path) is None
+
+
+def test_one_that_was_killed_is_not(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(30)
+    announce(tmp_path, Presence(child.pid, "http://127.0.0.1:1", "model", 1.0))
+    assert find(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"pid": "x"}', b"\xff"])
+def test_a_file_that_says_nothing_is_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    assert find(tmp_path) is None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with what the server was given."""
+
+    def do_GET(self) -> None:
+        status, body = self.server.said  # type: ignore[attr-defined]
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "lanes"), [(200, b'{"lanes": 3}', 3), (500, b"{}", None), (200, b"<", None), (200, b"[]", None)]
+)
+def test_the_running_server_is_asked(tmp_path: Path, status: int, body: bytes, lanes: int | None) -> None:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.said = (status, body)  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        announce(tmp_path, Presence(os.getpid(), f"http://127.0.0.1:{server.server_port}", "model", 1.0))
+        said = ask(tmp_path)
+        thread.join(10)
+    assert (said or {}).get("lanes") == lanes
+
+
+def test_a_server_that_does_not_answer_is_no_trouble(tmp_path: Path) -> None:
+    announce(tmp_path, Presence(os.getpid(), "http://127.0.0.1:1", "model", 1.0))
+    assert ask(tmp_path) is None
+
+
+def test_the_database_tells_figures(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "data", serve=False)
+    try:
+        found = asyncio.run(read_figures(store.database))
+    finally:
+        store.close()
+    assert found == {
+        "sessions": {},
+        "models": {},
+        "operations": {"waiting": 0, "oldest_seconds": 0.0},
+        "checkpoints": {"count": 0, "bytes": 0},
+        "keys": 0,
+    }
