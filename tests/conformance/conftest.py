@@ -4,10 +4,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import server_sdk
 from server_raw import Raw
 from serving import Served, ledger, pool
 
 from twinkle.testing import tiny_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the SDK leave connections to the garbage collector, as it does."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def swept() -> Iterator[None]:
+    """Collect what the SDK left before pytest looks."""
+    yield
+    server_sdk.sweep()
 
 
 @pytest.fixture(scope="session")

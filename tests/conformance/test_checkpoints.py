@@ -225,10 +225,8 @@ def test_line_104_lists_come_in_pages_of_a_stable_order(counted: Raw) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Raw, Raw]]:
     """Two tenants of one service."""
-    from test_futures import other_key
-
     service = ledger(tmp_path_factory.mktemp("two") / "data", {"auth": True}).start()
-    with Raw(service.url, service.key) as one, Raw(service.url, other_key(service)) as other:
+    with Raw(service.url, service.key) as one, Raw(service.url, service.new_key("other")) as other:
         yield one, other
     service.stop()
 

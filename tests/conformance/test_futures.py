@@ -121,7 +121,7 @@ def test_line_68_a_sample_that_nobody_wants_is_dropped(counted: Raw) -> None:
 
 
 def test_line_69_nobody_reads_anothers_future(two: Served) -> None:
-    with Raw(two.url, two.key) as mine, Raw(two.url, other_key(two)) as theirs:
+    with Raw(two.url, two.key) as mine, Raw(two.url, two.new_key("other")) as theirs:
         model = mine.model()
         request = model.submit_pass([row([1, 2, 3])])
         mine.result(request, "pass")
@@ -130,19 +130,6 @@ def test_line_69_nobody_reads_anothers_future(two: Served) -> None:
         assert foreign.json()["detail"].replace(request, "") == unknown.json()["detail"].replace("0" * len(request), "")
         assert theirs.send("/cancel_future", {"request_id": request}).status_code in (200, 204, 404)
         assert mine.result(request, "pass")
-
-
-def other_key(service: Served) -> str:
-    """Return a key of another tenant, made by the command while the service runs."""
-    import re
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "twinkle.cli", "server", "keys", "create", "other", "--data", str(service.data)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    found = re.search(r"tml-[\w-]{20,}", done.stdout)
-    assert found, done.stdout
-    return found[0]
 
 
 def test_a_failed_future_is_raised_by_the_plain_client_too(counted: Raw) -> None:

@@ -165,8 +165,10 @@ def test_lines_41_47_59_a_bad_row_fails_its_own_future_in_words(raw: Raw, tmp_pa
     bad, loss, word = bad_rows()[wrong]
     model = raw.model(lora={"rank": 2})
     before = model.logprobs(SHORT)
+    good = {"target_tokens": [8, 7], "logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
+    neighbour = bad if loss == "gspo" else datum([9, 8], **good) if "logprobs" in bad.loss_fn_inputs else row(SHORT)
     with pytest.raises(Failed) as failed:
-        model.forward_backward([row(SHORT), bad], loss)
+        model.forward_backward([neighbour, bad], loss)
     assert failed.value.category == "user"
     assert word in failed.value.error
     model.step(learning_rate=1.0)  # had anything of the row's neighbour been added, this would show it

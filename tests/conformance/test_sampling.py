@@ -287,7 +287,7 @@ def test_parameters_that_make_no_sense_are_refused_by_name(raw: Raw, field: str,
 
 def test_a_prompt_with_a_token_that_does_not_exist_is_refused(raw: Raw) -> None:
     refused(raw, raw.sampler(), "99999", [1, 99999], params={"max_tokens": 2})
-    refused(raw, raw.sampler(), "", [], params={"max_tokens": 2})
+    refused(raw, raw.sampler(), "prompt", [], params={"max_tokens": 2})
 
 
 def test_line_89_a_sampler_says_what_it_is(raw: Raw) -> None:

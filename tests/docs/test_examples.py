@@ -110,6 +110,10 @@ def services() -> Iterator[None]:
             patch.setenv("TINKER_TELEMETRY", "0")
             yield
     finally:
+        if STARTED:
+            import server_sdk
+
+            server_sdk.sweep()
         while STARTED:
             STARTED.pop().stop()
 

@@ -132,7 +132,7 @@ class Raw:
 
     def poll(self, request: str, proto: bool = False) -> httpx.Response:
         """Ask once for a future's result."""
-        headers = {"Accept": PROTOBUF} if proto else {}
+        headers = {"Accept": PROTOBUF if proto else "application/json"}
         return self.send("/retrieve_future", {"request_id": request, "allow_metadata_only": False}, headers=headers)
 
     def result(self, request: str, kind: str = "json", polls: int = 6) -> Any:

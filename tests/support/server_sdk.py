@@ -1,6 +1,8 @@
 """The unmodified SDK on loopback."""
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,14 @@ def opened(url: str, key: str = "tml-local", **options: Any) -> Iterator[tinker.
     """Give a client, and finish its session afterwards."""
     with tinker.ServiceClient(base_url=url, api_key=key, **options) as client:
         yield client
+    sweep()
+
+
+def sweep() -> None:
+    """Collect the connections that the SDK leaves to the garbage collector, without the warnings about them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def row(tokens: Sequence[int], weights: Sequence[float] | None = None) -> tinker.Datum:
