@@ -169,7 +169,7 @@ class Snapshots:
         elif self._draining:
             state.changed = None  # what is not on the disk is replayed; nobody waits for another attempt
         else:
-            state.changed, state.not_before = changed or time.monotonic(), time.monotonic() + _PAUSE
+            state.changed, state.not_before = changed or time.monotonic(), time.monotonic() + min(_PAUSE, self._seconds)
         if state.leaving and state.changed is None and self._lanes.get(lane) is state:
             self.forget(lane)
             self._left(lane)
