@@ -1,6 +1,7 @@
 """A store in a temporary directory, and rows to put into it."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,15 +10,26 @@ import pytest
 
 from twinkle_server.operations import Accepted, Operation, Submission
 from twinkle_server.store import Store, models, open_store
-from twinkle_server.store.records import Checkpoint, Model, Session
+from twinkle_server.store.records import Model, Session
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of the newest version, made once."""
+    data = tmp_path_factory.mktemp("migrated")
+    open_store(data).close()
+    return data / "twinkle.db"
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = open_store(tmp_path / "data")
+def store(tmp_path: Path, migrated: Path) -> Iterator[Store]:
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    shutil.copy(migrated, data)
+    opened = open_store(data)
     yield opened
     opened.close()
 
@@ -36,11 +48,6 @@ def session_of(tenant: str, name: str = "s", created: float = 1.0) -> Session:
 def model_of(session: Session, number: int = 0) -> Model:
     created = session.created
     return Model(f"{session.id}:train:{number}", session.tenant, session.id, number, "base", 8, created, created)
-
-
-def checkpoint_of(model: Model, name: str = "one", kind: str = "weights", **more: Any) -> Checkpoint:
-    known = {"folder": f"checkpoints/{model.id}-{kind}-{name}", "size": 10, "digest": "d", "created": 5.0}
-    return Checkpoint(tenant=model.tenant, run=model.id, kind=kind, name=name, base="base", rank=8, **{**known, **more})
 
 
 @pytest.fixture

@@ -175,7 +175,10 @@ class SqliteDatabase:
             raw.execute("BEGIN")
             return work(connection)
         except Exception as error:
-            raise _worded(error) from error
+            worded = _worded(error)
+            if worded is error:
+                raise
+            raise worded from error
         finally:
             if raw.in_transaction:
                 raw.execute("ROLLBACK")

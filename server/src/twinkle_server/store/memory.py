@@ -27,6 +27,7 @@ class MemoryJournal:
         self._requests: dict[str, int] = {}
         self._lanes: dict[str, dict[int, int]] = {}
         self._snapshots: dict[str, Snapshot] = {}
+        self.reads: dict[int, float] = {}
 
     async def submit(
         self, submission: Submission, also: Callable[[Any], None] | None = None
