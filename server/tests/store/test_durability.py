@@ -1,0 +1,130 @@
+"""What was acknowledged is there after SIGKILL at any moment, once; what was not is whole or absent."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twinkle_server.store import Store, open_store
+
+Run = Callable[[Awaitable[Any]], Any]
+LARGE = 100_000
+WRITER = """
+import asyncio, os, sys
+from pathlib import Path
+from twinkle_server.operations import Outcome, Submission
+from twinkle_server.store import open_store
+
+store = open_store(Path(sys.argv[1]))
+start = int(sys.argv[2])
+
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+
+async def client(lane):
+    for number in range(start, start + 10_000):
+        size = 100_000 if number % 5 == 0 else 100
+        payload = f"{lane} {number} ".encode() * size
+        accepted, operation = await store.journal.submit(
+            Submission("ada", lane, "optim_step", payload[:size], number)
+        )
+        say("submitted", lane, number, accepted.request)
+        if number % 3:
+            await store.journal.finish([Outcome(operation.id, payload[:size])])
+            say("finished", lane, number, accepted.request)
+
+
+async def main():
+    say("ready")
+    await asyncio.gather(*(client(f"lane{index}") for index in range(8)))
+
+
+asyncio.run(main())
+"""
+
+
+def killed(data: Path, start: int, seconds: float, failpoint: str = "") -> list[list[str]]:
+    """Run the writer until it is killed; returns what it said of what it was told is durable."""
+    environment = {**os.environ, "FAILPOINT": failpoint}
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(data), str(start)], stdout=subprocess.PIPE, env=environment
+    )
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == b"ready\n"
+        time.sleep(seconds)
+        if not failpoint:
+            child.send_signal(signal.SIGKILL)
+        output, _ = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == -signal.SIGKILL
+    whole = output[: output.rfind(b"\n") + 1].decode()
+    return [line.split() for line in whole.splitlines()]
+
+
+def content(lane: str, number: int) -> bytes:
+    size = LARGE if number % 5 == 0 else 100
+    return (f"{lane} {number} ".encode() * size)[:size]
+
+
+def check(store: Store, run: Run, said: list[list[str]]) -> None:
+    """Compare the log with what was acknowledged."""
+    lanes = {f"lane{index}": run(store.journal.after(f"lane{index}", -1)) for index in range(8)}
+    requests = {operation.request: operation for operations in lanes.values() for operation in operations}
+    for what, lane, number, request in said:
+        operation = requests[request]
+        assert (operation.lane, operation.number) == (lane, int(number))
+        if what == "finished":
+            future = run(store.journal.future(request, "ada"))
+            assert (future.status, future.result) == ("done", content(lane, int(number)))
+    for lane, operations in lanes.items():
+        numbers = [operation.number for operation in operations]
+        assert len(set(numbers)) == len(numbers)
+        for operation in operations:
+            assert run(store.journal.payload(operation.id)) == content(lane, operation.number)
+
+
+def integrity(store: Store) -> str:
+    return store.database.write_now(
+        lambda connection: connection.exec_driver_sql("PRAGMA integrity_check").scalar_one()
+    )
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(100, marks=pytest.mark.soak)])
+def test_acknowledged_operations_survive_kills_at_random_moments(tmp_path: Path, run: Run, rounds: int) -> None:
+    chance = random.Random(rounds)
+    said: list[list[str]] = []
+    for round_ in range(rounds):
+        said += killed(tmp_path, round_ * 10_000, chance.uniform(0.0, 0.4))
+        if rounds <= 3 or round_ % 10 == 9:
+            store = open_store(tmp_path)
+            assert integrity(store) == "ok"
+            check(store, run, said)
+            store.close()
+    assert len(said) > rounds
+
+
+@pytest.mark.parametrize(
+    "name", ["store.before_commit", "store.after_commit", "blob.before_rename", "blob.after_rename"]
+)
+@pytest.mark.parametrize("visit", [25, pytest.param(100, marks=pytest.mark.soak)])
+def test_acknowledged_operations_survive_a_kill_at_each_failpoint(
+    tmp_path: Path, run: Run, name: str, visit: int
+) -> None:
+    said = killed(tmp_path, 0, 0.0, f"{name}:{visit}")
+    store = open_store(tmp_path)
+    check(store, run, said)
+    named = run(store.retention.payload_files()), run(store.retention.result_files())
+    there = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("payloads", "results")]
+    assert all(names <= files for names, files in zip(named, there, strict=True))
+    store.close()

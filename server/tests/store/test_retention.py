@@ -1,0 +1,152 @@
+"""What is over goes, what may still be wanted stays, and the database file does not grow for ever."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, text
+
+from twinkle_server.errors import Gone, NotFound
+from twinkle_server.ids import CheckpointPath
+from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
+from twinkle_server.payloads import Create, Sample, Save
+from twinkle_server.store import Store, samplers
+from twinkle_server.store.records import Checkpoint, Model, Sampler
+
+Run = Callable[[Awaitable[Any]], Any]
+START = 1_000_000.0
+DAY = 86_400.0
+LANE = "ada-s:train:0"
+
+
+@pytest.fixture
+def model(run: Run, store: Store, a_model: Callable[[], Awaitable[tuple[Model, Operation]]]) -> Model:
+    made, operation = run(a_model())
+    run(store.journal.finish([Outcome(operation.id, b"{}")]))
+    run(store.models.set_status("ada", made.id, "live", START))
+    return made
+
+
+async def done(store: Store, number: int, payload: bytes = b"payload", result: bytes = b"result", **more: Any) -> str:
+    submission = Submission(
+        **{"tenant": "ada", "lane": LANE, "kind": "optim_step", **more, "payload": payload, "number": number}
+    )
+    accepted, operation = await store.journal.submit(submission)
+    await store.journal.finish([Outcome(operation.id, result)])
+    return accepted.request
+
+
+def at(store: Store, time: float) -> None:
+    """Let everything that is over have ended at a time."""
+    change = text("UPDATE operations SET finished = :time WHERE finished IS NOT NULL")
+    store.database.write_now(lambda connection: connection.execute(change, {"time": time}).rowcount)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_result_that_nobody_read_is_kept_a_day(store: Store, run: Run, model: Model, size: int) -> None:
+    request = run(done(store, 1, result=b"r" * size))
+    at(store, START)
+    assert run(store.retention.purge(START + DAY - 1)).results == 0
+    assert run(store.retention.purge(START + DAY + 1)).results == 2  # the model's creation, too
+    assert list((store.data / "results").iterdir()) == []
+    with pytest.raises(Gone, match="no longer kept"):
+        run(store.journal.future(request, "ada"))
+
+
+def test_a_result_that_was_read_is_kept_ten_minutes(store: Store, run: Run, model: Model) -> None:
+    read, unread = run(done(store, 1)), run(done(store, 2))
+    run(store.journal.future(read, "ada"))
+    now = max(store.journal.reads.values())
+    assert run(store.retention.purge(now + 599)).results == 0
+    assert run(store.journal.future(read, "ada")).result == b"result"
+    assert run(store.retention.purge(now + 601)).results == 1
+    with pytest.raises(Gone):
+        run(store.journal.future(read, "ada"))
+    assert run(store.journal.future(unread, "ada")).result == b"result"
+
+
+def test_a_pending_operation_is_kept_for_ever(store: Store, run: Run, model: Model) -> None:
+    accepted, operation = run(store.journal.submit(Submission("ada", LANE, "optim_step", b"{}", 1)))
+    run(store.retention.purge(START * 10_000))
+    assert run(store.journal.future(accepted.request, "ada")).status == "pending"
+    assert run(store.journal.payload(operation.id)) == b"{}"
+
+
+def test_rows_go_after_a_week_when_no_replay_can_want_them(store: Store, run: Run, model: Model) -> None:
+    requests = [run(done(store, number)) for number in range(1, 5)]
+    sampled = run(done(store, 0, kind="sample", lane="ada-s:sample:0"))
+    run(store.journal.snapshotted(Snapshot(LANE, 2, "snapshots/a", "d", 1)))
+    at(store, START)
+    gone = run(store.retention.purge(START + 7 * DAY + 1))
+    assert gone.operations == 4  # 0 to 2 of the model, and the sample
+    assert [each.number for each in run(store.journal.after(LANE, -1))] == [3, 4]
+    for request in (requests[0], sampled):
+        with pytest.raises(Gone):
+            run(store.journal.future(request, "ada"))
+        with pytest.raises(NotFound):
+            run(store.journal.future(request, "eve"))
+    with pytest.raises(Gone, match=r"number 1 .* used long ago"):
+        run(done(store, 1))
+    assert run(store.journal.frontier(LANE)) == 5
+
+
+def test_payloads_of_a_model_that_is_gone_go(store: Store, run: Run, model: Model) -> None:
+    for number in (1, 2):
+        run(done(store, number, payload=b"p" * (100_000 if number == 1 else 10)))
+    assert run(store.retention.purge(START)).payloads == 0
+    run(store.models.set_status("ada", LANE, "gone", START))
+    assert run(store.retention.purge(START)).payloads == 3
+    assert list((store.data / "payloads").iterdir()) == []
+
+
+def test_every_folder_that_something_needs_is_known(store: Store, run: Run, model: Model) -> None:
+    def path(name: str) -> str:
+        return f"checkpoints/{name}"
+
+    for name, more in (("live", {}), ("deleted", {}), ("published", {"public": True})):
+        made = Checkpoint("ada", LANE, "weights", name, path(name), 1, "d", "base", 8, START, **more)
+        run(store.checkpoints.create(made))
+    run(store.checkpoints.delete("ada", CheckpointPath(LANE, "weights", "deleted"), START))
+    open_one = Sampler("ada-s:sample:0", "ada", "ada-s", 0, "base", START, folder=path("sampler"))
+    run(store.database.write(lambda connection: samplers.add(connection, open_one)))
+    run(store.journal.snapshotted(Snapshot(LANE, 0, "snapshots/a", "d", 1)))
+    source = Create(rank=8, seed=1, source=path("source")).dump()
+    run(done(store, 0, payload=source, kind="create", lane="ada-s:train:1"))
+    save = Save(path("saving"), "weights").dump()
+    run(store.journal.submit(Submission("ada", LANE, "save", save, 1)))
+    run(done(store, 2, payload=Save(path("saved"), "weights").dump(), kind="save"))
+    sample = Sample([1], source=path("sampling")).dump()
+    run(store.journal.submit(Submission("ada", "ada-s:sample:0", "sample", sample, 0)))
+    run(done(store, 1, payload=Sample([1], source=path("sampled")).dump(), kind="sample", lane="ada-s:sample:0"))
+    expected = {path(name) for name in ("live", "published", "sampler", "source", "saving", "sampling")}
+    assert run(store.retention.referenced()) == expected | {"snapshots/a"}
+    run(store.samplers.end("ada", "ada-s", START))
+    assert run(store.retention.referenced()) == (expected | {"snapshots/a"}) - {path("sampler")}
+
+
+@pytest.mark.parametrize("operations", [5_000, pytest.param(50_000, marks=pytest.mark.soak)])
+def test_the_database_stays_bounded(store: Store, run: Run, model: Model, operations: int) -> None:
+    lanes, payload = 50, b"p" * 2000
+
+    async def some(first: int, count: int) -> None:
+        async def lane(index: int) -> None:
+            for number in range(first, first + count):
+                await done(store, number, payload, payload, kind="sample", lane=f"lane{index}")
+
+        await asyncio.gather(*(lane(index) for index in range(lanes)))
+
+    def size(connection: Connection) -> int:
+        return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) * 4096
+
+    sizes = []
+    per_round = operations // lanes // 5
+    for round_ in range(5):
+        run(some(round_ * per_round, per_round))
+        at(store, START)
+        purged = run(store.retention.purge(START + 8 * DAY))
+        sizes.append(store.database.write_now(size))
+        assert purged.operations >= lanes * per_round
+    assert max(sizes) < 4 * 2**20
+    assert sizes[-1] <= sizes[0] + 64 * 1024
+    assert (store.data / "twinkle.db-wal").stat().st_size <= 64 * 2**20
