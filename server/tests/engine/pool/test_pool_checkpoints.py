@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from server_pool import datum
+from server_pool import Bench, datum
 from server_reference import Reference
 
+from twinkle.testing import tiny_model
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Create, Load, Save
 
@@ -99,6 +100,21 @@ def test_external_weights_load_in_peft_and_give_the_same_logprobs(bench, switche
     [found], _ = bench.run("a", [(tokens, inputs)], forward=True)
     other = Reference(bench.base, bench.save("a"))
     assert found == pytest.approx(other.logps(tokens, inputs["target_tokens"]).detach().numpy(), abs=1e-4)
+
+
+def test_external_weights_of_a_model_whose_head_is_its_embedding(tmp_path):
+    base = tiny_model(tmp_path / "tied", "qwen3", initializer_range=0.1, tie_word_embeddings=True)
+    bench = Bench(base, tmp_path)
+    bench.create("a", rank=8)
+    bench.shake("a")
+    tokens, inputs = datum(15, 3)
+    [found], _ = bench.run("a", [(tokens, inputs)], forward=True)
+    folder = bench.save("a")
+    other = Reference(base, folder)
+    assert found == pytest.approx(other.logps(tokens, inputs["target_tokens"]).detach().numpy(), abs=1e-4)
+    _, prompt = bench.sample(tokens, folder, max_tokens=1, prompt_logprobs=True)
+    assert prompt.logprobs[1:] == pytest.approx(other.scores(tokens).numpy(), abs=1e-4)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
 
 
 def test_weights_without_an_optimizer_may_begin_a_model_but_not_with_one(trained):

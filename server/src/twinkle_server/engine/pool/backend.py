@@ -49,8 +49,9 @@ class PoolBackend:
         )
         self._lanes = Lanes(self.model)
         self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary)
-        self._checkpoints = Checkpoints(self.model, self._lanes, options.model)
-        self._sampling = Sampling(self.model, self._info, options.extra.get("sampler", {}))
+        self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
+        together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
+        self._sampling = Sampling(self.model, self._info, together | dict(options.extra.get("sampler", {})))
 
     def describe(self) -> ModelInfo:
         """Return what the base model is."""
