@@ -42,9 +42,9 @@ def serve(settings: Settings) -> int:
     """
     import uvloop
 
-    logs.configure()
     check(settings)
     settings = resolve(settings)
+    logs.configure()
     _raise_file_limit()
     with listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, listener))

@@ -1,0 +1,183 @@
+"""The command, the keys and the status of a service that runs."""
+
+import contextlib
+import json
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from twinkle.errors import ConfigError, ModelLoadError, OutputError
+from twinkle_server.cli.serve import main as serve
+from twinkle_server.cli.server import main as server
+
+from .conftest import KEY, READY, Process
+
+
+def run(*arguments: str) -> str:
+    """Run `twinkle server ...`, demand success, and return what it wrote."""
+    result = CliRunner().invoke(server, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def status_of(client: httpx.Client) -> int:
+    return client.get("/api/v1/get_server_capabilities").status_code
+
+
+def test_the_first_start_shows_one_key_and_one_line(service: Process) -> None:
+    assert len(KEY.findall(service.said)) == 1
+    assert len(READY.findall(service.said)) == 1
+    assert len(service.said.splitlines()) == 2
+    with service.client() as client:
+        models = client.get("/api/v1/get_server_capabilities").json()["supported_models"]
+    assert models[0]["model_name"] == "ledger/model"
+
+
+def test_strangers_get_401_everywhere_but_at_the_probes(service: Process) -> None:
+    with httpx.Client(base_url=service.url, trust_env=False) as stranger:
+        for path in ("/api/v1/create_session", "/api/v1/none", "/none", "/api/v1/forward_backward"):
+            answer = stranger.post(path, content=b"x")
+            assert answer.status_code == 401
+            assert answer.json()["detail"]
+        for path in ("/healthz", "/readyz", "/api/v1/healthz"):
+            assert stranger.get(path).status_code == 200
+
+
+def test_keys_made_and_revoked_while_it_runs_count_at_once(service: Process) -> None:
+    key = run("keys", "create", "alice", "--data", str(service.data)).strip()
+    assert KEY.fullmatch(key)
+    with service.client(key) as alice, service.client() as operator:
+        assert status_of(alice) == 200
+        shown = run("keys", "list", "--data", str(service.data))
+        assert "alice  user  tenant alice" in shown
+        assert key not in shown
+        run("keys", "revoke", "alice", "--data", str(service.data))
+        end = time.monotonic() + 20
+        while status_of(alice) == 200 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert status_of(alice) == 401
+        assert status_of(operator) == 200
+    assert "alice" not in run("keys", "list", "--data", str(service.data))
+    assert "revoked" in run("keys", "list", "--all", "--data", str(service.data))
+
+
+def test_quotas_of_a_key_hold(service: Process) -> None:
+    arguments = ["--adapters", "1", "--tokens-per-second", "50", "--json"]
+    made = json.loads(run("keys", "create", "small", "--data", str(service.data), *arguments))
+    with service.client(made["key"]) as client:
+        session = client.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
+        body = {
+            "session_id": session.json()["session_id"],
+            "base_model": "ledger/model",
+            "lora_config": {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True},
+        }
+        first = client.post("/api/v1/create_model", json={**body, "model_seq_id": 0})
+        assert first.status_code == 200
+        second = client.post("/api/v1/create_model", json={**body, "model_seq_id": 1})
+        assert second.status_code == 403
+        assert "1 is this key's limit" in second.json()["detail"]
+        again = client.post("/api/v1/create_model", json={**body, "model_seq_id": 0})
+        assert (again.status_code, again.json()) == (200, first.json())
+
+
+def test_status_asks_the_server(service: Process) -> None:
+    said = json.loads(run("status", "--data", str(service.data), "--json"))
+    assert said["running"] is True
+    assert said["url"] == service.url
+    assert said["model"] == "ledger/model"
+    assert said["engine"] == "up"
+    shown = run("status", "--data", str(service.data))
+    assert shown.startswith(f"serves ledger/model at {service.url} (pid ")
+
+
+def test_figures_are_there(service: Process) -> None:
+    with httpx.Client(base_url=service.url, trust_env=False) as client:
+        text = client.get("/metrics").text
+    for name in ("operations_total", "queue_age_seconds", "pass_seconds", "swaps_total", "replays_total", "body_bytes"):
+        assert f"# TYPE twinkle_{name.removesuffix('_total')}" in text
+
+
+def test_what_changes_something_is_in_the_audit(service: Process) -> None:
+    with service.client() as client:
+        client.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
+        end = time.monotonic() + 10
+        events: list[str] = []
+        while "session.create" not in events and time.monotonic() < end:
+            answer = client.get("/api/v1/audit", params={"event_type": "all"})
+            events = [entry["event"] for entry in answer.json()["entries"]]
+    assert {"session.create", "key.create"} <= set(events)
+
+
+def test_neither_process_has_torch(service: Process) -> None:
+    assert service.process is not None
+    for pid in (service.process.pid, service.engine()):
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_sigterm_ends_it_well_and_the_next_start_shows_no_key(tmp_path: Path) -> None:
+    process = Process(tmp_path / "data").start()
+    key = process.key
+    assert process.stop() == 0
+    assert not (process.data / "server.json").exists()
+    assert run("status", "--data", str(process.data)).startswith("no server runs here")
+    try:
+        process.start()
+        assert len(process.said.splitlines()) == 1
+        with process.client(key) as client:
+            assert status_of(client) == 200
+    finally:
+        assert process.stop() == 0
+
+
+def refused(tmp_path: Path, *arguments: str, data: Path | None = None) -> Exception:
+    """Return the error with which `twinkle serve` ends."""
+    result = CliRunner().invoke(serve, ["--data", str(data or tmp_path / "data"), "--port", "0", *arguments])
+    assert isinstance(result.exception, Exception), result.output
+    return result.exception
+
+
+def test_nobody_is_served_without_keys_but_this_machine(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        error = refused(tmp_path, "m", "--backend", "ledger", "--no-auth", "--host", host)
+        assert isinstance(error, ConfigError)
+        assert "--no-auth" in str(error)
+    assert not (tmp_path / "data").exists()
+
+
+def test_what_cannot_be_served_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    missing = refused(tmp_path, str(tmp_path / "none"))
+    assert isinstance(missing, ModelLoadError)
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        error = refused(tmp_path, "m", "--backend", "ledger", "--port", str(taken.getsockname()[1]))
+        assert isinstance(error, OutputError)
+        assert "--port 0" in str(error)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    error = refused(tmp_path, "m", "--backend", "ledger", data=tmp_path)
+    assert isinstance(error, ConfigError)
+    assert "thesis.tex" in str(error)
+
+
+def test_one_directory_is_served_once(service: Process) -> None:
+    error = refused(service.data, "m", "--backend", "ledger", data=service.data)
+    assert isinstance(error, ConfigError)
+    assert str(service.process and service.process.pid) in str(error)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("keys", "revoke", "nobody"), ("keys", "create", "a/b"), ("keys", "create", "operator")]
+)
+def test_what_a_command_cannot_do_it_says(service: Process, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        run(*arguments, "--data", str(service.data))
