@@ -16,14 +16,18 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def collected() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     for name in ("TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_PROJECT_ID", "TINKER_TAGS"):
         monkeypatch.delenv(name, raising=False)
-    yield
-    gc.collect()
 
 
 @pytest.fixture

@@ -115,5 +115,5 @@ def house_of(request: Request) -> House:
 
 
 def now() -> float:
-    """Return the time in UTC seconds."""
-    return time.time()
+    """Return the time in UTC seconds, with as many digits as clients are told: a cursor that comes back is the same."""
+    return round(time.time(), 6)
