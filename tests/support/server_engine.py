@@ -150,9 +150,10 @@ def engine(data: Path, *, environment: dict[str, str] | None = None, **more: Any
         environment: of the process.
         more: `extra` (the ledger's `Chaos`), `snapshot_steps`, `max_pass_seconds`; `snapshot` (seconds).
     """
+    backend = more.pop("backend", "ledger")
     times = Times(snapshot=more.pop("snapshot", 3600.0))
     data.mkdir(exist_ok=True)
-    made = Engine(Settings(model="base", data=data, backend="ledger", times=times, **more), environment)
+    made = Engine(Settings(model=more.pop("model", "base"), data=data, backend=backend, times=times, **more), environment)
     try:
         made.wait(messages.READY)
         yield made

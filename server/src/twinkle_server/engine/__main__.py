@@ -4,6 +4,7 @@ import ctypes
 import logging
 import signal
 import sys
+from dataclasses import replace
 
 from twinkle_server.engine.backend import Backend, BackendOptions
 from twinkle_server.engine.host import Host
@@ -40,7 +41,8 @@ def make_backend(settings: Settings) -> Backend:
     if settings.backend == "pool":
         from twinkle_server.engine.pool.backend import PoolBackend  # imports torch
 
-        return PoolBackend(options)
+        extra = {"max_pass_seconds": settings.max_pass_seconds, **settings.extra}
+        return PoolBackend(replace(options, extra=extra))
     raise ValueError(f"there is no backend {settings.backend!r}; there are 'pool' and 'ledger'")
 
 

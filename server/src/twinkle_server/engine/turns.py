@@ -1,6 +1,7 @@
 """Turns of the engine: what the scheduler chose is done by the backend, and told to the service."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -211,7 +212,7 @@ class Turns:
                 return
             results = [error]
         for (task, _), result in zip(steps, results, strict=True):
-            self._end(task, result if isinstance(result, Exception) else orjson.dumps({"metrics": dict(result)}))
+            self._end(task, result if isinstance(result, Exception) else _metrics(result))
 
     def _barrier(self, task: Task) -> None:
         try:
@@ -272,3 +273,8 @@ class Turns:
             "operations": len(tasks),
         }
         self._report(Message(messages.PASSED, head))
+
+
+def _metrics(found: Mapping[str, float]) -> bytes:
+    """Write an optimizer step's metrics; JSON has no word for those that are not finite, and clients expect numbers."""
+    return orjson.dumps({"metrics": {name: value for name, value in found.items() if math.isfinite(value)}})
