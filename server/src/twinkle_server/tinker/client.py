@@ -14,7 +14,9 @@ async def get_server_capabilities(request: Request) -> Response:
     """Return the models that are served."""
     caller(request)
     info = house_of(request).service.info
-    model = {"model_name": info.name, "max_context_length": info.context, "trainable": True, "sampleable": True}
+    model = {"model_name": info.name, "trainable": True, "sampleable": True}
+    if info.context:  # the engine has told
+        model["max_context_length"] = info.context
     return answer({"supported_models": [model]})
 
 

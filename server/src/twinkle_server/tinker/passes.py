@@ -35,7 +35,7 @@ class PassBody:
 
     Attributes:
         model: its id.
-        number: in the lane; None takes the next one.
+        number: in the lane.
         payload: the bytes of a `ForwardBackwardRequest`.
         tokens: that it costs.
         forward_only: whether gradients stay as they are.
@@ -43,7 +43,7 @@ class PassBody:
     """
 
     model: str
-    number: int | None
+    number: int
     payload: bytes
     tokens: int = 0
     forward_only: bool = False
@@ -80,8 +80,6 @@ async def _submit(house: House, tenant: str, taken: PassBody, lane: str) -> Resp
         tokens=taken.tokens,
         refusal=taken.refusal,
     )
-    if taken.number is None:
-        return promise(await house.service.submit_next(submission), model_id=lane)
     return promise(await house.service.submit(submission), model_id=lane)
 
 
@@ -108,7 +106,7 @@ def _from_protobuf(data: bytes, limits: Limits) -> PassBody:
         raise BadRequest(f"the body cannot be read: {error}") from error
     if not message.model_id:
         raise BadRequest("the body says no model_id")
-    return _measured(message, message.seq_id, data, limits)
+    return _measured(message, _checked(message.seq_id), data, limits)
 
 
 def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
@@ -118,9 +116,7 @@ def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_id"), str) or not fields["model_id"]:
         raise Unprocessable("the body says no model_id")
-    number = fields.get("seq_id")
-    if number is not None:
-        _check_number(number)
+    number = _checked(fields.get("seq_id"))
     from twinkle_server.wire.json_bodies import pass_message
 
     try:
@@ -132,9 +128,7 @@ def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
     return _measured(message, number, message.SerializeToString(deterministic=True), limits)
 
 
-def _measured(message: Any, number: int | None, payload: bytes, limits: Limits) -> PassBody:
-    if number is not None:
-        _check_number(number)
+def _measured(message: Any, number: int, payload: bytes, limits: Limits) -> PassBody:
     from twinkle_server.wire.codec import datum_length
 
     tokens = sum(map(datum_length, message.data))
@@ -151,9 +145,10 @@ def _measured(message: Any, number: int | None, payload: bytes, limits: Limits) 
     return PassBody(message.model_id, number, payload, tokens, message.forward_only, refusal)
 
 
-def _check_number(number: Any) -> None:
+def _checked(number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number not in _NUMBERS:
         raise Unprocessable(f"seq_id is {str(number)[:40]}; numbers of a model's operations begin at 1")
+    return number
 
 
 def _mark(data: bytes) -> bytes:

@@ -33,15 +33,15 @@ def check_sample(sample: Sample, context: int) -> int:
 
     Args:
         sample: the request, prompt included.
-        context: tokens that prompt and sequence may have together.
+        context: tokens that prompt and sequence may have together; 0 while nobody knows, and then the engine checks it.
 
     Raises:
         ValueError: an option is none that sampling can have; the message names it.
     """
     _check_params(sample)
     prompt = len(sample.tokens)
-    longest = sample.max_tokens if sample.max_tokens is not None else context - prompt
-    if longest < 1 or prompt + longest > context:
+    longest = sample.max_tokens if sample.max_tokens is not None else max(context, prompt + 1) - prompt
+    if context and prompt + longest > context:
         raise ValueError(
             f"the prompt has {prompt} tokens and max_tokens is {sample.max_tokens}; the model's context is {context}"
         )

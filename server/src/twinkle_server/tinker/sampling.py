@@ -54,7 +54,7 @@ class SampleBody(Body):
     sampling_params: SamplingParams = SamplingParams()
     num_samples: int = 1
     sampling_session_id: Text | None = None
-    seq_id: Number | None = None
+    seq_id: Number
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=2**20)] = 0
@@ -117,10 +117,7 @@ async def asample(request: Request) -> Response:
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")
     submission = _submission(house, who, sampler, body)
-    if submission.number is None:
-        accepted = await house.service.submit_next(submission)
-    else:
-        accepted = await house.service.submit(submission)
+    accepted = await house.service.submit(submission)
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
     return promise(accepted, sample_sequence_ids=sequences)
 

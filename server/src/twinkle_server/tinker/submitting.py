@@ -25,11 +25,11 @@ class Numbered(Body):
 
     Attributes:
         model_id: the lane.
-        seq_id: the number in it; None takes the next one.
+        seq_id: the number in it. Without one a repeated request could not be told from another.
     """
 
     model_id: Text
-    seq_id: Positive | None = None
+    seq_id: Positive
 
 
 class Payload(Protocol):
@@ -76,7 +76,7 @@ async def submit_body(
         model = await model_lane(house, who, head.model_id)
         asked = hashlib.sha256(data).digest()
         refused = Submission(who.tenant, model.id, kind, b"{}", head.seq_id, refusal=error.message, asked=asked)
-        return promise(await _submitted(house, refused), model_id=model.id)
+        return promise(await house.service.submit(refused), model_id=model.id)
     model = await model_lane(house, who, body.model_id)
     accepted = await submit(house, who, model.id, body.seq_id, kind, body, lambda: make(house, who, model, body))
     return promise(accepted, model_id=model.id)
@@ -86,7 +86,7 @@ async def submit(
     house: House,
     who: Caller,
     lane: str,
-    number: int | None,
+    number: int,
     kind: Kind,
     body: Body,
     payload: Callable[[], Awaitable[Payload]],
@@ -98,7 +98,7 @@ async def submit(
         house: see there.
         who: asks.
         lane: of a model of theirs.
-        number: in the lane; None takes the next one.
+        number: in the lane.
         kind: of the operation.
         body: of the request; all that it says tells a repeated request from another one.
         payload: makes the payload; what it raises for good fails the operation, and not the request, so that the
@@ -111,20 +111,12 @@ async def submit(
     except PERMANENT as error:
         refusal = error.message
     asked = body.model_dump_json().encode()
-    return await _submitted(house, Submission(who.tenant, lane, kind, data, number, refusal=refusal, asked=asked), also)
-
-
-async def _submitted(house: House, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
-    if submission.number is None:
-        return await house.service.submit_next(submission)
+    submission = Submission(who.tenant, lane, kind, data, number, refusal=refusal, asked=asked)
     return await house.service.submit(submission, also)
 
 
 def _head(data: bytes, error: Unprocessable) -> Numbered:
     try:
-        head = parse(data, Numbered)
+        return parse(data, Numbered)
     except Unprocessable:
         raise error from None
-    if head.seq_id is None:
-        raise error
-    return head
