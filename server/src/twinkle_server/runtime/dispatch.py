@@ -197,6 +197,8 @@ class Dispatcher:
             pump.cancel()
         if pumps:
             await asyncio.wait(pumps)
+        for track in self.tracks.values():
+            track.pump = None  # one that was cancelled before its first step did not say so itself
         counted = [number for number in blamed if number in self.flights and not self.flights[number].replay]
         if counted:
             self._outcomes.then(lambda: self._journal.blame(sorted(counted)))

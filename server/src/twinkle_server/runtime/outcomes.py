@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from twinkle_server.errors import Busy
+from twinkle_server.failpoints import reach
 from twinkle_server.operations import Operation, Outcome
 from twinkle_server.runtime.ports import Journal
 from twinkle_server.store.faults import LeaseLost
@@ -98,8 +99,10 @@ class Outcomes:
         if written is None:
             await self._one_by_one(batch)
             return
+        reach("outcomes.before_told")
         for (operation, _), outcome in zip(batch, written, strict=True):
             self._written(operation, outcome)
+        reach("outcomes.after_told")
 
     async def _one_by_one(self, batch: list[Entry]) -> None:
         for operation, outcome in batch:

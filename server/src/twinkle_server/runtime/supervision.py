@@ -14,7 +14,8 @@ from twinkle_server.runtime.link import LinkClosed
 from twinkle_server.settings import Times
 
 _log = logging.getLogger(__name__)
-_PAUSES = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+PAUSES = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds before an engine is started again, by how often it died of late."""
 _STEADY = 60.0  # seconds after which an engine's death is not counted with the ones before
 StartChild = Callable[[bool], Awaitable[Child]]
 
@@ -109,7 +110,7 @@ class Supervisor:
             await self._live(first=self.restarts == 0)
             deaths = 1 if time.monotonic() - begin > _STEADY else deaths + 1
             self.restarts += 1
-            await asyncio.sleep(_PAUSES[min(deaths - 1, len(_PAUSES) - 1)])
+            await asyncio.sleep(PAUSES[min(deaths - 1, len(PAUSES) - 1)])
 
     async def _live(self, first: bool) -> None:
         """Run one engine from its start to its end."""
