@@ -1,6 +1,6 @@
 """From a pass's message to rows of the model and arguments of the loss; what is wrong is said with key and numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,13 +49,14 @@ def read_request(payload: bytes) -> pb.ForwardBackwardRequest:
         raise UserError(str(error)) from error
 
 
-def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int) -> Rows:
+def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int, takes: Sequence[str]) -> Rows:
     """Return the rows of a request, checked.
 
     Args:
         request: what was sent.
         context: tokens that a row may have.
         vocabulary: number of token ids.
+        takes: names of the inputs that the loss takes, for errors.
 
     Raises:
         UserError: there are none, or one cannot be used; says which datum, which key, and the numbers.
@@ -81,7 +82,8 @@ def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int)
         if keys is not None and inputs.keys() != keys:
             odd = sorted(inputs.keys() ^ keys)[0]
             raise UserError(
-                f"{where}: some datums have the loss_fn_input {odd!r} and others not; give it to all or none"
+                f"{where}: some datums have the loss_fn_input {odd!r} and others not; give all the same "
+                f"(loss_fn {request.loss_fn!r} takes {', '.join(takes)})"
             )
         keys = set(inputs)
         _add(rows, where, tokens, inputs, vocabulary)

@@ -12,7 +12,7 @@ from twinkle import registry
 from twinkle.errors import ArgumentError
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.backend import UserError
-from twinkle_server.engine.pool.data import WIRE_NAMES, Rows
+from twinkle_server.engine.pool.data import TARGETS, WEIGHTS, WIRE_NAMES, Rows
 from twinkle_server.wire.codec import Array
 
 PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -37,13 +37,12 @@ class Losses:
         specs = self._specs
         return (*(name for name in PUBLISHED if name in specs), *sorted(specs.keys() - set(PUBLISHED)))
 
-    def build(self, name: str, config: Mapping[str, float | str], rows: Rows) -> Any:
+    def build(self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows) -> Any:
         """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
 
         Raises:
-            UserError: there is none of this name, an option is wrong, or an input is missing, unknown or misshapen.
+            UserError: an option is wrong, or an input is missing, unknown or misshapen.
         """
-        spec = self._find(name)
         _check_inputs(spec, rows)
         options = _options(spec, config)
         try:
@@ -54,7 +53,7 @@ class Losses:
                 else _function(spec, found, options)
             )
         except ArgumentError as error:
-            raise UserError(f"loss_fn {name!r}: loss_fn_config: {error}") from error
+            raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
         _check_missing(spec, loss, rows)
         if isinstance(found, type):
             loss.skips_weight_zero = False  # clients are promised the log-probability of every target
@@ -70,7 +69,12 @@ class Losses:
                 found[name] = safe[0]
         return found
 
-    def _find(self, name: str) -> ComponentSpec:
+    def find(self, name: str) -> ComponentSpec:
+        """Return the loss that a request names.
+
+        Raises:
+            UserError: there is none; says what there is.
+        """
         specs = self._specs
         if name in specs:
             return specs[name]
@@ -105,14 +109,17 @@ def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str
 
 
 def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
-    declared = {WIRE_NAMES.get(name, name): (name, kind) for name, kind in spec.inputs.items()}
     for name, arrays in rows.inputs.items():
         wire = WIRE_NAMES.get(name, name)
         if name not in spec.inputs:
-            takes = ", ".join(["target_tokens", "weights", *declared])
-            raise UserError(f"loss_fn {spec.name!r} has no loss_fn_input {wire!r}; it takes {takes}")
+            raise UserError(f"loss_fn {spec.name!r} has no loss_fn_input {wire!r}; it takes {', '.join(takes(spec))}")
         for number, array in enumerate(arrays):
             _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
+
+
+def takes(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs of a loss, as the wire calls them."""
+    return (TARGETS, WEIGHTS, *(WIRE_NAMES.get(name, name) for name in spec.inputs))
 
 
 def _check_missing(spec: ComponentSpec, loss: Any, rows: Rows) -> None:

@@ -10,7 +10,7 @@ from twinkle_server.engine.backend import Cost, Pass, UserError
 from twinkle_server.engine.pool import data
 from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.lanes import Lanes
-from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.engine.pool.losses import Losses, takes
 from twinkle_server.payloads import OptimStep
 from twinkle_server.wire import codec
 
@@ -91,12 +91,13 @@ class Training:
     def _read(self, item: Pass) -> tuple[Operation, data.Rows]:
         lane = self._lanes[item.lane]
         request = data.read_request(item.payload)
-        rows = data.read_rows(request, self._context, self._vocabulary)
+        spec = self._losses.find(request.loss_fn)
+        rows = data.read_rows(request, self._context, self._vocabulary, takes(spec))
         try:
             config = codec.loss_config(request)
         except ValueError as error:
             raise UserError(str(error)) from error
-        loss = self._losses.build(request.loss_fn, config, rows)
+        loss = self._losses.build(spec, config, rows)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows
