@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 from twinkle.errors import ConfigError
 from twinkle_server.errors import ServiceError
+from twinkle_server.store.faults import StoreError
 
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Turn an error that the service would answer with into one that the command line shows as a message."""
+    """Turn an error of the service into one that the command line shows as a message."""
     try:
         yield
-    except ServiceError as error:
-        raise ConfigError(error.message) from error
+    except (ServiceError, StoreError) as error:
+        raise ConfigError(str(error)) from error
