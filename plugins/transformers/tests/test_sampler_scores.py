@@ -102,7 +102,7 @@ def test_targets_are_scored_where_they_are_asked_for(sampler: Any, table_of: Any
 
 
 def test_targets_that_ask_nothing_are_answered_with_nothing(sampler: Any) -> None:
-    for targets, wanted in (([[-1, -1]] * 3, [[None, None]] * 3), ([], [])):
+    for targets, wanted in (([[-1, -1]] * 3, [[None, None]] * 3), ([], []), ([[]] * 2, [[]] * 2)):
         (response,) = sampler.sample(rows([PROMPT]), {"max_tokens": 1, "prompt_targets": targets})
         assert response.prompt_target_logprobs == wanted
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from twinkle.data_format import SamplingParams
 from twinkle.errors import DataError
-from twinkle_transformers.drawing import draw_several, log_probs, most_probable, noise_of
+from twinkle.torch.noise import uniform
+from twinkle_transformers.drawing import draw_several, log_probs, most_probable
 
 _NOTHING = -1
 
@@ -134,16 +135,18 @@ class PromptScores:
     def _write_draws(self, rows: range, logits: Tensor, table: Tensor, seed: int | Sequence[int], row: int) -> None:
         if self.draws is None or not rows:
             return
-        count = self.params.prompt_draws
-        noise = [[noise_of(_first(seed), row, -1 - n, place + 1) for n in range(count)] for place in rows]
-        tokens = draw_several(logits, torch.tensor(noise, dtype=torch.float64), temperature=self.params.temperature)
+        noise = _noise(seed if isinstance(seed, int) else seed[0], row, rows, self.params.prompt_draws)
+        tokens = draw_several(logits, noise, temperature=self.params.temperature)
         scores = table.gather(-1, tokens)
         for place, ids, values in zip(rows, tokens.tolist(), scores.tolist(), strict=True):
             self.draws[place] = list(zip(ids, values, strict=True))
 
 
-def _first(seed: int | Sequence[int]) -> int:
-    return seed if isinstance(seed, int) else seed[0]
+def _noise(seed: int, row: int, places: range, count: int) -> Tensor:
+    """Return float64 `[places, count]` in [0, 1) with 48 random bits, functions of seed, row, place and column."""
+    index = torch.arange(places.start, places.stop)[:, None] * 2**32 + torch.arange(count)
+    high, low = (uniform(seed, (row, half), index).double() for half in range(2))
+    return high + low * 2.0**-24
 
 
 def _cut(rows: range, bounds: range) -> range:
@@ -156,8 +159,8 @@ def _table(targets: Any, row: int, length: int, vocabulary: int) -> Tensor:
         table = torch.as_tensor(targets)
     except (TypeError, ValueError) as error:
         raise DataError(f"row {row}: prompt_targets are no table of token ids [N, K] ({error})") from error
-    if table.ndim == 1 and not len(table):
-        table = table.reshape(0, 0).long()
+    if not table.numel():  # of which torch takes the type for float
+        table = table.long() if table.ndim == 2 else table.long().reshape(0, 0)
     if table.ndim != 2 or table.is_floating_point() or len(table) > length:
         raise DataError(
             f"row {row}: prompt_targets have the shape {list(table.shape)} and the type {table.dtype}, the prompt "

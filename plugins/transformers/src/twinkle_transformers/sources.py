@@ -53,6 +53,11 @@ class Source(ABC):
         """The module to call: the Hugging Face model, or PEFT's wrapper around it."""
 
     @property
+    def unchecked(self) -> nn.Module:
+        """The module, for a step of requests for which it was checked: looking at every parameter takes as long."""
+        return self.module
+
+    @property
     @abstractmethod
     def model_id(self) -> str | None:
         """Where the tokenizer is, if that is known."""
@@ -112,7 +117,7 @@ class Source(ABC):
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Let an engine run the base model: as `ready`, with PEFT's layers silent."""
-        module = self.module
+        module = self.unchecked
         with self._lock, evaluating(module), self.without_graph(), self.autocast(), silent(module):
             yield
 
@@ -230,16 +235,22 @@ class SharedModel(Source):
     @property
     def module(self) -> nn.Module:
         """The module to call."""
-        module: Any = self._model if isinstance(self._model, nn.Module) else self._model.model
+        module = self.unchecked
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise Unsupported(
                 "the parameters of this model lie in shards on several ranks, which generation does not gather; "
                 "save it and sample from the folder, or use a mesh without fsdp"
             )
-        while isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
         if not hasattr(module, "get_input_embeddings"):
             raise ArgumentError(f"model holds a {type(module).__name__}, which is no language model of transformers")
+        return module
+
+    @property
+    def unchecked(self) -> nn.Module:
+        """See `Source.unchecked`."""
+        module: Any = self._model if isinstance(self._model, nn.Module) else self._model.model
+        while isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
         return module  # type: ignore[no-any-return]
 
     @property
