@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
+from twinkle_server.failpoints import reach
 from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import sync_folder
 
@@ -38,6 +39,7 @@ def _make(path: Path) -> None:
         file.write(secrets.token_bytes(_SIZE))
         file.flush()
         os.fsync(file.fileno())
+    reach("secret.before_link")
     with contextlib.suppress(FileExistsError):  # another process was faster: its secret holds
         path.hardlink_to(temporary)
     temporary.unlink()
