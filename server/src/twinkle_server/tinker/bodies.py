@@ -1,5 +1,6 @@
 """JSON bodies of requests: read once, checked by a model, defaults filled in, what nobody knows left out."""
 
+import asyncio
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
@@ -7,6 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from twinkle_server.errors import Unprocessable
 
+LARGE = 64 * 2**10
+"""Bytes of JSON that would hold up the loop."""
 B = TypeVar("B", bound="Body")
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -42,7 +45,8 @@ async def read(request: Request, kind: type[B]) -> B:
     Raises:
         Unprocessable: it is no JSON of that form; the message names each field that is wrong.
     """
-    return parse(await request.body(), kind)
+    data = await request.body()
+    return parse(data, kind) if len(data) <= LARGE else await asyncio.to_thread(parse, data, kind)
 
 
 def parse(data: bytes, kind: type[B]) -> B:

@@ -8,14 +8,13 @@ from pydantic import Field
 
 from twinkle_server.operations import Future
 from twinkle_server.tinker.answers import answer, present
-from twinkle_server.tinker.bodies import Body, Number, Text, read, takes
+from twinkle_server.tinker.bodies import LARGE, Body, Number, Text, read, takes
 from twinkle_server.tinker.completions import completions
 from twinkle_server.tinker.house import House, caller, house_of
 
 router = APIRouter()
 PROTOBUF = "application/x-protobuf"
 _LONGEST = 40.0  # seconds; clients give up after 45
-_ON_A_THREAD = 64 * 2**10  # bytes; turning more into JSON would hold up the loop
 _MESSAGES = ("sample", "forward", "forward_backward")
 
 
@@ -108,7 +107,7 @@ async def _as_json(kind: str, result: bytes) -> Response:
 
     write: Any = sample_json if kind == "sample" else pass_json
     try:
-        data = write(result) if len(result) <= _ON_A_THREAD else await asyncio.to_thread(write, result)
+        data = write(result) if len(result) <= LARGE else await asyncio.to_thread(write, result)
     except ValueError as error:
         return _failed(str(error), "user")
     return Response(data, media_type="application/json")

@@ -17,11 +17,13 @@ from twinkle_server.tinker import (
 )
 
 PREFIX = "/api/v1"
+# Routes are tried one after another: what is asked for all the time comes first.
+ROOMS = (futures, passes, updates, sampling, sessions, models, saves, client, runs, copying, accounts)
 
 
 def tinker_routes() -> APIRouter:
     """Return the endpoints of the Tinker protocol."""
     router = APIRouter(prefix=PREFIX)
-    for room in (client, sessions, models, passes, updates, saves, sampling, futures, runs, copying, accounts):
+    for room in ROOMS:
         router.include_router(room.router)
     return router

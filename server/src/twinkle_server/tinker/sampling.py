@@ -1,5 +1,6 @@
 """Sampling sessions, and requests for samples from them."""
 
+import asyncio
 import secrets
 from typing import Annotated, Any
 
@@ -12,8 +13,8 @@ from twinkle_server.operations import Submission
 from twinkle_server.payloads import Sample
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.answers import answer, present, promise
-from twinkle_server.tinker.bodies import Body, Id, Number, Seed, Text, read, takes
-from twinkle_server.tinker.house import Caller, House, caller, house_of, now
+from twinkle_server.tinker.bodies import LARGE, Body, Id, Number, Seed, Text, read, takes
+from twinkle_server.tinker.house import Caller, caller, house_of, now
 from twinkle_server.tinker.models import check_base
 from twinkle_server.tinker.prompts import check_sample, prompt_tokens
 
@@ -116,13 +117,17 @@ async def asample(request: Request) -> Response:
     sampler = await house.sampler(who, body.sampling_session_id)
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")
-    submission = _submission(house, who, sampler, body)
+    context = house.service.info.context
+    if len(await request.body()) <= LARGE:
+        submission = _submission(context, who, sampler, body)
+    else:
+        submission = await asyncio.to_thread(_submission, context, who, sampler, body)
     accepted = await house.service.submit(submission)
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
     return promise(accepted, sample_sequence_ids=sequences)
 
 
-def _submission(house: House, who: Caller, sampler: Sampler, body: SampleBody) -> Submission:
+def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -> Submission:
     params = body.sampling_params
     sample = Sample(
         [],
@@ -145,7 +150,7 @@ def _submission(house: House, who: Caller, sampler: Sampler, body: SampleBody) -
     refusal, cost = None, 0
     try:
         sample.tokens = prompt_tokens(body.prompt)
-        cost = check_sample(sample, house.service.info.context)
+        cost = check_sample(sample, context)
         if body.record_stability_info:
             raise ValueError("record_stability_info is for the loss stable_reinforce, which this service does not have")
     except ValueError as error:
