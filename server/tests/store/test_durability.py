@@ -15,7 +15,7 @@ import pytest
 from twinkle_server.store import Store, open_store
 
 Run = Callable[[Awaitable[Any]], Any]
-LARGE = 100_000
+LARGE = 200_000
 WRITER = """
 import asyncio, os, sys
 from pathlib import Path
@@ -32,7 +32,7 @@ def say(*words):
 
 async def client(lane):
     for number in range(start, start + 10_000):
-        size = 100_000 if number % 5 == 0 else 100
+        size = 200_000 if number % 5 == 0 else 100
         payload = f"{lane} {number} ".encode() * size
         accepted, operation = await store.journal.submit(
             Submission("ada", lane, "optim_step", payload[:size], number)

@@ -155,6 +155,11 @@ def test_a_model_lives_through_its_states(store: Store, run: Run, model: Model) 
         run(store.models.set_status("ada", "never", "live", 1.0))
 
 
+def test_a_models_number_is_its_own(store: Store, run: Run, model: Model) -> None:
+    with pytest.raises(SequenceConflict, match="model 0 of this session is there already"):
+        run(store.database.write(lambda connection: models.add(connection, replace(model, rank=4))))
+
+
 def test_models_are_listed_newest_first_and_by_session(store: Store, run: Run, model: Model) -> None:
     for number in (2, 1):
         late = replace(model, id=f"ada-s:train:{number}", number=number, created=10.0 - number, project=f"p{number}")

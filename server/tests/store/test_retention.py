@@ -43,7 +43,7 @@ def at(store: Store, time: float) -> None:
     store.database.write_now(lambda connection: connection.execute(change, {"time": time}).rowcount)
 
 
-@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("size", [10, 200_000])
 def test_a_result_that_nobody_read_is_kept_a_day(store: Store, run: Run, model: Model, size: int) -> None:
     request = run(done(store, 1, result=b"r" * size))
     at(store, START)
@@ -91,9 +91,22 @@ def test_rows_go_after_a_week_when_no_replay_can_want_them(store: Store, run: Ru
     assert run(store.journal.frontier(LANE)) == 5
 
 
+def test_rows_of_checkpoints_and_samplers_go_a_week_after_their_end(store: Store, run: Run, model: Model) -> None:
+    for name in ("kept", "deleted"):
+        run(store.checkpoints.create(Checkpoint("ada", LANE, "weights", name, name, 1, "d", "base", 8, START)))
+    run(store.checkpoints.delete("ada", CheckpointPath(LANE, "weights", "deleted"), START))
+    run(store.samplers.create(Sampler("ada-s:sample:0", "ada", "ada-s", 0, "base", START)))
+    run(store.samplers.end("ada", "ada-s", START))
+    run(store.samplers.create(Sampler("ada-s:sample:1", "ada", "ada-s", 1, "base", START)))
+    early, late = (run(store.retention.purge(START + 7 * DAY + more)) for more in (-1, 1))
+    assert (early.checkpoints, early.samplers, late.checkpoints, late.samplers) == (0, 0, 1, 1)
+    assert [each.name for each in run(store.checkpoints.page("ada", START)).rows] == ["kept"]
+    assert [each.number for each in run(store.samplers.of_session("ada", "ada-s"))] == [1]
+
+
 def test_payloads_of_a_model_that_is_gone_go(store: Store, run: Run, model: Model) -> None:
     for number in (1, 2):
-        run(done(store, number, payload=b"p" * (100_000 if number == 1 else 10)))
+        run(done(store, number, payload=b"p" * (200_000 if number == 1 else 10)))
     assert run(store.retention.purge(START)).payloads == 0
     run(store.models.set_status("ada", LANE, "gone", START))
     assert run(store.retention.purge(START)).payloads == 3

@@ -33,7 +33,7 @@ OF_LANES = {
     "FORGET_PAYLOAD",
 }
 OF_LANES |= {"SNAPSHOT", "SET_SNAPSHOT", "COVERED", "MARK_READ", "UNREAD", "READ", "FORGET_RESULT", "OVER", "OLD"}
-OF_LANES |= {"PAYLOAD_FILES", "RESULT_FILES", "FOLDERS", "SOURCES"}
+OF_LANES |= {"OLD_CHECKPOINTS", "OLD_SAMPLERS", "PAYLOAD_FILES", "RESULT_FILES", "FOLDERS", "SOURCES"}
 """Statements of the runtime, over lanes and rows that it knows; no client's text reaches them unchecked."""
 CHECKED_BY_CALLERS = {"create", "_at", "_there", "_behind", "_has_metadata"}
 """Conditions that are added to a query which has its tenant; and a new key, whose name nobody else's may have."""
@@ -230,7 +230,7 @@ def test_whose_a_result_is_does_not_depend_on_its_being_there(ada: Store, run: R
 
 def test_client_text_never_becomes_a_file_name(ada: Store, run: Run) -> None:
     evil = "../../../../tmp/evil"
-    run(ada.journal.submit(Submission(evil, evil, "sample", b"x" * 100_000, 0)))
+    run(ada.journal.submit(Submission(evil, evil, "sample", b"x" * 200_000, 0)))
     names = [path.name for path in (ada.data / "payloads").iterdir()]
     assert len(names) == 1
     assert set(names[0]) <= set("0123456789abcdef-")

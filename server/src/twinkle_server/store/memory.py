@@ -34,10 +34,14 @@ class MemoryJournal:
     ) -> tuple[Accepted, Operation]:
         """See `SqliteJournal.submit`."""
         lane = self._lanes.setdefault(submission.lane, {})
-        number = submission.number if submission.number is not None else max(lane, default=-1) + 1
+        snapshot = self._snapshots.get(submission.lane)
+        covered = snapshot.number if snapshot is not None else -1
+        number = submission.number if submission.number is not None else max(*lane, covered, -1) + 1
         digest = _digest(submission)
         if number in lane:
             return self._repeated(lane[number], submission, digest)
+        if submission.ordered and number <= covered:
+            raise Gone(f"number {number} of {submission.lane!r} was used long ago: its result is no longer kept")
         if also is not None and submission.refusal is None:
             await self._database.write(also)
         request = new_request(self._secret, submission.tenant)

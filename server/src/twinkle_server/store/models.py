@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from twinkle_server.errors import NotFound
+from twinkle_server.errors import NotFound, SequenceConflict
 from twinkle_server.operations import Snapshot
 from twinkle_server.runtime.ports import Database
 from twinkle_server.store import rows, sessions
@@ -18,8 +18,12 @@ def add(connection: Connection, model: Model) -> None:
     Raises:
         NotFound: its session is not the tenant's.
         Gone: its session has ended.
+        SequenceConflict: another one has its number.
     """
     sessions.check_active(connection, model.tenant, model.session)
+    taken = select(models.c.id).where(models.c.tenant == model.tenant, models.c.id == model.id)
+    if connection.execute(taken).scalar() is not None:
+        raise SequenceConflict(f"model {model.number} of this session is there already: take the next number")
     connection.execute(insert(models).values(rows.values(models, model)))
 
 

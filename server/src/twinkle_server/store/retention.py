@@ -18,6 +18,7 @@ _BATCH: Final = 500
 _PAGES: Final = 2048
 """Free pages that one call gives back to the file system: 8 MiB."""
 _ROWS_KEPT: Final = 7 * 86400.0
+"""Seconds."""
 
 
 @dataclass(slots=True)
@@ -28,12 +29,16 @@ class Purged:
         results: of operations.
         payloads: of operations of models that are gone.
         operations: whole rows.
+        checkpoints: rows of checkpoints that were deleted, or have expired.
+        samplers: rows of sampling sessions that have ended.
         pages: of the database file.
     """
 
     results: int = 0
     payloads: int = 0
     operations: int = 0
+    checkpoints: int = 0
+    samplers: int = 0
     pages: int = 0
 
 
@@ -49,8 +54,8 @@ class Retention:
         """Throw away what is over, in small transactions.
 
         Results go `read_result` seconds after they were first read, or `kept_result` seconds after they came; payloads
-        when their model is gone (a snapshot drops those that it covers at once); rows after seven days, if neither
-        a replay nor a repeated request can want them.
+        when their model is gone (a snapshot drops those that it covers at once); rows seven days after their end, those
+        of operations only if neither a replay nor a repeated request can want them.
 
         Args:
             now: the time.
@@ -61,7 +66,10 @@ class Retention:
         done.results += await self._until_empty(lambda raw: _results(raw, sql.READ, now - times.read_result))
         done.results += await self._until_empty(lambda raw: _results(raw, sql.UNREAD, now - times.kept_result))
         done.payloads += await self._until_empty(_payloads)
-        done.operations += await self._until_empty(lambda raw: _rows(raw, now - _ROWS_KEPT))
+        before = now - _ROWS_KEPT
+        done.operations += await self._until_empty(lambda raw: _rows(raw, sql.OLD, before))
+        done.checkpoints += await self._until_empty(lambda raw: _rows(raw, sql.OLD_CHECKPOINTS, before))
+        done.samplers += await self._until_empty(lambda raw: _rows(raw, sql.OLD_SAMPLERS, before))
         done.pages = await self._database.write(_vacuum)
         return done
 
@@ -114,8 +122,8 @@ def _payloads(raw: Any) -> tuple[int, list[str], list[str]]:
     return len(rows), drop_payloads(raw, rows), []
 
 
-def _rows(raw: Any, before: float) -> tuple[int, list[str], list[str]]:
-    return raw.execute(sql.OLD, (before, _BATCH)).rowcount, [], []
+def _rows(raw: Any, query: str, before: float) -> tuple[int, list[str], list[str]]:
+    return raw.execute(query, (before, _BATCH)).rowcount, [], []
 
 
 def _vacuum(connection: Connection) -> int:

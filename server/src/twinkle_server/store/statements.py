@@ -88,6 +88,10 @@ OLD: Final = """
         LIMIT ?
     )
 """
+OLD_CHECKPOINTS: Final = """
+    DELETE FROM checkpoints WHERE id IN (SELECT id FROM checkpoints WHERE deleted < ? LIMIT ?)
+"""
+OLD_SAMPLERS: Final = "DELETE FROM samplers WHERE id IN (SELECT id FROM samplers WHERE ended < ? LIMIT ?)"
 PAYLOAD_FILES: Final = "SELECT payload FROM operations WHERE payload > ''"
 RESULT_FILES: Final = "SELECT result FROM operations WHERE result > ''"
 FOLDERS: Final = """
