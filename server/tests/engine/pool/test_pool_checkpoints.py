@@ -11,8 +11,10 @@ from server_pool import Bench, datum
 from server_reference import Reference
 
 from twinkle.testing import tiny_model
+from twinkle.torch.layout import Layout
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Create, Load, Save
+from twinkle_transformers.pool import config as pool_config
 
 
 def same(one, other):
@@ -191,6 +193,26 @@ def test_a_fresh_model_snapshots_before_its_first_step(bench, fresh):
     other = fresh()
     other.backend.restore("a", bench.snapshot("a"))
     assert same(go_on(bench, "a"), go_on(other, "a"))
+
+
+def test_a_state_fits_a_pool_that_lays_matrices_out_otherwise(trained, fresh, monkeypatch):
+    """As on a GPU: ranks rounded up to a multiple of 8, and the places in another order."""
+    trained.run("a", [datum(9, 30)])
+    folder = trained.snapshot("a")
+    norm = trained.step("a")
+    other = fresh()
+    real = Layout.of
+    with monkeypatch.context() as patch:
+        laid = lambda shapes, rank_multiple=1: real(sorted(shapes, reverse=True), rank_multiple=8)  # noqa: E731
+        patch.setattr(pool_config.Layout, "of", staticmethod(laid))
+        other.create("a", rank=4)
+    monkeypatch.setattr(other.backend._lanes, "add", lambda lane, create: other.backend._lanes[lane])
+    monkeypatch.setattr(other.backend._lanes, "remove", lambda lane: None)
+    other.backend.restore("a", folder)
+    assert other.step("a")["grad_norm"] == pytest.approx(norm["grad_norm"], rel=1e-6)
+    mine, theirs = trained.weights("a"), other.weights("a")
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-9)
 
 
 def test_a_model_that_is_removed_leaves_zeros_and_its_name_is_free(trained):

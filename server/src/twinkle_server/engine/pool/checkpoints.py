@@ -11,7 +11,7 @@ from twinkle.errors import ArgumentError, CheckpointError
 from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.pool.faults import damaged
 from twinkle_server.engine.pool.lanes import Lane, Lanes
-from twinkle_server.engine.pool.states import SavedState, is_state
+from twinkle_server.engine.pool.states import ReadState, SavedState, is_state
 from twinkle_server.payloads import Create, Load, Save
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -68,11 +68,11 @@ class Checkpoints:
 
     def restore(self, lane: str, folder: Path) -> None:
         """Make a model again as a snapshot has it; one that stands in its lane goes first."""
-        saved = SavedState.read(folder)
+        saved = ReadState.of(folder)
         self._lanes.remove(lane)
         made = self._lanes.add(lane, saved.create)
         try:
-            self._model.pool.restore(made.ref, saved.snapshot)
+            self._put(made, saved)
         except BaseException:
             self._lanes.remove(lane)
             raise
@@ -89,17 +89,21 @@ class Checkpoints:
             self._weights(made, source)
             self._lanes.reset_optimizer(lane)
             return
-        saved = SavedState.read(source)
+        saved = ReadState.of(source)
         for name in _SHAPE:
             mine, theirs = getattr(made.create, name), getattr(saved.create, name)
             if mine != theirs:
                 raise UserError(f"the checkpoint was saved with {name}={theirs}, and this model has {name}={mine}")
-        try:
-            self._model.pool.restore(made.ref, saved.snapshot)
-        except CheckpointError as error:
-            raise damaged(error) from error
+        self._put(made, saved)
         if not optimizer:
             self._lanes.reset_optimizer(lane)
+
+    def _put(self, made: Lane, saved: ReadState) -> None:
+        own = self._model.pool.snapshot(made.ref, gradient=False)["state"]
+        try:
+            self._model.pool.restore(made.ref, saved.snapshot_for(own))
+        except CheckpointError as error:
+            raise damaged(error) from error
 
     def _weights(self, made: Lane, source: Path) -> None:
         try:
