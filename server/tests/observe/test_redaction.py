@@ -88,7 +88,8 @@ def test_every_library_writes_json_lines_without_secrets(lines) -> None:
 
 
 def test_lines_carry_the_request_that_they_belong_to(lines) -> None:
-    with structlog.contextvars.bound_contextvars(request="r1"):
-        logging.getLogger("theirs").warning("inside")
+    before = logs.REQUEST.set("r1")
+    logging.getLogger("theirs").warning("inside")
+    logs.REQUEST.reset(before)
     logging.getLogger("theirs").warning("outside")
     assert [line.get("request") for line in lines()] == ["r1", None]

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextvars import ContextVar
 from typing import TextIO
 
 import orjson
@@ -9,6 +10,9 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from twinkle_server.observe.redaction import redact
+
+REQUEST: ContextVar[str | None] = ContextVar("request", default=None)
+"""Id of the request that is being answered; every line that is written meanwhile carries it."""
 
 
 def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -20,6 +24,7 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _request,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.PositionalArgumentsFormatter(),
@@ -48,6 +53,12 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
         logger.propagate = True
     for name in ("uvicorn.error", "asyncio", "alembic", "httpx"):  # what they say of their ordinary work is not ours
         logging.getLogger(name).setLevel("WARNING")
+
+
+def _request(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+    if request := REQUEST.get():
+        event["request"] = request
+    return event
 
 
 def _render(logger: WrappedLogger, name: str, event: EventDict) -> str:

@@ -25,6 +25,7 @@ class Metrics:
         disable_created_metrics()
         self._secret = secret
         self._marks: dict[str, str] = {}
+        self._answers: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self.registry = registry = CollectorRegistry()
         self._operations = _counter(registry, "operations", "Operations that are over.", "kind", "outcome")
         self._waited = _histogram(registry, "operation_seconds", "From the log to the outcome.", _SECONDS, "kind")
@@ -92,8 +93,12 @@ class Metrics:
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request; `route` is a template, never what the client wrote."""
-        self._http.labels(method, route, str(status)).inc()
-        self._http_seconds.labels(route).observe(seconds)
+        series = self._answers.get((method, route, status))
+        if series is None:  # looking one up by its labels costs more than counting
+            series = self._http.labels(method, route, str(status)), self._http_seconds.labels(route)
+            self._answers[method, route, status] = series
+        series[0].inc()
+        series[1].observe(seconds)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Show a figure that is read when it is asked for."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import structlog
 
+from twinkle_server.observe.logs import REQUEST
 from twinkle_server.observe.metrics import Metrics
 from twinkle_server.tenancy.auth import Caller
 
@@ -30,7 +31,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        structlog.contextvars.bind_contextvars(request=scope.get("request_id"))
+        REQUEST.set(scope.get("request_id"))
         began, status, seconds = time.perf_counter(), 0, 0.0
 
         async def counted(message: Any) -> None:

@@ -76,6 +76,7 @@ class Keyring:
         self._load = load
         self._salt = secrets.token_bytes(32)
         self._rows: dict[str, Key] = {}
+        self._callers: dict[str, Caller] = {}
         self._read = -float("inf")
         self._reading = asyncio.Lock()
         self._verified: OrderedDict[bytes, str] = OrderedDict()
@@ -86,14 +87,15 @@ class Keyring:
         if len(key) != _LENGTH or not key.startswith(PREFIX) or not key.isascii():
             return None
         asked = time.monotonic()
-        await self._refresh(asked - _FRESH)
+        if self._read < asked - _FRESH:
+            await self._refresh(asked - _FRESH)
         place = lookup(key)
         if place not in self._rows:
             await self._refresh(asked)
         row = self._rows.get(place)
         if row is None or not await self._verify(key, row):
             return None
-        return Caller(row.tenant, row.id, "operator" if row.role == "operator" else "user", row.quotas)
+        return self._callers.get(place)
 
     async def _refresh(self, since: float) -> None:
         """Read the table, unless that was begun after `since`; those who ask for unknown keys share a reading."""
@@ -105,6 +107,7 @@ class Keyring:
             await asyncio.sleep(max(0.0, self._read + _BETWEEN - time.monotonic()))
             began = time.monotonic()
             self._rows = {row.prefix: row for row in await self._load()}
+            self._callers = {place: _caller(row) for place, row in self._rows.items()}
             self._read = began
 
     async def _verify(self, key: str, row: Key) -> bool:
@@ -120,3 +123,7 @@ class Keyring:
         while len(self._verified) > _KEPT:
             self._verified.popitem(last=False)
         return True
+
+
+def _caller(row: Key) -> Caller:
+    return Caller(row.tenant, row.id, "operator" if row.role == "operator" else "user", row.quotas)
