@@ -114,8 +114,9 @@ class ChildProcess:
 
     def kill(self) -> None:
         """End it at once (SIGKILL)."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # the library's own would reap it, and lose how it ended
 
     async def wait(self) -> str:
         """Wait until it is gone, and return how it ended, for the log."""

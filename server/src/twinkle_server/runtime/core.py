@@ -10,6 +10,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, Unavailable
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
+from twinkle_server.payloads import Save
 from twinkle_server.runtime.answers import Answers
 from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import Dispatcher
@@ -20,16 +21,23 @@ from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Effects, Figures, Journal
 from twinkle_server.runtime.replay import NEVER_MADE
 from twinkle_server.runtime.supervision import StartChild, Supervisor
+from twinkle_server.runtime.tracks import Track
 from twinkle_server.settings import Settings
+from twinkle_server.store.faults import LeaseLost
 
 _log = logging.getLogger(__name__)
 _WINDOW = 64 * 2**20
+_KEPT = 1024  # operations whose payloads may wait in memory
 _LAST_WORDS = 5.0  # seconds for outcomes that are still to be written at the end
 QueueState = tuple[str, str | None]
 
 
 class Runtime:
     """The `Service` of `runtime.ports`, over any journal and any engine.
+
+    Attributes:
+        info: the base model, as the engine found it.
+        lost: set when another process owns the data directory; this one has to end.
 
     Args:
         settings: of the service.
@@ -48,6 +56,7 @@ class Runtime:
         figures: Figures | None = None,
     ) -> None:
         self.info = ModelInfo(settings.served_name, 0, 0)
+        self.lost = asyncio.Event()
         self._settings = settings
         self._journal = journal
         self._effects = effects
@@ -73,9 +82,9 @@ class Runtime:
         """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
         self.outcomes.start()
         for operation in await self._journal.pending():
-            self.futures.open(operation)
             track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
             if not track.ordered:
+                self.futures.open(operation)
                 self.dispatcher.arrive(track, operation)
         times = self._settings.times
         self.janitor.add("gaps", min(1.0, times.gap_fail / 4), lambda: self.ending.give_up_gaps(times.gap_fail))
@@ -142,14 +151,26 @@ class Runtime:
             raise Busy(f"{queued} operations of yours wait or run, and {limit} may: wait for some of them")
 
     async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:
-        accepted, operation = await self._journal.submit(submission, also)
+        try:
+            accepted, operation = await self._journal.submit(submission, also)
+        except LeaseLost as error:
+            self._lease_lost(str(error))
+            raise
         if accepted.fresh:
             track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
             if operation.id > track.seen:
                 if operation.status == "pending":
                     self.futures.open(operation)
                 self.dispatcher.arrive(track, operation)
+                self._lighten(track, operation)
         return accepted
+
+    def _lighten(self, track: Track, operation: Operation) -> None:
+        """Keep the payload of an operation that must wait only if it is small, and few do; it is read again."""
+        waits = operation.payload is not None and operation.id not in track.flying
+        small = len(operation.payload or b"") <= self._settings.limits.small_bytes
+        if waits and not (small and len(self.futures) <= _KEPT):
+            operation.payload = None
 
     async def wait(self, request: str, tenant: str, seconds: float) -> Future:
         """Return a future as soon as it is over, or what it is after so many seconds.
@@ -270,6 +291,9 @@ class Runtime:
         operation.status = status  # type: ignore[assignment]
         if operation.kind == "create" and status != "done":
             self._never_made(operation, outcome.error or "its creation failed")
+        if operation.kind == "save" and status != "done" and operation.payload is not None:
+            folder = Save.parse(operation.payload).folder
+            self.outcomes.then(lambda: self._effects.remove([folder]))
         future = Future(
             operation.kind, operation.status, operation.lane, outcome.result, outcome.error, outcome.category
         )
@@ -288,6 +312,7 @@ class Runtime:
         _log.critical("%s; this process does nothing more", why)
         self._lost = why
         self.dispatcher.stopped = True
+        self.lost.set()
 
     async def _drop_idle(self) -> None:
         await self.outcomes.flush()

@@ -69,6 +69,8 @@ class Dispatcher:
 
     def kick(self, track: Track) -> None:
         """Send what may be sent of a lane; what must be waited for is left to a task of the lane's own."""
+        if track.closed is not None:
+            self.close(track, track.closed)
         child = self.child
         if child is None or self.stopped or track.pump is not None or track.detaching:
             return
@@ -82,10 +84,6 @@ class Dispatcher:
 
     def _send_now(self, child: Child, track: Track) -> bool:
         operation = track.order.ready[0]
-        if track.closed is not None:
-            track.order.ready.popleft()
-            self.fail(operation, track.closed.reason, track.closed.category)
-            return True
         payload = operation.payload
         if payload is None or operation.kind == "sample" or not track.attached:
             return False

@@ -13,6 +13,7 @@ import orjson
 from sqlalchemy import Connection
 
 from twinkle_server.errors import NotFound
+from twinkle_server.failpoints import reach
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.operations import Category, Operation, Outcome
 from twinkle_server.payloads import Create, Load, Save
@@ -134,6 +135,7 @@ class StoreEffects:
             if place not in _PLACES or not name.isalnum():
                 _log.error("%r is no folder of a snapshot, and is left alone", folder)
                 continue
+            reach("effects.before_remove")
             await asyncio.to_thread(shutil.rmtree, self._data / place / name, ignore_errors=True)
 
 

@@ -131,7 +131,7 @@ class Outcomes:
             except LeaseLost as error:
                 self.trouble = str(error)
                 self._lost(str(error))
-                await asyncio.Event().wait()  # nothing of this process may be written any more
+                raise asyncio.CancelledError from error  # nothing of this process may be written any more
             except (Busy, OSError) as error:
                 if self.trouble is None:
                     _log.error("the store cannot be written, outcomes are kept and tried again: %s", error)

@@ -61,6 +61,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._first_ready: asyncio.Future[None] | None = None
+        self._ending = False
         self.up = False
         self.restarts = 0
         self.troubled: str | None = None
@@ -81,7 +82,8 @@ class Supervisor:
             await asyncio.shield(self._first_ready)
 
     async def drain(self) -> None:
-        """Let the pass that runs end, and models be snapshotted; then end the engine. At most `times.drain`."""
+        """Let the pass that runs end, and models be snapshotted; at most `times.drain`. No other engine is started."""
+        self._ending = True
         try:
             async with asyncio.timeout(self._times.drain):
                 if self._child is not None and self.up:
@@ -109,6 +111,9 @@ class Supervisor:
             begin = time.monotonic()
             await self._live(first=self.restarts == 0)
             deaths = 1 if time.monotonic() - begin > _STEADY else deaths + 1
+            if self._ending:
+                self._drained.set()
+                return
             self.restarts += 1
             await asyncio.sleep(PAUSES[min(deaths - 1, len(PAUSES) - 1)])
 
@@ -152,7 +157,7 @@ class Supervisor:
 
     def _died(self, end: str, last_words: str) -> None:
         self.troubled = self._why or f"the engine died ({end})"
-        _log.error("%s (%s), %d operations were under way", self.troubled, end, len(self._under_way))
+        _log.error("%s, %s; %d operations were under way", self._why or "the engine died", end, len(self._under_way))
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}): {last_words}"))
             self._first_ready.exception()  # who waits raises it; nobody has to
@@ -180,7 +185,7 @@ class Supervisor:
             if not self._listener.waiting:
                 idle_since = now
             silent = now - max(self._heard, idle_since or 0.0)
-            if silent > limit:
+            if silent > limit and not self._ending:
                 self._why = f"a pass took longer than {limit:g} s"
                 child.kill()
                 return
