@@ -139,7 +139,9 @@ class Figures(Protocol):
 class Service(Protocol):
     """The running service, as the faces see it."""
 
-    info: ModelInfo
+    @property
+    def info(self) -> ModelInfo:
+        """The base model, as the engine found it; its sizes are 0 until then."""
 
     async def submit(self, submission: Submission, also: Callable[[Any], None] | None = None) -> Accepted:
         """Write an operation into the log and let it run in its turn; returns when it is durable, not when done."""
