@@ -152,7 +152,10 @@ def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -
         sample.tokens = prompt_tokens(body.prompt)
         cost = check_sample(sample, context)
         if body.record_stability_info:
-            raise ValueError("record_stability_info is for the loss stable_reinforce, which this service does not have")
+            raise ValueError(
+                "record_stability_info is for the loss stable_reinforce, which this service does not have: its formula "
+                "is not public; train with loss_fn=importance_sampling, ppo, cispo or dro"
+            )
     except ValueError as error:
         refusal = str(error)
         sample = Sample([])
