@@ -234,9 +234,11 @@ class TorchSampler(Sampler):
             CheckpointError: the folder is missing or holds an adapter of another model.
             Unsupported: it is more than low-rank terms of linear layers.
         """
+        _ = self._source.module
         return self._source.read(path, self._service.runner)
 
     def _submit(self, rows: list[Any], params: SamplingParams, adapter: "_Adapter") -> list[SampleHandle]:
+        _ = self._source.module  # which checks it, once a call
         runner = self._service.runner
         picks = self._picks(adapter, len(rows), runner)
         features = self._encode(rows)

@@ -54,7 +54,7 @@ class Source(ABC):
 
     @property
     def unchecked(self) -> nn.Module:
-        """The module, for a step of requests for which it was checked: looking at every parameter takes as long."""
+        """The module, where a call has checked it before: looking at every parameter takes longer than a small step."""
         return self.module
 
     @property
@@ -100,7 +100,7 @@ class Source(ABC):
     @property
     def base(self) -> Any:
         """The Hugging Face model itself."""
-        module = self.module
+        module = self.unchecked
         return module.get_base_model() if isinstance(module, PeftModel) else module
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
