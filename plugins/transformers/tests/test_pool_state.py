@@ -52,6 +52,20 @@ def test_a_snapshot_goes_through_files_into_an_adapter_of_another_pool(
     assert equal(everything(model, "a"), everything(other, "y"))
 
 
+@pytest.mark.parametrize("optimizer", ["one vector", "matrices"])
+def test_a_snapshot_without_the_gradient_is_one_of_just_after_the_last_step(folder: Path, optimizer: str) -> None:
+    model = opened(folder, optimizer=optimizer)
+    train(model, "a", range(2))
+    stepped = model.pool.snapshot("a")
+    train(model, "a", range(2, 3))  # half of the next step
+    without = model.pool.snapshot("a", gradient=False)
+    assert without["tensors"].keys() == stepped["tensors"].keys()
+    assert all(torch.equal(tensor, stepped["tensors"][name]) for name, tensor in without["tensors"].items())
+    model.pool.restore("a", without)
+    assert model.optimizer_group["a"].pending == 0
+    assert flat_of(model, "a").grad is None
+
+
 def test_a_snapshot_shares_no_memory_with_the_adapter(folder: Path) -> None:
     model = opened(folder)
     train(model, "a", range(3))
@@ -203,3 +217,28 @@ def test_a_staged_forward_survives_paging(folder: Path) -> None:
         pool.backward(adapter_name="a")
     assert equal(everything(model, "a"), everything(other, "a"))
     assert not math.isnan(float(flat_of(model, "a").grad.norm()))
+
+
+@pytest.mark.parametrize("optimizer", ["one vector", "matrices"])
+def test_what_is_removed_leaves_zeros_in_memory(folder: Path, optimizer: str) -> None:
+    model = opened(folder, optimizer=optimizer)
+    train(model, "a", range(3))
+    flat = flat_of(model, "a")
+    state = [value for part in model.optimizer_group["a"].optimizer.state.values() for value in part.values()]
+    held = [flat.detach(), flat.grad, *(value for value in state if isinstance(value, torch.Tensor))]
+    assert all(bool(tensor.count_nonzero()) for tensor in held)
+    model.remove_adapter("a")
+    assert not any(bool(tensor.count_nonzero()) for tensor in held)
+
+
+def test_what_is_removed_while_it_is_paged_leaves_zeros_and_no_file(folder: Path, tmp_path: Path) -> None:
+    model = opened(folder)
+    train(model, "a", range(3))
+    model.pool.page("a", "host")
+    held = list(model.pool.paging._host[model.pool.tenants.find("a")]._host.values())
+    assert any(bool(tensor.count_nonzero()) for tensor in held)
+    model.pool.page("b", "disk", tmp_path)
+    for name in "ab":
+        model.remove_adapter(name)
+    assert not any(bool(tensor.count_nonzero()) for tensor in held)
+    assert not list(tmp_path.iterdir())

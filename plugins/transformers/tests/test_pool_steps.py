@@ -99,3 +99,33 @@ def test_an_unknown_argument_of_the_step_names_the_nearest(model: Any) -> None:
     train(model, "a")
     with pytest.raises(ArgumentError, match="max_grad_norm"):
         model.clip_grad_and_step(adapter_name=["a"], max_grad_nrom=1.0)
+
+
+def test_a_step_without_gradients_is_refused_unless_it_is_to_be_one_of_zeros(model: Any) -> None:
+    train(model, "a")
+    model.pool.step([Step("a")])
+    alone = torch.nn.Parameter(weights(model, "a"))
+    optimizer = torch.optim.AdamW([alone], lr=1e-2, weight_decay=0.25)
+    [state] = model.pool.tenants["a"].group.optimizer.state.values()
+    optimizer.state[alone] = {name: value.clone() for name, value in state.items()}
+    [refused] = model.pool.step([Step("a")])
+    assert isinstance(refused, OperationError)
+    assert torch.equal(weights(model, "a"), alone)
+    [result] = model.pool.step([Step("a", optim_params={"weight_decay": 0.25}, zero_if_none=True)])
+    assert result == StepResult(0.0)
+    alone.grad = torch.zeros_like(alone)
+    optimizer.step()
+    torch.testing.assert_close(weights(model, "a"), alone.detach(), rtol=1e-6, atol=1e-8)
+    assert model.pool.tenants["a"].flat.grad is None
+
+
+def test_others_may_work_between_the_passes_of_one_call(folder: Path) -> None:
+    model: Any = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no", tokens_per_pass=10)
+    model.add_adapter_to_model("a", CONFIG, seed=0)
+    seen: list[int] = []
+    model.pool.between = lambda: seen.append(len(seen))
+    rows = [ROW] * 5
+    model.pool.run([Operation("a", "forward_backward", rows, loss="CrossEntropyLoss")])
+    assert len(seen) == 2
+    model.pool.run([Operation("a", "forward", rows[:2])])
+    assert len(seen) == 2
