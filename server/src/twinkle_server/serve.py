@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
-from twinkle.errors import ConfigError, ModelLoadError, OutputError
+from twinkle.errors import ConfigError, OutputError
 from twinkle_server.armour.protocol import GuardedProtocol
 from twinkle_server.assembly import Assembly, assemble
 from twinkle_server.observe import logs, presence
@@ -74,16 +74,14 @@ def resolve(settings: Settings) -> Settings:
     """Return settings whose model is a local folder; what clients call it stays what was asked for.
 
     Raises:
-        ModelLoadError: the folder does not exist.
+        ModelLoadError: nothing is there, or what is there is not a model.
         HubError: the hub does not have it, or cannot be reached.
     """
     if settings.backend != "pool":
         return settings
-    from twinkle.hub.local import local_folder
+    from twinkle.hub import local_model
 
-    folder = local_folder(settings.model)
-    if not folder.is_dir():
-        raise ModelLoadError(f"no model at {settings.model}: give a folder that exists, or the id of one at a hub")
+    folder = local_model(settings.model)
     return replace(settings, model=str(folder), name=settings.served_name)
 
 
@@ -131,17 +129,18 @@ async def _answer(settings: Settings, assembly: Assembly, listener: socket.socke
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     ready = asyncio.create_task(assembly.service.wait_ready(), name="ready")
     stopped = asyncio.create_task(stop.wait(), name="stopped")
+    lost = asyncio.create_task(assembly.service.lost.wait(), name="lease lost")
     try:
         await asyncio.wait({serving, ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             await ready
             _say_ready(settings, listener)
-            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
         await assembly.service.drain()
     finally:
         server.should_exit = True
         await serving
-        for task in (ready, stopped):
+        for task in (ready, stopped, lost):
             task.cancel()
 
 

@@ -82,15 +82,21 @@ class Outcomes:
             await self._wake.wait()
             self._wake.clear()
             queue, self._queue = self._queue, []
-            batch: list[Entry] = []
-            for item in queue:
-                if isinstance(item, tuple):
-                    batch.append(item)
-                    continue
-                await self._finish(batch)
-                batch = []
-                await self._job(item)
+            try:
+                await self._write(queue)
+            except Exception:
+                _log.exception("outcomes are written, and not all were told")
+
+    async def _write(self, queue: list[Entry | Job]) -> None:
+        batch: list[Entry] = []
+        for item in queue:
+            if isinstance(item, tuple):
+                batch.append(item)
+                continue
             await self._finish(batch)
+            batch = []
+            await self._job(item)
+        await self._finish(batch)
 
     async def _finish(self, batch: list[Entry]) -> None:
         if not batch:
