@@ -20,8 +20,8 @@ class Limits:
         request_tokens: tokens of all rows of a pass.
         samples: sequences of one sampling request.
         queued: operations of one tenant that wait or run.
-        small_bytes: payloads and results up to this size live in the database (a pass of 4,096 tokens does), larger ones
-            in files: one commit costs less than a file's, and keeps the file small.
+        small_bytes: payloads and results up to this size live in the database, as those of a pass of 4,096 tokens do;
+            larger ones are files, which take longer and keep the database small.
     """
 
     body_bytes: int = 64 * 2**20

@@ -128,3 +128,58 @@ def test_acknowledged_operations_survive_a_kill_at_each_failpoint(
     there = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("payloads", "results")]
     assert all(names <= files for names, files in zip(named, there, strict=True))
     store.close()
+
+
+FULL = """
+import asyncio, resource, signal, sys
+from pathlib import Path
+from twinkle_server.errors import Unavailable
+from twinkle_server.operations import Submission
+from twinkle_server.store import open_store
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = open_store(Path(sys.argv[1]))
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+
+async def submit(number):
+    try:
+        accepted, _ = await store.journal.submit(Submission("ada", "lane", "optim_step", b"p" * 3000, number))
+    except Unavailable:
+        print("refused", number)
+    else:
+        print("submitted", number, accepted.request)
+
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
+    for first in range(0, 400, 10):
+        await asyncio.gather(*(submit(number) for number in range(first, first + 10)))
+    print("healthy", store.database.healthy)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    for number in range(400, 420):
+        await submit(number)
+    print("healthy", store.database.healthy)
+
+
+asyncio.run(main())
+store.close()
+"""
+
+
+def test_writes_that_the_kernel_refuses_are_refused_and_nothing_else_is_lost(tmp_path: Path, run: Run) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert [words[1] for words in said if words[0] == "healthy"] == ["False", "True"]
+    submitted = {int(words[1]): words[2] for words in said if words[0] == "submitted"}
+    refused = {int(words[1]) for words in said if words[0] == "refused"}
+    assert refused
+    assert set(range(400, 420)) <= set(submitted)
+    store = open_store(tmp_path)
+    assert integrity(store) == "ok"
+    found = {operation.number: operation.request for operation in run(store.journal.pending())}
+    assert submitted.items() <= found.items()
+    assert not refused & set(found)
+    store.close()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -80,11 +81,15 @@ def test_a_newer_database_is_refused_in_words(tmp_path: Path) -> None:
             open_store(tmp_path, serve=serve)
 
 
-def test_a_new_directory_is_for_its_owner_only(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "deep" / "data")
+def test_a_new_directory_is_for_its_owner_only(tmp_path: Path, run: Any) -> None:
+    data = tmp_path / "deep" / "data"
+    data.mkdir(parents=True, mode=0o700)
+    (data / "lost+found").mkdir()
+    store = open_store(data)
+    assert run(store.keys.all()) == []
     modes = {path.name: path.stat().st_mode & 0o777 for path in (store.data, *store.data.iterdir())}
     assert modes["data"] == modes["payloads"] == modes["results"] == 0o700
-    assert modes["secret"] == modes["lock"] == 0o600
+    assert modes["secret"] == modes["lock"] == modes["twinkle.db"] == modes["twinkle.db-wal"] == 0o600
     assert len(store.secret) == 32
     store.close()
 

@@ -25,6 +25,8 @@ _LOG = logging.getLogger(__name__)
 _LARGEST: Final = 1024
 """Closures that share one commit at most."""
 _BUSY_SECONDS: Final = 5.0
+_OLDEST: Final = (3, 35)
+"""The first SQLite with `RETURNING`."""
 _DISK: Final = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -79,6 +81,9 @@ class SqliteDatabase:
             StoreError: the file cannot be opened, or is on a network file system.
         """
         check_local(path.parent)
+        if sqlite3.sqlite_version_info < _OLDEST:
+            raise StoreError(f"SQLite is {sqlite3.sqlite_version}: this needs {'.'.join(map(str, _OLDEST))} or newer")
+        path.touch(mode=0o600)
         self.healthy = True
         self.commits = 0
         self._path = path

@@ -25,7 +25,7 @@ from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tables import meta
 from twinkle_server.store.usage import UsageTable
 
-_OURS: Final = ("lock", "secret", "payloads", "results", "snapshots", "checkpoints")
+_OURS: Final = ("lock", "secret", "payloads", "results", "snapshots", "checkpoints", "lost+found")
 
 
 @dataclass(slots=True)
@@ -90,6 +90,13 @@ def open_store(
         StoreError: it is on a network file system, of a newer version, or served by another process.
     """
     _prepare_folder(data)
+    try:
+        return _open(data, limits, times, serve, take_over)
+    except OSError as error:
+        raise StoreError(f"{data} cannot be used: {error.strerror}; choose another --data") from error
+
+
+def _open(data: Path, limits: Limits | None, times: Times | None, serve: bool, take_over: bool) -> Store:
     database = SqliteDatabase(data / "twinkle.db")
     handle = -1
     try:
@@ -111,7 +118,7 @@ def _prepare_folder(data: Path) -> None:
     except OSError as error:
         raise StoreError(f"{data} cannot be made a data directory: {error.strerror}; choose another --data") from error
     left = sorted(entry.name for entry in data.iterdir()) if not (data / "twinkle.db").exists() else []
-    foreign = [name for name in left if name not in _OURS]
+    foreign = [name for name in left if name not in _OURS and not name.startswith(".")]
     if foreign:
         raise StoreError(f"{data} holds other things ({foreign[0]!r}): choose an empty directory for --data")
 

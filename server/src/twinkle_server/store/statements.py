@@ -70,7 +70,9 @@ COVERED: Final = """
 """
 
 MARK_READ: Final = "UPDATE operations SET read = ? WHERE id = ? AND read IS NULL"
-UNREAD: Final = "SELECT id, result FROM operations WHERE finished < ? AND dropped = 0 LIMIT ?"
+UNREAD: Final = (
+    "SELECT id, result FROM operations INDEXED BY operations_kept WHERE finished < ? AND dropped = 0 LIMIT ?"
+)
 READ: Final = "SELECT id, result FROM operations WHERE read < ? AND dropped = 0 LIMIT ?"
 DROP_RESULT: Final = "DELETE FROM results WHERE operation = ?"
 FORGET_RESULT: Final = "UPDATE operations SET result = NULL, error = NULL, dropped = 1 WHERE id = ?"

@@ -179,7 +179,9 @@ operations: Final = _table(
     UniqueConstraint("lane", "number", name="operations_number"),
     Index("operations_pending", "lane", "number", sqlite_where=text("status = 'pending'")),
     Index("operations_finished", "finished", sqlite_where=text("finished IS NOT NULL")),
-    Index("operations_read", "read", sqlite_where=text("read IS NOT NULL")),
+    Index("operations_kept", "finished", sqlite_where=text("finished IS NOT NULL AND dropped = 0")),
+    Index("operations_read", "read", sqlite_where=text("read IS NOT NULL AND dropped = 0")),
+    Index("operations_replayed", "lane", "number", sqlite_where=text("payload IS NOT NULL")),
     Index("operations_queued", "tenant", sqlite_where=text("status = 'pending'")),
 )
 

@@ -114,9 +114,11 @@ _STATEMENTS = (
     )
     """,
     "CREATE INDEX operations_finished ON operations (finished) WHERE finished IS NOT NULL",
+    "CREATE INDEX operations_kept ON operations (finished) WHERE finished IS NOT NULL AND dropped = 0",
     "CREATE INDEX operations_pending ON operations (lane, number) WHERE status = 'pending'",
     "CREATE INDEX operations_queued ON operations (tenant) WHERE status = 'pending'",
-    "CREATE INDEX operations_read ON operations (read) WHERE read IS NOT NULL",
+    "CREATE INDEX operations_read ON operations (read) WHERE read IS NOT NULL AND dropped = 0",
+    "CREATE INDEX operations_replayed ON operations (lane, number) WHERE payload IS NOT NULL",
     """
     CREATE TABLE payloads (
         operation INTEGER NOT NULL,
