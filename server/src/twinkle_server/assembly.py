@@ -18,6 +18,9 @@ from twinkle_server.tenancy.auth import Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.limited import Limited
 from twinkle_server.tenancy.quotas import Meter
+from twinkle_server.tenancy.usage import UsageLog
+
+_FLUSH = 10.0  # seconds
 
 
 @dataclass(slots=True)
@@ -27,12 +30,12 @@ class Assembly:
     Attributes:
         application: the outermost ASGI application.
         service: the runtime.
-        metrics: of both.
+        usage: of tenants; to be flushed at the end.
     """
 
     application: Any
     service: Service
-    metrics: Metrics
+    usage: UsageLog
 
 
 def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Assembly:
@@ -56,5 +59,8 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     faces.include_router(health_routes(service.ready, status, metrics, keys))
     bodies = Bodies(Audited(faces, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
+    usage = UsageLog(store.usage)
+    metrics.spent = usage.add
+    service.janitor.add("usage", _FLUSH, usage.flush)
     guarded = Authentication(bodies, keys, PROBES | INSIDE)
-    return Assembly(Requests(Observed(guarded, metrics)), service, metrics)
+    return Assembly(Requests(Observed(guarded, metrics)), service, usage)

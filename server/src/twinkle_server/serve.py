@@ -21,12 +21,14 @@ from twinkle_server.assembly import Assembly, assemble
 from twinkle_server.observe import logs, presence
 from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
+from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.tenancy.issue import issue
 
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for answers that are under way when the drain is over
+_LOST = 3  # exit code of a service whose data directory another one has taken over
 
 
 def serve(settings: Settings) -> int:
@@ -37,7 +39,7 @@ def serve(settings: Settings) -> int:
 
     Raises:
         ConfigError: the settings would serve strangers without keys.
-        ModelLoadError: there is no such model.
+        ModelLoadError: there is no such model, or the engine cannot load it.
         OutputError: the address cannot be listened on.
     """
     import uvloop
@@ -114,34 +116,38 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         assembly = assemble(settings, store, service, metrics)
         await service.start()
         try:
-            await _answer(settings, assembly, listener, stop)
+            return await _answer(settings, assembly, listener, stop)
         finally:
+            presence.withdraw(settings.data)
             await service.close()
+            await assembly.usage.flush()
+    except EngineFailed as error:
+        raise ModelLoadError(str(error)) from error
     finally:
-        presence.withdraw(settings.data)
         store.close()
-    return 0
 
 
-async def _answer(settings: Settings, assembly: Assembly, listener: socket.socket, stop: asyncio.Event) -> None:
-    """Answer requests until a signal comes, then until what runs is over."""
+async def _answer(settings: Settings, assembly: Assembly, listener: socket.socket, stop: asyncio.Event) -> int:
+    """Answer requests until a signal comes, then until what runs is over; returns the exit code."""
+    service = assembly.service
     server = _Server(_configuration(assembly))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    ready = asyncio.create_task(assembly.service.wait_ready(), name="ready")
-    stopped = asyncio.create_task(stop.wait(), name="stopped")
-    lost = asyncio.create_task(assembly.service.lost.wait(), name="lease lost")
+    ready = asyncio.create_task(service.wait_ready(), name="ready")
+    ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost))}
     try:
-        await asyncio.wait({serving, ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             await ready
             _say_ready(settings, listener)
-            await asyncio.wait({serving, stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
-        await assembly.service.drain()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not service.lost.is_set():
+            await service.drain()
     finally:
         server.should_exit = True
         await serving
-        for task in (ready, stopped, lost):
+        for task in (ready, *ends):
             task.cancel()
+    return _LOST if service.lost.is_set() else 0
 
 
 def _configuration(assembly: Assembly) -> uvicorn.Config:
@@ -170,9 +176,16 @@ class _Server(uvicorn.Server):
 
 
 def _stop_on_signals() -> asyncio.Event:
+    """Return what the first SIGTERM or SIGINT sets; a second one ends the process as it is, which loses nothing."""
     stop = asyncio.Event()
+
+    def hear(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, hear, number)
     return stop
 
 

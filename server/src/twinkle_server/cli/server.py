@@ -100,11 +100,14 @@ def revoke(name: str, data: Path, as_json: bool) -> None:
 @_json
 def status(data: Path, as_json: bool) -> None:
     """Show what the service does: asked of the server if one runs, else read from its folder."""
+    from twinkle_server.observe import presence
     from twinkle_server.observe.status import ask, read_figures
 
     said = ask(data)
     if said is None:
-        said = {"running": False, **_with_store(data, lambda store: read_figures(store.database))}
+        here = presence.find(data)
+        figures = _with_store(data, lambda store: read_figures(store.database))
+        said = {"running": False, "silent": here and here.pid, **figures}
     else:
         said = {"running": True, **said}
     _echo(said, as_json, list(_status_lines(said)))
@@ -148,10 +151,12 @@ def _status_lines(said: dict[str, Any]) -> list[str]:
     if said["running"]:
         up = time.time() - said["started"]
         lines = [f"serves {said['model']} at {said['url']} (pid {said['pid']}, up {_span(up)})"]
+    elif said["silent"]:
+        lines = [f"a server runs (pid {said['silent']}) and does not answer; its folder says:"]
     else:
         lines = ["no server runs here"]
     for name, value in said.items():
-        if name in ("running", "pid", "url", "model", "started"):
+        if name in ("running", "silent", "pid", "url", "model", "started"):
             continue
         lines.append(f"{name}: {_plain(value)}")
     return lines

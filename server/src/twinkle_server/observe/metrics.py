@@ -26,6 +26,7 @@ class Metrics:
         self._secret = secret
         self._marks: dict[str, str] = {}
         self._answers: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self.spent: Callable[[str, int, str], None] = lambda kind, tokens, tenant: None
         self.registry = registry = CollectorRegistry()
         self._operations = _counter(registry, "operations", "Operations that are over.", "kind", "outcome")
         self._waited = _histogram(registry, "operation_seconds", "From the log to the outcome.", _SECONDS, "kind")
@@ -57,6 +58,7 @@ class Metrics:
         self._operations.labels(kind, outcome).inc()
         self._waited.labels(kind).observe(max(0.0, seconds))
         if outcome == "done" and tokens:
+            self.spent(kind, tokens, tenant)
             self._tokens.labels(kind).inc(tokens)
             self._of_tenants.labels(self.mark(tenant)).inc(tokens)
 

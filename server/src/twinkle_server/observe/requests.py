@@ -10,6 +10,7 @@ from twinkle_server.observe.metrics import Metrics
 from twinkle_server.tenancy.auth import Caller
 
 UNMATCHED = "unmatched"
+_LINES = 50  # a second
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _log = structlog.get_logger(__name__)
 
@@ -25,6 +26,8 @@ class Observed:
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
+        self._second = 0
+        self._written = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection."""
@@ -53,5 +56,17 @@ class Observed:
             return
         who = scope.get("caller")
         mark = self._metrics.mark(who.tenant) if isinstance(who, Caller) else None
+        if not self._may_write():
+            return
         write = _log.error if status >= 500 and status != 503 else _log.info
         write("refused", method=method, route=route, status=status, seconds=round(seconds, 4), tenant=mark)
+
+    def _may_write(self) -> bool:
+        """Return whether this second has room for a line; a flood of refusals shall not fill the disk."""
+        second = int(time.monotonic())
+        if second != self._second:
+            left_out, self._second, self._written = self._written - _LINES, second, 0
+            if left_out > 0:
+                _log.warning("lines about refused requests left out", count=left_out)
+        self._written += 1
+        return self._written <= _LINES

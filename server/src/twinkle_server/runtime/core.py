@@ -320,6 +320,7 @@ class Runtime:
 
     def _show(self, figures: Figures) -> None:
         self.supervisor.passed = figures.passed
+        self.dispatcher.replayed = figures.replayed
         figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self.futures)))
         figures.watch("polls", "Requests that wait for a result.", lambda: float(self.futures.polls))
         figures.watch("in_engine", "Operations that the engine has.", lambda: float(self.dispatcher.flying))

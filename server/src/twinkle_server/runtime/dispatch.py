@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
@@ -43,6 +44,7 @@ class Dispatcher:
         self.child: Child | None = None
         self.stopped = False
         self.replays = 0
+        self.replayed: Callable[[], None] = lambda: None
 
     def arrive(self, track: Track, operation: Operation) -> None:
         """Put an operation into its lane, which does not have it yet."""
@@ -166,6 +168,7 @@ class Dispatcher:
         """Send an operation of which only the effect is wanted."""
         await self._window.take(operation.tenant, len(payload))
         self.replays += 1
+        self.replayed()
         self.fly(child, Flight(operation, track, len(payload), replay=True), payload)
 
     def land(self, operation: int) -> Flight | None:

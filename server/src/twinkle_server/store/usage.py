@@ -1,6 +1,7 @@
 """What tenants used, added up by day."""
 
 import time
+from collections.abc import Sequence
 
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import sqlite
@@ -33,6 +34,15 @@ class UsageTable:
     async def add(self, used: Usage) -> None:
         """See the function of this name."""
         await self._database.write(lambda connection: add(connection, used))
+
+    async def add_all(self, rows: Sequence[Usage]) -> None:
+        """Add several, in one transaction."""
+
+        def work(connection: Connection) -> None:
+            for used in rows:
+                add(connection, used)
+
+        await self._database.write(work)
 
     async def between(self, tenant: str, first: str, end: str) -> list[Usage]:
         """Return what a tenant used from the day `first` up to the day `end`, which is left out."""

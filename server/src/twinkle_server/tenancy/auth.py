@@ -44,6 +44,9 @@ class Keys(Protocol):
         """Return whose key this is; None if there is no such key, or it was revoked."""
 
 
+_HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
 async def identify(key: str | None, keys: Keys | None) -> Caller:
     """Return who asks with a key.
 
@@ -106,6 +109,8 @@ class Authentication:
         """Serve one connection."""
         if scope["type"] == "http" and not self._is_open(scope["path"]):
             try:
+                if self._keys is None:
+                    check_local(scope)
                 found = await identify(header(scope, b"x-api-key"), self._keys)
             except ServiceError as error:
                 await refuse(send, error)
@@ -116,6 +121,26 @@ class Authentication:
 
     def _is_open(self, path: str) -> bool:
         return path in self._open or path.startswith("/download/")
+
+
+def check_local(scope: Mapping[str, Any]) -> None:
+    """Refuse what a web page in a browser of this machine sends to a service that asks for no keys.
+
+    Raises:
+        Forbidden: the request is for another host's name, or comes from a page.
+    """
+    place = header(scope, b"host") or "localhost"
+    if _host(place) not in _HERE:
+        raise Forbidden(
+            f"without keys only http://127.0.0.1 and http://localhost are answered, and not {place[:200]!r}"
+        )
+    if (page := header(scope, b"origin")) is not None and _host(page.partition("://")[2]) not in _HERE:
+        raise Forbidden("without keys no page of another site is answered")
+
+
+def _host(place: str) -> str:
+    """Return a host without its port."""
+    return place.partition("]")[0].removeprefix("[") if place.startswith("[") else place.partition(":")[0].lower()
 
 
 def header(scope: Mapping[str, Any], name: bytes) -> str | None:
