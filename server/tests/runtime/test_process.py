@@ -1,0 +1,225 @@
+"""The runtime with the engine's real process and the real log: it is killed, it hangs, it is told nothing secret."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from server_runtime import SOON, answer, within
+
+from twinkle_server.errors import NotFound
+from twinkle_server.operations import Accepted, Future, Kind, Submission
+from twinkle_server.payloads import Create, OptimStep
+from twinkle_server.runtime.child import scrubbed
+from twinkle_server.runtime.service import Service
+from twinkle_server.runtime.supervision import EngineFailed
+from twinkle_server.settings import Settings, Times
+from twinkle_server.store import models
+from twinkle_server.store.opening import open_store
+from twinkle_server.store.records import Model, Session
+from twinkle_server.wire import codec
+from twinkle_server.wire import tinker_pb2 as pb
+
+
+def _pass(first: int, forward: bool = False) -> bytes:
+    request = pb.ForwardBackwardRequest(loss_fn="cross_entropy", forward_only=forward)
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.asarray([first, 1, 2], np.int32).tobytes()
+    return request.SerializeToString()
+
+
+class Client:
+    """Trains models of one session."""
+
+    def __init__(self, service: Service, store: Any) -> None:
+        self.service, self.store = service, store
+        self.numbers: dict[str, int] = {}
+
+    async def begin(self, lane: str) -> None:
+        now = time.time()
+        if not self.numbers:
+            await self.store.sessions.create(Session("s", "ada", now, now))
+        model = Model(lane, "ada", "s", int(lane[-1]), "ledger", 8, now, now)
+        await self.ask(lane, "create", Create(8, 1).dump(), lambda connection: models.add(connection, model))
+
+    async def ask(self, lane: str, kind: Kind, payload: bytes, also: Any = None) -> Accepted:
+        number = self.numbers.get(lane, 0)
+        self.numbers[lane] = number + 1
+        return await self.service.submit(Submission("ada", lane, kind, payload, number, tokens=3), also)
+
+    async def train(self, lane: str, first: int) -> list[Accepted]:
+        step = OptimStep().dump()
+        return [await self.ask(lane, "forward_backward", _pass(first)), await self.ask(lane, "optim_step", step)]
+
+    async def applied(self, lane: str) -> list[int]:
+        told = await answer(self.service, (await self.ask(lane, "forward", _pass(1, forward=True))).request)
+        assert told.result is not None, told.error
+        outputs, _ = codec.read_forward_backward_output(told.result)
+        assert list(outputs[0]["pending"]) == []
+        return [int(number) >> 32 for number in outputs[0]["applied"]]
+
+
+def _settings(data: Path, **more: Any) -> Settings:
+    return Settings("ledger", data, backend="ledger", snapshot_steps=3, **more)
+
+
+def test_kills_of_the_engine_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        draw, store = random.Random(6), open_store(tmp_path)
+        service = Service(_settings(tmp_path), store)
+        await service.start()
+        await service.wait_ready()
+        client, lanes = Client(service, store), ["s:train:0", "s:train:1", "s:train:2"]
+        asked: dict[tuple[str, int], list[Accepted]] = {}
+        for lane in lanes:
+            await client.begin(lane)
+        for turn in range(18):
+            for lane in lanes:
+                asked[lane, 100 + turn] = await client.train(lane, 100 + turn)
+            await asyncio.sleep(draw.random() * 0.02)
+            if turn % 6 == 5 and service.supervisor.pid is not None:
+                os.kill(service.supervisor.pid, signal.SIGKILL)
+        failed = set()
+        for key, requests in asked.items():
+            told = [await answer(service, request.request) for request in requests]
+            assert told[1].status == "done", told[1].error
+            if told[0].status == "failed":
+                failed.add(key)
+        for lane in lanes:
+            want = [100 + turn for turn in range(18) if (lane, 100 + turn) not in failed]
+            assert await client.applied(lane) == want
+        assert service.supervisor.restarts == 3
+        await service.drain()
+        await service.close()
+        store.close()
+
+    within(3 * SOON, scenario)
+
+
+def test_an_abandoned_service_is_taken_up_by_the_next_on_the_same_directory(tmp_path: Path) -> None:
+    async def first() -> list[str]:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path, extra={"seconds_per_token": 0.01}), store)
+        await service.start()
+        client = Client(service, store)
+        await client.begin("s:train:0")
+        requests = [request for turn in range(6) for request in await client.train("s:train:0", 100 + turn)]
+        await answer(service, requests[2].request)
+        await service.close()
+        store.close()
+        return [request.request for request in requests]
+
+    async def second(requests: list[str]) -> None:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path), store)
+        await service.start()
+        for request in requests:
+            assert (await answer(service, request)).status == "done"
+        client = Client(service, store)
+        client.numbers["s:train:0"] = 13
+        assert await client.applied("s:train:0") == [100, 101, 102, 103, 104, 105]
+        await service.close()
+        store.close()
+
+    requests = within(SOON, first)
+    within(SOON, lambda: second(requests))
+
+
+@pytest.mark.parametrize(("chaos", "words"), [("die", "the engine died, twice"), ("hang", "longer than 1.5 s, twice")])
+def test_a_datum_that_kills_or_hangs_the_engine_fails_its_own_operation(tmp_path: Path, chaos: str, words: str) -> None:
+    async def scenario() -> None:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path, extra={chaos: [666]}, times=Times(deadline=1.5)), store)
+        await service.start()
+        await service.wait_ready()
+        client = Client(service, store)
+        for lane in ("s:train:0", "s:train:1"):
+            await client.begin(lane)
+            await client.train(lane, 100)
+        bad = await client.ask("s:train:0", "forward_backward", _pass(666))
+        for lane in ("s:train:0", "s:train:1"):
+            await client.train(lane, 101)
+        told = await answer(service, bad.request)
+        assert (told.status, told.category) == ("failed", "server")
+        assert words in str(told.error)
+        assert await client.applied("s:train:0") == [100, 101]
+        assert await client.applied("s:train:1") == [100, 101]
+        assert service.supervisor.restarts == 2
+        await service.close()
+        store.close()
+
+    within(3 * SOON, scenario)
+
+
+def test_an_engine_that_never_begins_is_told_with_its_last_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path, extra={"no such": "option"}), store)
+        await service.start()
+        with pytest.raises(EngineFailed, match="knows no option"):
+            await service.wait_ready()
+        assert service.queue_state("s:train:0") == ("paused_capacity", "the engine is starting")
+        await service.close()
+        store.close()
+
+    within(SOON, scenario)
+
+
+def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
+    async def scenario() -> int:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path), store)
+        await service.start()
+        await service.wait_ready()
+        pid = service.supervisor.pid
+        assert pid is not None
+        await service.close()
+        store.close()
+        return pid
+
+    pid = within(SOON, scenario)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_engine_is_told_nothing_secret() -> None:
+    kept = {
+        "PATH": "p",
+        "HF_HOME": "h",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "TOKENIZERS_PARALLELISM": "1",
+    }
+    secret = {
+        "TINKER_API_KEY": "tml-x",
+        "HF_TOKEN": "hf",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "TWINKLE_API_KEY": "x",
+        "PGPASSWORD": "x",
+        "ANYTHING": "x",
+        "TWINKLE_SIGNING_SECRET": "x",
+    }
+    assert scrubbed({**kept, **secret}) == kept
+
+
+def test_futures_of_one_tenant_are_not_anothers(tmp_path: Path) -> None:
+    async def scenario() -> Future:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path), store)
+        await service.start()
+        client = Client(service, store)
+        await client.begin("s:train:0")
+        accepted = await client.ask("s:train:0", "forward", _pass(1, forward=True))
+        told = await answer(service, accepted.request)
+        with pytest.raises(NotFound, match="no request"):
+            await service.wait(accepted.request, "bob", 0.1)
+        await service.close()
+        store.close()
+        return told
+
+    assert within(SOON, scenario).status == "done"

@@ -1,0 +1,303 @@
+"""The service with its tables: what operations leave behind there, and what becomes of sessions."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_runtime import SOON, FakeEngine, Plan, answer, applied, within
+
+from twinkle_server.errors import Gone
+from twinkle_server.ids import CheckpointPath
+from twinkle_server.operations import Accepted, Future, Kind, Submission
+from twinkle_server.payloads import Create, Load, Save
+from twinkle_server.runtime.service import Service
+from twinkle_server.settings import Settings, Times
+from twinkle_server.store import models
+from twinkle_server.store.opening import Store, open_store
+from twinkle_server.store.records import Model, Session
+
+LANE = "s:train:0"
+Body = Callable[["House"], Awaitable[None]]
+
+
+class House:
+    """A service on a data directory, and a client."""
+
+    def __init__(self, data: Path, plan: Plan, times: Times) -> None:
+        self.settings = Settings("fake", data, times=times)
+        self.plan = plan
+        self.store: Store = open_store(data, times=times)
+        self.service = Service(self.settings, self.store, None, self._engine)
+        self.number = 0
+
+    async def _engine(self, first: bool) -> FakeEngine:
+        return FakeEngine(self.plan)
+
+    async def begin(self, session: str = "s", **create: Any) -> Future:
+        """Make a session and a model in it."""
+        now = time.time()
+        await self.store.sessions.create(Session(session, "ada", now, now))
+        model = Model(f"{session}:train:0", "ada", session, 0, "fake", 8, now, now)
+        self.number = 0
+        return await self.do(
+            "create", Create(8, 1, **create).dump(), also=lambda connection: models.add(connection, model)
+        )
+
+    async def ask(self, kind: Kind, payload: bytes = b"{}", also: Callable[[Any], None] | None = None) -> Accepted:
+        accepted = await self.service.submit(Submission("ada", LANE, kind, payload, self.number), also)
+        self.number += 1
+        return accepted
+
+    async def do(self, kind: Kind, payload: bytes = b"{}", also: Callable[[Any], None] | None = None) -> Future:
+        return await answer(self.service, (await self.ask(kind, payload, also)).request)
+
+    async def status(self) -> str:
+        return (await self.store.models.get("ada", LANE)).status
+
+
+@asynccontextmanager
+async def house(data: Path, plan: Plan | None = None, times: Times | None = None) -> Any:
+    made = House(data, plan or Plan(), times or Times())
+    try:
+        await made.service.start()
+        yield made
+        await made.service.drain()
+    finally:
+        await made.service.close()
+        made.store.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(SOON):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+def _folder(letter: str) -> str:
+    return f"checkpoints/{letter * 32}"
+
+
+def said(future: Future) -> dict[str, Any]:
+    assert future.result is not None, future.error
+    found: dict[str, Any] = json.loads(future.result)
+    return found
+
+
+def test_a_created_model_lives_and_a_failed_one_is_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path / "a") as at:
+            assert said(await at.begin()) == {"type": "create_model", "model_id": LANE}
+            assert await at.status() == "live"
+        async with house(tmp_path / "b", Plan(poison=frozenset({0}))) as at:
+            assert (await at.begin()).category == "server"
+            assert "never made" in str((await at.do("forward")).error)
+            assert await at.status() == "gone"
+
+    within(SOON, scenario)
+
+
+def test_a_model_from_a_checkpoint_answers_as_loaded_and_is_snapshotted_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            path = "tinker://other/weights/one"
+            told = await at.begin(source=_folder("a"), path=path)
+            assert said(told) == {"type": "load_weights", "model_id": LANE, "path": path}
+            told = await at.do("load", Load(_folder("a"), path).dump())
+            assert said(told) == {"type": "load_weights", "model_id": LANE, "path": path}
+            await until(lambda: _has_snapshot(at))
+
+    within(SOON, scenario)
+
+
+async def _has_snapshot(at: House) -> bool:
+    return await at.store.journal.snapshot(LANE) is not None
+
+
+def test_a_save_has_a_row_and_its_name_is_taken(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            await at.begin()
+            save = Save(_folder("a"), "weights", name="one", ttl=3600, metadata={"step": "1"})
+            path = f"tinker://{LANE}/weights/one"
+            assert said(await at.do("save", save.dump())) == {"type": "save_weights", "path": path}
+            row = await at.store.checkpoints.get("ada", CheckpointPath.parse(path), time.time())
+            assert (row.folder, row.rank, row.has_optimizer, row.metadata) == (_folder("a"), 8, True, {"step": "1"})
+            assert row.expires is not None
+            again = await at.do("save", Save(_folder("b"), "weights", name="one").dump())
+            assert (again.status, again.category) == ("failed", "user")
+            assert "is there already" in str(again.error)
+            assert applied(await at.do("forward_backward"))[-1] == 3
+            await at.do("save", Save(_folder("c"), "weights", name="one", overwrite=True).dump())
+            row = await at.store.checkpoints.get("ada", CheckpointPath.parse(path), time.time())
+            assert row.folder == _folder("c")
+
+    within(SOON, scenario)
+
+
+def test_saves_for_samplers_make_sampling_sessions_and_inflight_ones_move(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            await at.begin()
+            frozen = Save(_folder("a"), "sampler_weights", sampler="s:sample:0")
+            told = said(await at.do("save", frozen.dump()))
+            assert told == {"type": "save_weights_for_sampler", "sampling_session_id": "s:sample:0"}
+            for number, letter in ((1, "b"), (2, "c")):
+                moving = Save(_folder(letter), "sampler_weights", sampler=f"s:sample:{number}", inflight=True)
+                await at.do("save", moving.dump())
+            folders = [row.folder for row in await at.store.samplers.of_session("ada", "s")]
+            assert folders == [_folder("a"), _folder("c"), _folder("c")]
+            sample = Submission(
+                "ada", "s:sample:1", "sample", json.dumps({"tokens": [1], "inflight": LANE}).encode(), 7
+            )
+            told = await answer(at.service, (await at.service.submit(sample)).request)
+            assert _folder("c") in said(told)["asked"]
+
+    within(SOON, scenario)
+
+
+def test_external_weights_say_their_size(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            await at.begin()
+            told = said(await at.do("save", Save(_folder("a"), "external_weights", name="x").dump()))
+            assert told == {
+                "type": "save_weights_external",
+                "path": f"tinker://{LANE}/external_weights/x",
+                "size_bytes": 0,
+            }
+
+    within(SOON, scenario)
+
+
+def test_an_unloaded_model_is_gone_with_its_snapshots_also_after_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, Plan(snapshot_every=1)) as at:
+            await at.begin()
+            await at.do("forward_backward")
+            await until(lambda: _has_snapshot(at))
+            snapshot = await at.store.journal.snapshot(LANE)
+            folder = tmp_path / snapshot.folder
+            folder.mkdir(parents=True)
+            assert said(await at.do("unload")) == {"type": "unload_model", "model_id": LANE}
+            await at.service.outcomes.flush()
+            assert not folder.exists()
+            assert await at.status() == "gone"
+        async with house(tmp_path) as at:
+            at.number = 3
+            told = await at.do("forward")
+            assert (told.error, told.category) == ("this model is gone: it was unloaded", "user")
+
+    within(SOON, scenario)
+
+
+def test_a_model_that_is_lost_stays_lost_and_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, Plan(unreadable=True, snapshot_every=1)) as at:
+            await at.begin()
+            await at.do("save", Save(_folder("a"), "weights", name="good").dump())
+            await until(lambda: _has_snapshot(at))
+        async with house(tmp_path, Plan(unreadable=True)) as at:
+            at.number = 2
+            told = await at.do("forward")
+            assert told.category == "server"
+            assert f"its last good checkpoint is tinker://{LANE}/weights/good" in str(told.error)
+            await at.service.outcomes.flush()
+            assert await at.status() == "corrupted"
+        async with house(tmp_path) as at:
+            at.number = 3
+            assert (await at.do("forward")).error == told.error
+
+    within(SOON, scenario)
+
+
+def test_a_silent_session_expires_and_its_model_can_still_be_used(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, times=Times(session=0.3)) as at:
+            await at.begin()
+            await at.do("forward_backward")
+            await at.service.heartbeat("s", "ada")
+            assert await at.status() == "live"
+            await until(lambda: _is(at, "detached"))
+            assert at.plan.detached == [LANE]
+            with pytest.raises(Gone):
+                await at.service.heartbeat("s", "ada")
+            assert applied(await at.do("forward_backward")) == [1, 2]
+            assert at.plan.runs[-1][1] == 2
+
+    within(SOON, scenario)
+
+
+def test_heartbeats_keep_a_session_and_an_unknown_one_is_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, times=Times(session=0.4)) as at:
+            await at.begin()
+            for _ in range(20):
+                await at.service.heartbeat("s", "ada")
+                await asyncio.sleep(0.05)
+            assert await at.status() == "live"
+            for session, tenant in (("t", "ada"), ("s", "bob")):
+                with pytest.raises(Gone):
+                    await at.service.heartbeat(session, tenant)
+
+    within(SOON, scenario)
+
+
+def test_no_session_expires_while_its_operation_runs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, times=Times(session=0.1)) as at:
+            await at.begin()
+            at.plan.seconds = 0.8
+            assert (await at.do("forward_backward")).status == "done"
+            assert not at.plan.detached
+            at.plan.seconds = 0.0
+            await until(lambda: _is(at, "detached"))
+
+    within(SOON, scenario)
+
+
+def test_a_finished_session_leaves_no_model_in_the_engine_also_across_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            await at.begin()
+            await at.store.sessions.end("ada", "s", "finished", time.time())
+        async with house(tmp_path, times=Times(session=0.1)) as at:
+            await until(lambda: _is(at, "detached"))
+
+    within(SOON, scenario)
+
+
+def test_a_model_that_nobody_asks_for_is_not_kept_for_ever(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, times=Times(session=0.1, kept_run=0.1)) as at:
+            await at.begin()
+            await until(lambda: _is(at, "gone"))
+            told = await at.do("forward_backward")
+            assert "nothing was asked of it" in str(told.error)
+
+    within(SOON, scenario)
+
+
+async def _is(at: House, status: str) -> bool:
+    return await at.status() == status
+
+
+def test_facts_say_why_no_work_would_be_done(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            assert at.service.ready()[0] is False
+            await at.service.wait_ready()
+            assert at.service.ready() == (
+                True,
+                {"engine": "up", "last_pass": "worked", "store": "writable", "draining": False},
+            )
+            assert (await at.service.status())["models"] == {}
+            await at.service.drain()
+            good, facts = at.service.ready()
+            assert (good, facts["draining"]) == (False, True)
+
+    within(SOON, scenario)
