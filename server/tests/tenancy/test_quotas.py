@@ -150,6 +150,7 @@ class Service:
 
     def __init__(self) -> None:
         self.seen: list[int | None] = []
+        self.gaps: set[int | None] = set()
 
     async def submit(self, submission: Submission, also=None) -> Accepted:
         fresh = submission.number not in self.seen
@@ -158,7 +159,24 @@ class Service:
         self.seen.append(submission.number)
         return Accepted("r", fresh)
 
+    def awaited(self, submission: Submission) -> bool:
+        return submission.number in self.gaps
+
     submit_next = wait = cancel = queue_state = finish_session = heartbeat = submit
+
+
+def test_a_number_for_which_others_wait_is_let_in_beyond_the_limit() -> None:
+    async def story() -> None:
+        world, service = World(), Service()
+        limited = Limited(service, world.meter)
+        CURRENT.set(Caller("a", "k", quotas={"tokens_per_second": 10}))
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 2, tokens=1000))
+        with pytest.raises(Busy):
+            await limited.submit(Submission("a", "m", "forward_backward", b"", 1, tokens=1))
+        service.gaps.add(1)
+        await limited.submit(Submission("a", "m", "forward_backward", b"", 1, tokens=1))
+
+    asyncio.run(story())
 
 
 def test_only_what_is_new_is_charged_or_refused() -> None:

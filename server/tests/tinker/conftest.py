@@ -84,6 +84,9 @@ class CannedService:
         await self._store.journal.future(request, tenant)
         self.cancelled.append(request)
 
+    def awaited(self, submission: Submission) -> bool:
+        return False
+
     def queue_state(self, lane: str) -> tuple[str, str | None]:
         return "paused_capacity", f"{lane} waits for room"
 

@@ -141,13 +141,19 @@ class Runtime:
         """Submit under the lane's next free number."""
         return await self.submit(submission)
 
+    def awaited(self, submission: Submission) -> bool:
+        """Return whether others of its lane wait for its number: to turn it away would hold them up, and so itself."""
+        track = self.dispatcher.tracks.get(submission.lane)
+        gap = track.order.gap() if track is not None and track.ordered else None
+        return gap is not None and gap.number == submission.number
+
     def _admit(self, submission: Submission) -> None:
         if self._lost is not None:
             raise Unavailable(self._lost, retry_after=30.0)
         if self._draining:
             raise Unavailable("the service is going down; it comes back soon", retry_after=5.0)
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
-        if queued >= limit and submission.refusal is None:
+        if queued >= limit and submission.refusal is None and not self.awaited(submission):
             raise Busy(f"{queued} operations of yours wait or run, and {limit} may: wait for some of them")
 
     async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:

@@ -152,6 +152,9 @@ class Service(Protocol):
     async def cancel(self, request: str, tenant: str) -> None:
         """Drop an operation that has not begun; a sampling request is dropped while it runs, too."""
 
+    def awaited(self, submission: Submission) -> bool:
+        """Return whether others of its lane wait for its number: to turn it away would hold them up, and so itself."""
+
     def queue_state(self, lane: str) -> tuple[str, str | None]:
         """Return "active", "paused_capacity" or "paused_rate_limit", and why a future of this lane waits."""
 

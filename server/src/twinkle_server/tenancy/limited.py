@@ -49,7 +49,7 @@ class Limited:
         return accepted
 
     def _guarded(self, caller: Caller, submission: Submission, also: Also | None) -> Also:
-        verdict = self._meter.verdict(caller)
+        verdict = None if self._service.awaited(submission) else self._meter.verdict(caller)
 
         def guarded(connection: Any) -> None:
             if verdict is not None:
