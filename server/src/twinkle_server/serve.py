@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
-from twinkle.errors import ConfigError, OutputError
+from twinkle.errors import ConfigError, ModelLoadError, OutputError
 from twinkle_server.armour.protocol import GuardedProtocol
 from twinkle_server.assembly import Assembly, assemble
 from twinkle_server.observe import logs, presence

@@ -68,10 +68,31 @@ def test_a_key_speaks_for_its_tenant_and_roles_hold() -> None:
 
 
 def test_without_keys_everybody_is_local() -> None:
-    with TestClient(make(None)) as client:
-        assert client.get("/who").json() == ["local", "local"]
-        assert client.get("/ops", headers={"x-api-key": "anything"}).json() == "local"
+    for place in ("http://127.0.0.1:8000", "http://localhost", "http://[::1]:8000"):
+        with TestClient(make(None), base_url=place) as client:
+            assert client.get("/who").json() == ["local", "local"]
+            assert client.get("/ops", headers={"x-api-key": "anything"}).json() == "local"
+            assert client.get("/who", headers={"origin": place}).status_code == 200
     assert asyncio.run(identify("anything", None)) == LOCAL
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "127.0.0.1.evil.example:8000"},
+        {"host": "[::2]:8000"},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+    ],
+)
+def test_without_keys_no_web_page_is_answered(headers: dict[str, str]) -> None:
+    with TestClient(make(None), base_url="http://127.0.0.1:8000") as client:
+        answer = client.get("/who", headers=headers)
+        assert answer.status_code == 403
+        assert "without keys" in answer.json()["detail"]
+    with TestClient(make(Keys())) as client:
+        assert client.get("/who", headers={**headers, "x-api-key": "tml-alice"}).status_code == 200
 
 
 def test_a_strangers_body_is_not_read() -> None:
