@@ -157,7 +157,7 @@ EMPTY: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "usage.between": lambda store: store.usage.between("eve", "2026", "2027"),
     "journal.queued": lambda store: store.journal.queued("eve"),
 }
-FREE = {"sessions.create", "checkpoints.create", "keys.create", "audit.record", "usage.add"}
+FREE = {"sessions.create", "checkpoints.create", "keys.create", "audit.record", "usage.add", "usage.add_all"}
 """They write a row that says itself whose it is."""
 ELSEWHERE = {
     "journal.future",

@@ -27,10 +27,9 @@ class Blobs:
         """Use a folder.
 
         Args:
-            folder: it is made if it is not there.
+            folder: that exists, durably.
             threads: that write and read.
         """
-        folder.mkdir(mode=0o700, exist_ok=True)
         self.folder = folder
         self._threads = ThreadPoolExecutor(threads, f"twinkle-{folder.name}")
 

@@ -218,6 +218,7 @@ class _Writer:
 
     def _open(self) -> None:
         self._connection = _engine(lambda: _connect(self._path)).connect()
+        self._connection.begin()  # one for ever, so that nothing above commits: the real transactions are ours
         self._raw = driver(self._connection)
 
     def commit(self, batch: list[_Job]) -> bool:

@@ -15,6 +15,7 @@ from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.faults import StoreError
+from twinkle_server.store.filesystem import sync_folder
 from twinkle_server.store.journal import SqliteJournal
 from twinkle_server.store.keys import Keys
 from twinkle_server.store.models import Models
@@ -25,7 +26,8 @@ from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tables import meta
 from twinkle_server.store.usage import UsageTable
 
-_OURS: Final = ("lock", "secret", "payloads", "results", "snapshots", "checkpoints", "lost+found")
+_FOLDERS: Final = ("payloads", "results", "snapshots", "checkpoints")
+_OURS: Final = ("lock", "secret", "lost+found", *_FOLDERS)
 
 
 @dataclass(slots=True)
@@ -89,8 +91,8 @@ def open_store(
     Raises:
         StoreError: it is on a network file system, of a newer version, or served by another process.
     """
-    _prepare_folder(data)
     try:
+        _prepare_folder(data)
         return _open(data, limits, times, serve, take_over)
     except OSError as error:
         raise StoreError(f"{data} cannot be used: {error.strerror}; choose another --data") from error
@@ -113,14 +115,14 @@ def _open(data: Path, limits: Limits | None, times: Times | None, serve: bool, t
 
 
 def _prepare_folder(data: Path) -> None:
-    try:
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"{data} cannot be made a data directory: {error.strerror}; choose another --data") from error
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
     left = sorted(entry.name for entry in data.iterdir()) if not (data / "twinkle.db").exists() else []
     foreign = [name for name in left if name not in _OURS and not name.startswith(".")]
     if foreign:
         raise StoreError(f"{data} holds other things ({foreign[0]!r}): choose an empty directory for --data")
+    for name in _FOLDERS:
+        (data / name).mkdir(mode=0o700, exist_ok=True)
+    sync_folder(data)
 
 
 def _migrate(connection: Connection, serve: bool) -> None:

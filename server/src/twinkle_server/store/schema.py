@@ -1,6 +1,7 @@
 """The schema's versions: a new file gets the newest one, an older file is migrated, a newer one is refused.
 
-alembic is imported only where there is something to do, for it costs more than the rest of the start.
+A new file's tables come from `tables`, which a test compares with what the migrations make; alembic is imported for
+migrations alone, for that costs more than the rest of the start.
 """
 
 from pathlib import Path
@@ -10,10 +11,17 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from twinkle_server.store.faults import StoreError
+from twinkle_server.store.tables import metadata
 
 FOLDER: Final = Path(__file__).parent / "migrations"
 VERSIONS: Final = ("0001",)
 """All of them, oldest first; each is a file `migrations/versions/v<version>_*.py`."""
+_VERSION_TABLE: Final = """
+    CREATE TABLE alembic_version (
+        version_num VARCHAR(32) NOT NULL,
+        CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+    )
+"""
 
 
 def version(connection: Connection) -> str | None:
@@ -46,9 +54,18 @@ def migrate(connection: Connection, target: str | None = VERSIONS[-1]) -> str | 
             f"the database is of version {before!r}, which is newer than this program's {VERSIONS[-1]!r}: "
             f"install the twinkle-server that wrote it, or a newer one"
         )
+    if before is None and target == VERSIONS[-1]:
+        _create(connection, target)
+        return None
     order = [None, *VERSIONS]
     _run(connection, target or "base", down=order.index(target) < order.index(before))
     return before
+
+
+def _create(connection: Connection, target: str) -> None:
+    metadata.create_all(connection, checkfirst=False)
+    connection.exec_driver_sql(_VERSION_TABLE)
+    connection.exec_driver_sql("INSERT INTO alembic_version VALUES (?)", (target,))
 
 
 def _run(connection: Connection, target: str, down: bool) -> None:
