@@ -31,6 +31,7 @@ class Chaos:
         whole: these make the whole pass raise an error, whoever shares it.
         memory: with these in it, a whole pass has no memory.
         tokens_in_memory: a pass of more has no memory.
+        memory_every: each so many-th pass has none; 0 is never.
     """
 
     vocabulary: int = 2**31 - 1
@@ -46,6 +47,7 @@ class Chaos:
     whole: Collection[int] = ()
     memory: Collection[int] = ()
     tokens_in_memory: int = 2**62
+    memory_every: int = 0
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "Chaos":

@@ -1,6 +1,7 @@
 """The engine's own thread: takes messages, alternates training and sampling, and keeps snapshots."""
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -77,6 +78,8 @@ class Host:
 
     def serve(self) -> None:
         """Work until the process ends; it does when the other end of the link is closed, or after `Fatal`."""
+        gc.collect()
+        gc.freeze()  # a model's modules are many objects, and none of them will be garbage
         self._link.send(Message(messages.READY, {"info": asdict(self._backend.describe())}))
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         try:

@@ -80,6 +80,7 @@ class LedgerBackend:
         self._losses = (*LOSSES, *(options.losses or ()))
         self._models: dict[str, Ledger] = {}
         self._requests: dict[int, _Request] = {}
+        self._passes = 0
         self._between: Callable[[], None] = lambda: None
 
     def describe(self) -> ModelInfo:
@@ -100,7 +101,9 @@ class LedgerBackend:
         for token in first:
             self._chaos.strike(token, self._options.data)
         tokens = sum(codec.datum_length(datum) for request in requests for datum in request.data)
-        if tokens > self._chaos.tokens_in_memory:
+        self._passes += 1
+        every = self._chaos.memory_every
+        if tokens > self._chaos.tokens_in_memory or (every and self._passes % every == 0):
             raise MemoryError(f"the ledger was told that {tokens} tokens are too many")
         self._chaos.spend(tokens, self._between)
         results = [_tried(self._run_one, item, request) for item, request in zip(passes, requests, strict=True)]

@@ -22,6 +22,7 @@ DRAIN = "drain"  #                        end the pass that runs, snapshot what 
 READY = "ready"  #                        info: fields of ModelInfo                                  -
 BEGIN = "begin"  #                        ids of the operations that are now under way               -
 DONE = "done"  #                          id, error, category, extra (what a checkpoint's row says)  the result
+#                                         cancelled: True where a CANCEL came in time
 RESTORED = "restored"  #                  lane, error (None: it is there; otherwise why not)         -
 SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -
 DETACHED = "detached"  #                  lane                                                       -

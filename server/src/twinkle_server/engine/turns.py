@@ -20,6 +20,8 @@ from twinkle_server.payloads import Create, Load, OptimStep, Save
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 
+_REMEMBERED = 4096
+
 
 class Sources:
     """Folders of checkpoints; each is compared with its manifest once.
@@ -60,6 +62,8 @@ class Sources:
     def trust(self, folder: str) -> None:
         """Say that a folder is what was published; it is not read for that again."""
         self._sound[folder] = None
+        if len(self._sound) > _REMEMBERED:
+            del self._sound[next(iter(self._sound))]
 
 
 class Turns:
