@@ -1,5 +1,6 @@
 """What a request may want to know beside its tokens, against a plain forward: in steps of the engine, and whole."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from samplers import PROMPTS, folder, module, rows  # noqa: F401 - fixtures
 from threads import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
@@ -15,6 +18,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import DataError, Unsupported
 from twinkle.sampler import TorchSampler
 from twinkle_transformers.engine.runner import Runner
+from twinkle_transformers.prompt_scores import PromptScores
 
 PROMPT = PROMPTS[1]
 OPEN = {"stop": []}
@@ -273,3 +277,32 @@ def test_generate_never_stops_either(folder: Path, module: Any) -> None:
     finally:
         module.generation_config.eos_token_id = before
     assert made[0, len(PROMPT) :].tolist() == tokens
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_scores_are_the_same_in_whatever_pieces_the_rows_come_even_twice(data: st.DataObject) -> None:
+    size, vocabulary = data.draw(st.integers(1, 9)), 11
+    draw = torch.Generator().manual_seed(size)
+    ids = torch.randint(0, vocabulary, (size,), generator=draw).tolist()
+    logits = torch.randn(size, vocabulary, generator=draw)
+    params = SamplingParams(
+        prompt_logprobs=data.draw(st.sampled_from([None, 2])),
+        prompt_draws=data.draw(st.integers(0, 2)),
+        prompt_targets=data.draw(
+            st.none() | st.lists(st.lists(st.integers(-1, 10), min_size=2, max_size=2), max_size=size)
+        ),
+        temperature=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
+        prompt_temperature=data.draw(st.sampled_from([None, 1.0])),
+    )
+    if params.prompt_logprobs:
+        params.prompt_logprobs_last = data.draw(st.none() | st.integers(0, size + 1))
+    alone = data.draw(st.booleans())
+    whole, pieces = (PromptScores.of(ids, params, 0, vocabulary, alone=alone) for _ in range(2))
+    whole.write(0, logits, 3, 0)
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=4))), size]
+    for start, stop in itertools.pairwise(cuts):
+        for _ in range(data.draw(st.integers(1, 2))):
+            pieces.write(start, logits[start:stop], 3, 0)
+    for name in ("logprobs", "topk", "targets", "draws"):
+        assert getattr(pieces, name) == getattr(whole, name), name
