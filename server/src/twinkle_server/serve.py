@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import resource
 import signal
 import socket
@@ -122,7 +123,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
             await service.close()
             await assembly.usage.flush()
     except EngineFailed as error:
-        raise ModelLoadError(str(error)) from error
+        raise ModelLoadError(f"the engine cannot start: {last_words(str(error))}") from error
     finally:
         store.close()
 
@@ -148,6 +149,13 @@ async def _answer(settings: Settings, assembly: Assembly, listener: socket.socke
         for task in (ready, *ends):
             task.cancel()
     return _LOST if service.lost.is_set() else 0
+
+
+def last_words(text: str) -> str:
+    """Return what a traceback says at its end, without the name of the exception's class."""
+    line = ([line for line in text.splitlines() if line.strip()] or [""])[-1].strip()
+    name, colon, said = line.partition(": ")
+    return said if colon and re.fullmatch(r"[A-Za-z_][\w.]*", name) else line
 
 
 def _configuration(assembly: Assembly) -> uvicorn.Config:
