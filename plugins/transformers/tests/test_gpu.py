@@ -76,3 +76,33 @@ def test_sampled_logprobs_are_the_trainers(folder: Path) -> None:
     start = len(response.prompt_token_ids or []) - 1
     ours = logps[start : start + len(sequence.tokens)].tolist()
     assert ours == pytest.approx([entry[0][1] for entry in sequence.logprobs], abs=1e-4)
+
+
+def test_several_targets_and_a_prompts_scores_are_the_cpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Any] = [
+        {"input_ids": [5, 6, 7], "labels": [[6, 9], [7, -100], [8, 3]], "loss_scale": [[0.5, 0.5], [1, 0], [-1, 2]]},
+        {"input_ids": [9, 8], "labels": [8, 7], "loss_scale": [1.0, 0.5]},
+    ]  # fmt: skip
+    params = {
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": 1,
+        "prompt_targets": [[6, -1], [7, 3]],
+        "prompt_draws": 2,
+    }
+    found = []
+    for device in ("cuda", "cpu"):
+        monkeypatch.setattr(Platform, "get_local_device", staticmethod(lambda device=device: device))
+        torch.manual_seed(0)
+        model = TransformersModel(model_id=str(folder), mixed_precision="no")
+        model.add_adapter_to_model("default", {"r": 4, "target_modules": "all-linear"})
+        model.set_loss("cross_entropy")
+        model.set_optimizer("SGD", lr=1.0, weight_decay=0.0)
+        output = model.forward_backward(inputs=rows)
+        model.clip_grad_and_step()
+        scores = TorchSampler(model=model).sample([{"input_ids": [5, 6, 7, 8]}], params)[0]
+        norm = model.calculate_metric(is_training=True)["grad_norm"]
+        found.append([output["loss"], norm, *output["logps"].cpu().flatten().tolist()])
+        found[-1] += [*(scores.prompt_logprobs or [])[1:], *(scores.prompt_target_logprobs or [])[1]]
+        found[-1] += [score for drawn in scores.prompt_draws or [] for _, score in drawn]
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-4)
