@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from server_pool import VOCABULARY, answer, datum, drawn, request
 
 from twinkle import registry
@@ -119,6 +121,19 @@ def test_sparse_arrays_that_would_be_huge_are_refused_before_they_are_written_ou
     [found], _ = shared.backend.run([Pass("a", made.SerializeToString(), 1)])
     with pytest.raises(UserError, match="more than 6144 cells"):
         answer(found)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_bytes_come_the_answer_is_a_result_or_the_clients_error(shared, data):
+    kind = data.draw(st.sampled_from(["cross_entropy", "ppo", "gspo", "CrossEntropyLoss"]))
+    rows = [datum(6, 1)] if "ross" in kind else [drawn(6, 1)]
+    payload = bytearray(request(rows, kind, forward=True))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    with np.errstate(all="ignore"):
+        [found], _ = shared.backend.run([Pass("a", bytes(payload), 1)])
+    assert isinstance(found, bytes | UserError), found
 
 
 def test_bytes_that_are_no_message_are_refused(shared):
