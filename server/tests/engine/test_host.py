@@ -170,6 +170,7 @@ def test_checkpoints_are_published_and_read(ledger: Engine, tmp_path: Path) -> N
     manifest = files.verify(tmp_path / "checkpoints" / "one", outcome["extra"]["digest"])
     assert outcome["extra"]["size_bytes"] == manifest.size
     assert outcome["extra"]["rank"] == 8
+    assert manifest.facts == {"kind": "weights", "number": 4}
     ledger.step("m", 5)
     assert ledger.ledger("m", 6) == ([5, 6], [])
     ledger.run("m", 7, "load", Load("checkpoints/one", "tinker://x", optimizer=True).dump())

@@ -45,7 +45,7 @@ def waiting(draw: st.DrawFn) -> list[Task]:
     return order
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(waiting(), st.integers(1, 400), st.data())
 def test_each_task_runs_once_and_each_lane_in_order_whenever_they_come(
     tasks: list[Task], budget: int, data: st.DataObject
@@ -65,7 +65,7 @@ def test_each_task_runs_once_and_each_lane_in_order_whenever_they_come(
     assert sorted(item.id for item in ran) == sorted(item.id for item in tasks)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(waiting(), st.integers(1, 400))
 def test_a_turn_is_one_pass_one_step_or_one_task(tasks: list[Task], budget: int) -> None:
     lanes = Lanes()
@@ -81,7 +81,7 @@ def test_a_turn_is_one_pass_one_step_or_one_task(tasks: list[Task], budget: int)
             assert len({item.lane for item in turn}) == len(turn)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(waiting(), st.integers(1, 400))
 def test_a_pass_of_one_tenant_ends_only_where_there_is_no_room_for_what_is_next(tasks: list[Task], budget: int) -> None:
     lanes = Lanes()
@@ -227,6 +227,7 @@ def test_a_pass_lasts_as_long_as_sampling_may_wait_once_it_is_known_how_fast_pas
     assert budget.tokens(sampling=True) > 0
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(0.001, 0.5), st.floats(0.001, 0.1)), min_size=50, max_size=50))
 def test_training_has_half_of_the_time_and_a_decode_step_waits_for_one_turn(times: list[tuple[float, float]]) -> None:
     alternation = Alternation()

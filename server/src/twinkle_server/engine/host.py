@@ -175,6 +175,7 @@ class Host:
             return
         first = tasks[0]
         if first.kind == RESTORE:
+            self._interleaving.begin(())
             self._turns.restore(first)
         elif first.kind == SNAPSHOT:
             self._snapshots.want(first.lane)

@@ -34,8 +34,8 @@ class Interleaving:
         return time.perf_counter() - self._decoding
 
     def begin(self, ids: Collection[int]) -> None:
-        """Tell the service which operations are under way from now on, if it does not know."""
-        if not self._under_way.issuperset(ids):
+        """Tell the service which operations are under way from now on, if it does not know; none is none."""
+        if not self._under_way.issuperset(ids) or (self._under_way and not ids):
             self._under_way = frozenset(ids)
             self._report(Message(messages.BEGIN, {"ids": sorted(ids)}))
 

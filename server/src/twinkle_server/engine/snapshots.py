@@ -130,7 +130,7 @@ class Snapshots:
         if state.changed is None and not much:
             return math.inf
         if state.changed is None or much or state.leaving or self._draining or state.steps >= self._steps:
-            return state.not_before
+            return max(state.not_before, state.changed or 0.0)  # it is past, and the model that waits longest is first
         return max(state.not_before, state.changed + self._seconds)
 
     def _begin(self, lane: str) -> None:

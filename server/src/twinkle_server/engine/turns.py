@@ -264,7 +264,7 @@ class Turns:
             self._end(task, b"{}", {"size_bytes": published.size, **row, "digest": published.digest})
 
         self._waiting.hold(task.lane)
-        self._background(draft.publish, saved)
+        self._background(lambda: draft.publish({"kind": save.kind, "number": task.number}), saved)
 
     def _passed(self, kind: str, tasks: Sequence[Task], seconds: float, cost: Cost) -> None:
         head = {

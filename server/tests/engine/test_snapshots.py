@@ -1,0 +1,153 @@
+"""Which model is copied when, and what becomes of a copy that the disk does not take."""
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.backend import BackendOptions
+from twinkle_server.engine.lanes import Task
+from twinkle_server.engine.ledger import Ledger, LedgerBackend
+from twinkle_server.engine.messages import Message
+from twinkle_server.engine.snapshots import Snapshots
+from twinkle_server.payloads import Create
+
+
+class Bench:
+    """Snapshots over a ledger, whose thread's words are heard when the test says so."""
+
+    def __init__(self, data: Path, steps: int = 2, seconds: float = 3600.0) -> None:
+        self.backend = LedgerBackend(BackendOptions("base", "base", data))
+        self.said: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.told: list[Message] = []
+        self.left: list[str] = []
+        self.snapshots = Snapshots(
+            self.backend, data, self.said.put, self.told.append, self.left.append, steps, seconds
+        )
+        self.numbers: dict[str, int] = {}
+
+    def create(self, lane: str) -> None:
+        self.backend.create(lane, Create(8, 0), None)
+        self.snapshots.there(lane, 0)
+        self.apply(lane, "create")
+
+    def apply(self, lane: str, kind: str = "optim_step") -> None:
+        number = self.numbers[lane] = self.numbers.get(lane, -1) + 1
+        self.snapshots.applied(Task(number, lane, number, kind, "t"))
+
+    def hear(self) -> None:
+        """Let one snapshot reach the disk, or fail."""
+        self.said.get(timeout=20)()
+
+    @property
+    def written(self) -> list[tuple[str, int]]:
+        return [(m.head["lane"], m.head["number"]) for m in self.told if m.type == messages.SNAPSHOTTED]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_nothing_is_due_before_there_were_enough_steps(bench: Bench) -> None:
+    bench.create("m")
+    bench.apply("m")
+    bench.snapshots.tend()
+    assert bench.said.empty()
+    bench.apply("m")
+    assert bench.snapshots.next() == 0.0
+    bench.snapshots.tend()
+    bench.hear()
+    assert bench.written == [("m", 2)]
+    bench.snapshots.tend()
+    assert bench.snapshots.next() is None
+
+
+def test_the_model_that_waits_longest_is_next_whatever_its_name(bench: Bench) -> None:
+    for lane in ("c", "b", "a"):
+        bench.create(lane)
+        bench.apply(lane)
+        bench.apply(lane)
+    for _ in range(3):
+        bench.snapshots.tend()
+        for lane in ("a", "b", "c"):  # all of them go on as fast as they can
+            bench.apply(lane)
+            bench.apply(lane)
+        bench.hear()
+    assert [lane for lane, _ in bench.written] == ["c", "b", "a"]
+
+
+def test_what_happens_while_a_copy_is_written_is_not_in_it_and_is_due_again(bench: Bench) -> None:
+    bench.create("m")
+    bench.snapshots.want("m")
+    bench.snapshots.tend()
+    bench.apply("m")
+    bench.snapshots.tend()
+    bench.hear()
+    assert bench.written == [("m", 0)]
+    assert bench.snapshots.leave("m")
+    bench.snapshots.tend()
+    bench.hear()
+    assert bench.written[1:] == [("m", 1)]
+    assert bench.left == ["m"]
+
+
+def test_a_model_leaves_only_after_the_copy_that_is_being_written(bench: Bench) -> None:
+    bench.create("m")
+    bench.snapshots.want("m")
+    bench.snapshots.tend()
+    assert bench.snapshots.leave("m")
+    assert not bench.left
+    bench.hear()
+    assert bench.left == ["m"]
+    assert not bench.snapshots.leave("m"), "it is gone already"
+
+
+def test_forwards_and_saves_alone_make_no_snapshot_due(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, seconds=0.0)
+    bench.create("m")
+    bench.snapshots.tend()
+    bench.hear()
+    for kind in ("forward", "save"):
+        bench.apply("m", kind)
+    bench.snapshots.tend()
+    assert bench.snapshots.next() is None
+    bench.apply("m", "forward_backward")
+    bench.snapshots.tend()
+    bench.hear()
+    assert bench.written == [("m", 0), ("m", 3)]
+
+
+def test_a_disk_that_takes_nothing_is_asked_again_and_the_number_is_the_newest(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Ledger, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    bench = Bench(bench.backend._options.data, seconds=0.01)
+    bench.create("m")
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "write", refuse)
+        bench.snapshots.want("m")
+        bench.snapshots.tend()
+        bench.hear()
+    bench.apply("m")
+    assert bench.written == []
+    while bench.said.empty():
+        bench.snapshots.tend()
+    bench.hear()
+    assert bench.written == [("m", 1)]
+
+
+def test_a_model_that_cannot_be_copied_harms_no_other(bench: Bench) -> None:
+    for lane in ("broken", "fine"):
+        bench.create(lane)
+        bench.apply(lane)
+        bench.apply(lane)
+    bench.backend.remove("broken")
+    bench.snapshots.tend()
+    bench.snapshots.tend()
+    bench.hear()
+    assert bench.written == [("fine", 2)]
