@@ -15,8 +15,10 @@ from twinkle_server.store.writing import drop_payloads
 
 _BATCH: Final = 500
 """Rows of one transaction, so that nobody waits long behind it."""
-_PAGES: Final = 2048
-"""Free pages that one call gives back to the file system: 8 MiB."""
+_PAGES: Final = 1024
+"""Free pages that one transaction gives back to the file system: 4 MiB."""
+_SPARE: Final = 4096
+"""Free pages that stay, because what comes next needs them: 16 MiB."""
 _ROWS_KEPT: Final = 7 * 86400.0
 """Seconds."""
 
@@ -70,7 +72,10 @@ class Retention:
         done.operations += await self._until_empty(lambda raw: _rows(raw, sql.OLD, before))
         done.checkpoints += await self._until_empty(lambda raw: _rows(raw, sql.OLD_CHECKPOINTS, before))
         done.samplers += await self._until_empty(lambda raw: _rows(raw, sql.OLD_SAMPLERS, before))
-        done.pages = await self._database.write(_vacuum)
+        count = _PAGES
+        while count == _PAGES:
+            count = await self._database.write(_vacuum)
+            done.pages += count
         return done
 
     async def referenced(self) -> set[str]:
@@ -127,10 +132,14 @@ def _rows(raw: Any, query: str, before: float) -> tuple[int, list[str], list[str
 
 
 def _vacuum(connection: Connection) -> int:
+    """Give free pages back; returns how many, which is `_PAGES` as long as there may be more."""
     raw = driver(connection)
-    before = raw.execute("PRAGMA freelist_count").fetchone()[0]
-    raw.execute(f"PRAGMA incremental_vacuum({_PAGES})").fetchall()
-    return int(before - raw.execute("PRAGMA freelist_count").fetchone()[0])
+    count = min(int(raw.execute("PRAGMA freelist_count").fetchone()[0]) - _SPARE, _PAGES)
+    if count <= 0:
+        return 0
+    for _ in range(count):  # one by one, for Python's sqlite3 stops after the first page whatever it is asked for
+        raw.execute("PRAGMA incremental_vacuum(1)")
+    return count
 
 
 def _folders(connection: Connection) -> set[str]:
