@@ -45,6 +45,7 @@ class Plan:
         seconds: that each operation takes.
         unreadable: snapshots cannot be read back.
         stubborn: replays of these numbers fail.
+        deadly: snapshots of these models kill the engine that reads them.
     """
 
     seed: int = 0
@@ -57,6 +58,7 @@ class Plan:
     seconds: float = 0.0
     unreadable: bool = False
     stubborn: frozenset[int] = frozenset()
+    deadly: frozenset[str] = frozenset()
     disk: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     runs: list[tuple[str, int, bool, bool]] = field(default_factory=list)
     started: int = 0
@@ -144,6 +146,8 @@ class FakeEngine:
             await self._operation(head, message.body)
         elif message.type == messages.RESTORE:
             self.models.pop(head["lane"], None)
+            if head["folder"] is not None and head["lane"] in self.plan.deadly:
+                raise SystemError("a deadly snapshot")
             if head["folder"] is not None and not self.plan.unreadable:
                 self.models[head["lane"]] = list(self.plan.disk[head["folder"]][1])
             error = "damaged" if head["folder"] is not None and self.plan.unreadable else None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
 from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable
-from twinkle_server.operations import Submission
+from twinkle_server.operations import Operation, Submission
 from twinkle_server.settings import Limits, Times
 
 LANE = "s:train:0"
@@ -238,6 +238,67 @@ def test_a_model_that_cannot_be_made_again_is_never_guessed(plan: Plan) -> None:
         assert [future.category for future in told] == ["server", "server"]
         assert told[0].error is not None
         assert "cannot be made again" in told[0].error
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_a_snapshot_that_kills_engines_costs_its_own_model_alone() -> None:
+    lanes = ["s:train:0", "s:train:1", "t:train:0"]
+
+    async def scenario() -> None:
+        world = World(Plan(deadly=frozenset({lanes[1]}), snapshot_every=1))
+        runtime = await world.runtime()
+        for lane in lanes:
+            await ask(runtime, 0, "create", lane)
+            await answer(runtime, (await ask(runtime, 1, lane=lane)).request)
+        await runtime.outcomes.flush()
+        world.engines[-1].kill()
+        for number in (2, 3):
+            asked = {lane: await ask(runtime, number, lane=lane) for lane in lanes}
+            for lane in lanes:
+                told = await answer(runtime, asked[lane].request)
+                if lane in world.plan.deadly:
+                    assert "the engine died 3 times while it read the newest snapshot" in str(told.error)
+                else:
+                    assert applied(told) == list(range(1, number + 1))
+        assert runtime.supervisor.restarts == 4
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_a_large_payload_that_must_wait_is_read_again() -> None:
+    async def scenario() -> None:
+        world = World(limits=Limits(small_bytes=4))
+        runtime = await world.runtime()
+        asked = [await ask(runtime, number) for number in (2, 1)]
+        found = [runtime.futures.find(accepted.request, "ada") for accepted in asked]
+        assert [operation is not None and operation.payload for operation in found] == [None, None]
+        await ask(runtime, 0, "create")
+        assert applied(await answer(runtime, asked[0].request)) == [1, 2]
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_a_lane_that_cannot_be_read_at_first_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinkle_server.runtime.core._AGAIN", 0.01)
+
+    async def scenario() -> None:
+        world, faults = World(), [OSError("no"), OSError("no")]
+        read = world.journal.after
+
+        async def after(lane: str, number: int) -> list[Operation]:
+            if faults:
+                raise faults.pop()
+            return await read(lane, number)
+
+        monkeypatch.setattr(world.journal, "after", after)
+        runtime = await world.runtime()
+        await ask(runtime, 0, "create")
+        assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
+        assert not faults
         await runtime.close()
 
     within(SOON, scenario)

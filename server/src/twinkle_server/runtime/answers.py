@@ -73,7 +73,9 @@ class Answers:
         track = self._dispatcher.tracks.get(message.head["lane"])
         if track is None:
             return
-        track.restoring, track.restore_deaths = False, 0
+        if track.restoring is not None and not track.restoring.done():
+            track.restoring.set_result(None)
+        track.restoring, track.restore_deaths = None, 0
         if message.head.get("error") is not None and track.closed is None:
             _log.error("snapshot of model %s: %s", track.name, message.head["error"])
             self._dispatcher.corrupt(track, "its newest snapshot cannot be read")

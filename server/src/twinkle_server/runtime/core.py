@@ -1,6 +1,7 @@
 """The running service without its tables: operations go into the log, through the engine, and come back as futures."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,13 +21,14 @@ from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Effects, Figures, Journal
 from twinkle_server.runtime.replay import NEVER_MADE
-from twinkle_server.runtime.supervision import StartChild, Supervisor
+from twinkle_server.runtime.supervision import DIED, StartChild, Supervisor
 from twinkle_server.runtime.tracks import Track
 from twinkle_server.settings import Settings
 from twinkle_server.store.faults import LeaseLost
 
 _log = logging.getLogger(__name__)
 _WINDOW = 64 * 2**20
+_AGAIN = 1.0  # seconds
 _KEPT = 1024  # operations whose payloads may wait in memory
 _LAST_WORDS = 5.0  # seconds for outcomes that are still to be written at the end
 QueueState = tuple[str, str | None]
@@ -106,7 +108,9 @@ class Runtime:
             return
         self._draining = self.dispatcher.stopped = True
         await self.supervisor.drain()
-        await self.outcomes.flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.times.drain):
+                await self.outcomes.flush()
         self.futures.close()
 
     async def close(self) -> None:
@@ -163,13 +167,23 @@ class Runtime:
             self._lease_lost(str(error))
             raise
         if accepted.fresh:
-            track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
-            if operation.id > track.seen:
-                if operation.status == "pending":
-                    self.futures.open(operation)
-                self.dispatcher.arrive(track, operation)
-                self._lighten(track, operation)
+            await self._take_up(operation)
         return accepted
+
+    async def _take_up(self, operation: Operation) -> None:
+        """Put an operation of the log into its lane; it is there for good, so this goes on until it works."""
+        while True:
+            try:
+                track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
+                break
+            except Exception:
+                _log.exception("a lane cannot be read; it is tried again")
+                await asyncio.sleep(_AGAIN)
+        if operation.id > track.seen:
+            if operation.status == "pending":
+                self.futures.open(operation)
+            self.dispatcher.arrive(track, operation)
+            self._lighten(track, operation)
 
     def _lighten(self, track: Track, operation: Operation) -> None:
         """Keep the payload of an operation that must wait only if it is small, and few do; it is read again."""
@@ -267,12 +281,12 @@ class Runtime:
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Begin to send."""
         self.info = info
-        if self._figures is not None and self.supervisor.restarts:
-            self._figures.restarted("died")
         self.dispatcher.engine_up(child)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
         """Take back what it had."""
+        if self._figures is not None:
+            self._figures.restarted("died" if why == DIED else "hung")
         await self.dispatcher.engine_down(blamed, why)
 
     def message(self, message: Message) -> None:

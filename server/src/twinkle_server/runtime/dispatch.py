@@ -1,6 +1,7 @@
 """From lanes to the engine: operations whose turn it is are sent, within a window, and taken back when it dies."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -167,6 +168,9 @@ class Dispatcher:
     async def fly_again(self, child: Child, track: Track, operation: Operation, payload: bytes) -> None:
         """Send an operation of which only the effect is wanted."""
         await self._window.take(operation.tenant, len(payload))
+        if track.closed is not None:
+            self._window.give(len(payload))
+            return
         self.replays += 1
         self.replayed()
         self.fly(child, Flight(operation, track, len(payload), replay=True), payload)
@@ -233,11 +237,18 @@ class Dispatcher:
         for number in list(track.flying):
             self.land(number)
         track.closed = Closed(f"this model cannot be made again: {why}", "server")
-        track.attached = False
+        self._forget_there(track)
         _log.error("model %s cannot be made again: %s", track.name, why)
         task = asyncio.create_task(self._bury(track, victims))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _forget_there(self, track: Track) -> None:
+        """Let the engine free what it has of a model, without a snapshot."""
+        track.attached = False
+        if self.child is not None:
+            with contextlib.suppress(LinkClosed):
+                self.child.put(Message(messages.RESTORE, {"lane": track.name, "folder": None}))
 
     async def _bury(self, track: Track, victims: list[Operation]) -> None:
         reason = track.closed.reason if track.closed else ""
@@ -258,7 +269,8 @@ class Dispatcher:
         track.leaving = False
         if track.attached and self.child is not None:
             track.detaching = True
-            self.child.put(Message(messages.DETACH, {"lane": track.name}))
+            with contextlib.suppress(LinkClosed):
+                self.child.put(Message(messages.DETACH, {"lane": track.name}))
         elif track.closed is None:
             self._outcomes.then(lambda: self._effects.detached(track.tenant, track.name))
 
@@ -279,7 +291,7 @@ class Dispatcher:
     @property
     def restoring(self) -> int:
         """Models whose snapshot the engine is reading."""
-        return sum(track.restoring for track in self.tracks.values())
+        return sum(track.restoring is not None for track in self.tracks.values())
 
     def drop_idle(self) -> None:
         """Forget lanes in which nothing happens."""

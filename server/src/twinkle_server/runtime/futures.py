@@ -9,7 +9,8 @@ from twinkle_server.errors import Busy
 from twinkle_server.operations import Future, Operation
 from twinkle_server.runtime.ports import Journal
 
-_RECENT_BYTES = 32 * 2**20
+_RECENT_BYTES = 16 * 2**20
+_ENTRY = 1024  # what an entry takes beside its result
 _POLLS = 20_000
 
 
@@ -135,4 +136,4 @@ class Futures:
 
 
 def _size(future: Future) -> int:
-    return len(future.result or b"") + 512
+    return len(future.result or b"") + _ENTRY

@@ -1,6 +1,7 @@
 """Lanes out of the log: read when something comes for them, and made again in an engine that does not have them."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class Replay:
         self._dispatcher = dispatcher
         self._loading: dict[str, asyncio.Task[Track]] = {}
         self._deaths: dict[int, int] = {}
+        self._suspects = asyncio.Lock()
         self.opened: Callable[[Operation], None] = lambda operation: None
 
     async def load(self, lane: str, tenant: str) -> Track:
@@ -83,8 +85,7 @@ class Replay:
         done = [row for row in rows if row.status == "done"]
         if snapshot or done:
             await self._effects.attached(track.tenant, track.name)
-            track.restoring = True
-            child.put(Message(messages.RESTORE, {"lane": track.name, "folder": snapshot.folder if snapshot else None}))
+            await self._restore(child, track, snapshot.folder if snapshot else None)
         try:
             for row in done:
                 await self._again(child, track, row)
@@ -94,7 +95,16 @@ class Replay:
             for number in list(track.flying):
                 self._dispatcher.land(number)
             raise
-        track.attached = True
+        track.attached = track.closed is None
+
+    async def _restore(self, child: Child, track: Track, folder: str | None) -> None:
+        """Let the engine read a snapshot; one that an engine died of is read while no other such is."""
+        restore = Message(messages.RESTORE, {"lane": track.name, "folder": folder})
+        async with self._suspects if track.restore_deaths else contextlib.nullcontext():
+            restoring = track.restoring = asyncio.get_running_loop().create_future()
+            child.put(restore)
+            if track.restore_deaths:
+                await restoring
 
     async def _again(self, child: Child, track: Track, operation: Operation) -> None:
         if self._deaths.get(operation.id, 0) >= _DEATHS:
@@ -117,8 +127,8 @@ class Replay:
     def engine_down(self, tracks: list[Track], blamed: set[int]) -> None:
         """Count what an engine was making again when it died."""
         for track in tracks:
-            if track.restoring:
-                track.restoring = False
+            if track.restoring is not None:
+                track.restoring = None
                 track.restore_deaths += not blamed
             for number in blamed.intersection(track.flying):
                 if track.flying[number].replay:

@@ -50,7 +50,7 @@ class SessionKeeper:
         self._ending = ending
         self._effects = effects
         self._times = times
-        self._since = time.time()
+        self._since = self._looked = time.time()
 
     async def heartbeat(self, session: str, tenant: str) -> None:
         """Hear of a session.
@@ -70,6 +70,9 @@ class SessionKeeper:
     async def expire(self) -> None:
         """End the sessions that were silent too long, unless something of them runs."""
         now = time.time()
+        if abs(now - self._looked) > self._times.session:
+            self._since = now  # this process stood still, or the clock was set
+        self._looked = now
         if now - self._since < self._times.session:
             return  # nobody could be heard while this process was not there
         for session in await self._store.sessions.silent(now - self._times.session):

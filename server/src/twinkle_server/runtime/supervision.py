@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 PAUSES = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Seconds before an engine is started again, by how often it died of late."""
 _STEADY = 60.0  # seconds after which an engine's death is not counted with the ones before
+DIED = "the engine died"
 StartChild = Callable[[bool], Awaitable[Child]]
 
 
@@ -147,7 +148,7 @@ class Supervisor:
             end = await child.wait()
             self._child = None
         self._died(end, child.last_words)
-        await self._listener.engine_down(self._under_way, self._why or "the engine died")
+        await self._listener.engine_down(self._under_way, self._why or DIED)
 
     def _ready(self, child: Child, info: ModelInfo) -> None:
         self.up, self.troubled, self._heard = True, None, time.monotonic()
@@ -157,7 +158,7 @@ class Supervisor:
 
     def _died(self, end: str, last_words: str) -> None:
         self.troubled = self._why or f"the engine died ({end})"
-        _log.error("%s, %s; %d operations were under way", self._why or "the engine died", end, len(self._under_way))
+        _log.error("%s, %s; %d operations were under way", self._why or DIED, end, len(self._under_way))
         if self._first_ready is not None and not self._first_ready.done():
             self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}): {last_words}"))
             self._first_ready.exception()  # who waits raises it; nobody has to

@@ -48,7 +48,7 @@ class Track:
         pump: sends what cannot be sent at once.
         leaving: the engine is to let go of it as soon as nothing runs.
         detaching: the engine is letting go of it.
-        restoring: the engine is reading its snapshot.
+        restoring: there while the engine reads its snapshot.
         restore_deaths: times in a row that the engine died while it read the snapshot.
     """
 
@@ -63,7 +63,7 @@ class Track:
     pump: asyncio.Task[None] | None = None
     leaving: bool = False
     detaching: bool = False
-    restoring: bool = False
+    restoring: asyncio.Future[None] | None = None
     restore_deaths: int = 0
 
     @property
