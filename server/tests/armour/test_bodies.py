@@ -145,7 +145,7 @@ def test_a_body_that_trickles_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(module, "_GRACE", 0.05)
     app = App()
     status, said = asyncio.run(ask(Bodies(app, LIMITS), [b"x"] * 50, wait=0.02))
-    assert status == 400
+    assert status == 408
     assert "slowly" in said["detail"]
     assert app.body is None
 

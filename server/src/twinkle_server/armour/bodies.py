@@ -12,13 +12,13 @@ from twinkle_server.errors import BadRequest, ServiceError, TooLarge
 from twinkle_server.settings import Limits
 from twinkle_server.tenancy.auth import header
 
-_GRACE = 15.0  # seconds that a body may take, whatever its size
+_GRACE = 30.0  # seconds that a body may take, whatever its size
 _SLOWEST = 64 * 2**10  # bytes a second beyond that
 _ON_A_THREAD = 64 * 2**10  # larger ones would hold up the loop
 
 
 class _Timeout(ServiceError):
-    status = 400  # 408 is one that clients repeat for minutes
+    status = 408
 
 
 class _Left(Exception):
