@@ -1,9 +1,12 @@
 """Losses that a client traced: their values and gradients are those of the function, and nothing else runs."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from server_pool import datum, drawn
 from torch.nn import functional
 
 from twinkle_server.engine.backend import UserError
@@ -30,7 +33,7 @@ def varied(logprobs: Any, old: Any, advantages: Any) -> Any:
 
 def traced(function: Any, **ranks: int) -> LossGraph:
     loss = pytest.importorskip("tinker.lib.public_interfaces.custom_loss")
-    handle = loss.trace_loss(function, {"logprobs": 1, "old": 1, "advantages": 1} | ranks, "session")
+    handle = loss.trace_loss(function, ranks, "session")
     nodes = [node.model_dump() for node in loss.encode_graph(handle).nodes]
     return read_loss_id(loss_id(read_graph([one.model_dump() for one in handle.inputs], nodes)))
 
@@ -38,7 +41,7 @@ def traced(function: Any, **ranks: int) -> LossGraph:
 @pytest.mark.parametrize("function", [clipped, varied])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_value_gradient_and_metrics_are_those_of_the_function(function: Any):
-    graph = traced(function)
+    graph = traced(function, logprobs=1, old=1, advantages=1)
     old, advantages = torch.randn(7).abs().neg(), torch.randn(7)
     ours = torch.randn(7).abs().neg().requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
@@ -48,7 +51,7 @@ def test_value_gradient_and_metrics_are_those_of_the_function(function: Any):
     wanted.backward()
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(ours.grad, theirs.grad)
-    assert metrics == pytest.approx({name: float(value) for name, value in said.items()})
+    assert metrics == pytest.approx({name: float(value.detach()) for name, value in said.items()})
 
 
 def graph_of(*steps: tuple[str, list[Any]], **kwargs: Any) -> LossGraph:
@@ -90,3 +93,69 @@ def test_steps_count_together():
     graph = graph_of(*steps)
     with pytest.raises(UserError, match="beyond"):
         custom.run(graph, {"logprobs": torch.zeros(1000)})
+
+
+def likelihood(logprobs: Any, weights: Any) -> Any:
+    return -(logprobs * weights).sum(), {"custom/mean:mean": logprobs.mean(), "custom/rows:sum": weights.sum() * 0 + 1}
+
+
+def sampled(logprobs: Any, old: Any, advantages: Any, scale: Any) -> Any:
+    return -(torch.exp(logprobs - old) * advantages).sum() * scale, {}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_traced_loss_trains_like_the_published_one(fresh: Callable[..., Any]):
+    bench = fresh(extra={"custom_losses": True})
+    data = [datum(9, 1), datum(4, 2), datum(6, 3)]
+    name = loss_id(traced(likelihood, logprobs=1, weights=1))
+    for lane in ("a", "b"):
+        bench.create(lane)
+        bench.shake(lane)
+    outputs, metrics = bench.run("a", data, "custom", loss_id=name)
+    wanted, published = bench.run("b", data)
+    assert metrics["loss:sum"] == pytest.approx(published["loss:sum"], rel=1e-5)
+    assert metrics["custom/rows:sum"] == 3.0
+    assert metrics["custom/mean:mean"] == pytest.approx(sum(float(row.mean()) for row in outputs) / 3, rel=1e-5)
+    assert [row.tolist() for row in outputs] == [row.tolist() for row in wanted]
+    norms = [bench.step(lane)["grad_norm"] for lane in ("a", "b")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    ours, theirs = bench.weights("a"), bench.weights("b")
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-6) for key in ours)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_inputs_of_a_traced_loss_reach_their_rows(fresh: Callable[..., Any]):
+    bench = fresh(extra={"custom_losses": True})
+    rows = [drawn(length, seed) for length, seed in ((9, 1), (4, 2), (6, 3))]
+    mine = [
+        (tokens, {"target_tokens": given["target_tokens"], "old": given["logprobs"], "advantages": given["advantages"],
+                  "scale": np.float32(2.0), "unread": given["advantages"]})
+        for tokens, given in rows
+    ]  # fmt: skip
+    name = loss_id(traced(sampled, logprobs=1, old=1, advantages=1, scale=0))
+    bench.create("a")
+    _, metrics = bench.run("a", mine, "custom", loss_id=name)
+    _, published = bench.run("a", rows, "importance_sampling")
+    assert metrics["loss:sum"] == pytest.approx(2 * published["loss:sum"], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_rows_that_do_not_fit_a_traced_loss_are_refused_by_name(fresh: Callable[..., Any]):
+    bench = fresh(extra={"custom_losses": True})
+    bench.create("a")
+    name = loss_id(traced(clipped, logprobs=1, old=1, advantages=1))
+    with pytest.raises(UserError, match="datum 0: the loss_fn_input 'old' is missing"):
+        bench.run("a", [datum(5, 1)], "custom", loss_id=name)
+    flat = {"old": np.zeros((5, 1), np.float32), "advantages": np.zeros(5, np.float32)}
+    with pytest.raises(UserError, match="'old' has 2 dimensions; the loss takes it with 1"):
+        bench.run("a", [datum(5, 1, **flat)], "custom", loss_id=name)
+    with pytest.raises(UserError, match="no loss_id"):
+        bench.run("a", [datum(5, 1)], "custom", loss_id="loss.x")
+    with pytest.raises(UserError, match="no loss_id"):
+        bench.run("a", [datum(5, 1)], "custom")
+
+
+def test_traced_losses_are_refused_where_they_are_not_switched_on(bench: Any):
+    bench.create("a")
+    with pytest.raises(UserError, match="no loss_fn 'custom'"):
+        bench.run("a", [datum(5, 1)], "custom", loss_id="loss.x")

@@ -241,6 +241,11 @@ def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     with pytest.raises(UserError, match="'Fraction' needs the loss_fn_input 'fractions'"):
         shared.run("a", [(tokens, inputs)], "Fraction")
+    for weights in (np.array([0, 1, 1, 0, 1, 1], np.float32), None):
+        given = {**own, "weights": weights} if weights is not None else own
+        shared.run("a", [(tokens, given)], "Fraction", forward=True)
+    with pytest.raises(UserError, match="'Fraction' does not read weights"):
+        shared.run("a", [(tokens, {**own, "weights": fractions})], "Fraction")
     short = (tokens, {**own, "fractions": fractions[:4]})
     with pytest.raises(UserError, match=r"datum 0: fractions has the shape \[4\].*float32\[T\]"):
         shared.run("a", [short], "Fraction")
@@ -252,6 +257,15 @@ def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
 def test_a_plugin_that_does_not_say_it_is_safe_and_served_is_none(monkeypatch, fields):
     plugin(monkeypatch, **fields)
     assert "Fraction" not in Losses().names()
+
+
+def test_weights_reach_a_plugin_that_reads_them(shared):
+    tokens, inputs = datum(6, 1)
+    inputs = {**inputs, "weights": np.array([0.5, 2, 0, 1, -1, 0.25], np.float32)}
+    [one], metrics = shared.run("a", [(tokens, inputs)], "CrossEntropyLoss", forward=True)
+    [other], said = shared.run("a", [(tokens, inputs)], forward=True)
+    assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
+    assert one[inputs["weights"] != 0] == pytest.approx(other[inputs["weights"] != 0])
 
 
 def test_an_operator_chooses_which_plugins_there_are(monkeypatch):

@@ -243,11 +243,23 @@ def test_several_targets_a_position_are_scored_and_trained_dense_or_sparse(bench
 def test_positions_of_weight_zero_are_scored_too(bench):
     bench.create("a")
     tokens, inputs = datum(9, 1)
-    inputs = {**inputs, "weights": np.zeros(9, np.float32)}
-    for name in ("cross_entropy", "CrossEntropyLoss"):
-        [found], metrics = bench.run("a", [(tokens, inputs)], name)
-        assert (found < -1).all()
-        assert metrics["loss:sum"] == 0
+    [found], metrics = bench.run("a", [(tokens, {**inputs, "weights": np.zeros(9, np.float32)})])
+    assert (found < -1).all()
+    assert metrics["loss:sum"] == 0
+
+
+def test_weight_zero_is_no_target_for_a_loss_that_knows_labels_alone(bench):
+    for lane in "ab":
+        bench.create(lane)
+    tokens, inputs = datum(9, 1)
+    kept = np.arange(9) % 3 > 0
+    masked = {**inputs, "weights": kept.astype(np.float32)}
+    [found], metrics = bench.run("a", [(tokens, masked)], "ChunkedCrossEntropyLoss")
+    [plain], said = bench.run("b", [(tokens, masked)])
+    assert found[kept] == pytest.approx(plain[kept])
+    assert not found[~kept].any()
+    assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
+    assert bench.step("a")["grad_norm"] == pytest.approx(bench.step("b")["grad_norm"], rel=1e-5)
 
 
 def test_without_weights_every_target_counts_once(bench):

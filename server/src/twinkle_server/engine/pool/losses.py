@@ -13,6 +13,7 @@ from twinkle.errors import ArgumentError
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.pool.data import TARGETS, WEIGHTS, WIRE_NAMES, Rows
+from twinkle_server.engine.pool.weights import honoured
 from twinkle_server.wire.codec import Array
 
 PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -27,9 +28,11 @@ class Losses:
 
     Args:
         allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
+        custom: clients may send losses of their own (`custom.py`).
     """
 
-    def __init__(self, allowed: Sequence[str] | None = None) -> None:
+    def __init__(self, allowed: Sequence[str] | None = None, custom: bool = False) -> None:
+        self.custom = custom
         self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED)
 
     def names(self) -> tuple[str, ...]:
@@ -56,9 +59,8 @@ class Losses:
             raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
         _check_missing(spec, loss, rows)
         if isinstance(found, type):
-            loss.skips_weight_zero = False  # clients are promised the log-probability of every target
             loss.row_inputs = tuple(dict.fromkeys((*getattr(loss, "row_inputs", ()), *spec.inputs)))
-        return loss
+        return loss if spec.name in PUBLISHED else honoured(loss, spec.name, rows)
 
     @cached_property
     def _specs(self) -> dict[str, ComponentSpec]:
