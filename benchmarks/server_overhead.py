@@ -21,7 +21,7 @@ from _pairs import describe_machine
 from _server import PACKAGES, Connection, fsync_ms, served
 
 os.environ.update(TINKER_TELEMETRY="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
-CALLS = 150
+CALLS = 60
 LENGTHS = (128, 4096, 32768)
 GOALS = {("memory", 4096): 1.5, ("durable", 4096): 3.5, ("SDK", 4096): 6.0, ("SDK", 32768): 10.0}
 

@@ -80,9 +80,10 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the Tinker SDK, on the pages that serve
 def test_every_example_of_a_page_runs(page: Path, place: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    with services():
+    with services(namespace):
         for block in blocks(page):
             if not block.not_run:
                 with located(page, block):
@@ -99,7 +100,7 @@ def test_blocks_that_are_not_run_are_few_and_known(page: Path) -> None:
 
 
 @contextlib.contextmanager
-def services() -> Iterator[None]:
+def services(namespace: dict[str, Any]) -> Iterator[None]:
     """Run the services that a page starts beside it, and tell the SDK where they are, until the page is over."""
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -110,9 +111,10 @@ def services() -> Iterator[None]:
             patch.setenv("TINKER_TELEMETRY", "0")
             yield
     finally:
-        if STARTED:
+        if "tinker" in sys.modules:
             import server_sdk
 
+            namespace.clear()
             server_sdk.sweep()
         while STARTED:
             STARTED.pop().stop()
