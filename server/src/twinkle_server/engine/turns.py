@@ -12,7 +12,7 @@ from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
 from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.outcomes import Lost, done, failed
+from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory
 from twinkle_server.engine.scheduler import Budget
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.operations import PASSES
@@ -171,7 +171,7 @@ class Turns:
         self._snapshots.applied(task)
         self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra))
 
-    def _passes(self, tasks: Sequence[Task]) -> Cost:
+    def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
         passes = [Pass(task.lane, task.payload, task.number) for task in tasks]
         try:
             results, cost = self._backend.run(passes)
@@ -180,6 +180,8 @@ class Turns:
         except Exception as error:
             if len(tasks) > 1:
                 return self._halves(tasks)
+            if is_out_of_memory(error) and not again:  # what others held a moment ago may be free
+                return self._passes(tasks, again=True)
             results, cost = [error], Cost()
         for task, result in zip(tasks, results, strict=True):
             self._end(task, result)
@@ -201,7 +203,7 @@ class Turns:
         self._step(readable)
         return Cost()
 
-    def _step(self, steps: Sequence[tuple[Task, OptimStep]]) -> None:
+    def _step(self, steps: Sequence[tuple[Task, OptimStep]], again: bool = False) -> None:
         if not steps:
             return
         try:
@@ -213,6 +215,9 @@ class Turns:
                 middle = len(steps) // 2
                 self._step(steps[:middle])
                 self._step(steps[middle:])
+                return
+            if is_out_of_memory(error) and not again:
+                self._step(steps, again=True)
                 return
             results = [error]
         for (task, _), result in zip(steps, results, strict=True):

@@ -1,0 +1,158 @@
+"""Everything at once: random work of several models, compared with what a list of their operations says."""
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from server_engine import Engine, engine, request
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.messages import Message
+from twinkle_server.payloads import Load, Sample, Save
+from twinkle_server.wire import codec
+
+
+@dataclass(frozen=True)
+class State:
+    applied: tuple[int, ...] = ()
+    pending: tuple[int, ...] = ()
+    steps: int = 0
+
+
+@dataclass
+class Model:
+    """A model as it must be, and the outcomes that it owes."""
+
+    state: State = State()
+    number: int = 1
+    checkpoints: list[tuple[str, State]] = field(default_factory=list)
+
+
+class History:
+    """Sends random work and knows what must come of it."""
+
+    def __init__(self, made: Engine, seed: int, models: int) -> None:
+        self.made, self.draw = made, random.Random(seed)
+        self.models = {f"m{n}": Model() for n in range(models)}
+        self.forwards: dict[int, State] = {}
+        self.samples: dict[int, State] = {}
+        self.bad: set[int] = set()
+        self.cancelled: set[int] = set()
+        self.operations = [made.create(lane, tenant=lane) for lane in self.models]
+        self.letting_go: set[str] = set()
+
+    def go(self, count: int) -> None:
+        for _ in range(count):
+            lane = self.draw.choice(list(self.models))
+            actions = [self.backward] * 6 + [self.step] * 3 + [self.forward] * 2 + [self.save, self.load, self.sample]
+            self.draw.choice([*actions, self.bad_one, self.snapshot, self.cancel_sample, self.let_go])(lane)
+        self.made.done(*self.operations)
+
+    def put(self, lane: str, kind: str, payload: bytes) -> int:
+        model = self.models[lane]
+        self.operations.append(self.made.run(lane, model.number, kind, payload, tenant=lane, tokens=2))
+        model.number += 1
+        return self.operations[-1]
+
+    def backward(self, lane: str) -> None:
+        model, token = self.models[lane], self.draw.randrange(1, 2**30)
+        model.state = replace(model.state, pending=(*model.state.pending, token))
+        self.put(lane, "forward_backward", request([token]))
+
+    def step(self, lane: str) -> None:
+        state = self.models[lane].state
+        self.models[lane].state = State(state.applied + state.pending, (), state.steps + 1)
+        self.put(lane, "optim_step", b"{}")
+
+    def forward(self, lane: str) -> None:
+        self.forwards[self.put(lane, "forward", request([1], forward=True))] = self.models[lane].state
+
+    def bad_one(self, lane: str) -> None:
+        self.bad.add(self.put(lane, "forward_backward", request([5], loss="nonsense")))
+
+    def save(self, lane: str) -> None:
+        model = self.models[lane]
+        folder = f"checkpoints/{lane}x{model.number}"
+        model.checkpoints.append((folder, replace(model.state, pending=())))
+        self.put(lane, "save", Save(folder, "weights").dump())
+
+    def load(self, lane: str) -> None:
+        model = self.models[lane]
+        if model.checkpoints:
+            folder, model.state = self.draw.choice(model.checkpoints)
+            self.put(lane, "load", Load(folder, "p", optimizer=True).dump())
+
+    def sample(self, lane: str) -> None:
+        if checkpoints := self.models[lane].checkpoints:
+            folder, state = self.draw.choice(checkpoints)
+            self.made.done(*self.operations)  # a service asks for a checkpoint only when it is there
+            self.samples[self.made.sample(Sample([1], source=folder), tenant=lane)] = state
+            self.operations.append(max(self.samples))
+
+    def cancel_sample(self, lane: str) -> None:
+        operation = self.made.sample(Sample([1]), tenant=lane)
+        self.made.send(messages.CANCEL, id=operation)
+        self.cancelled.add(operation)
+        self.operations.append(operation)
+
+    def snapshot(self, lane: str) -> None:
+        self.made.send(messages.SNAPSHOT, lane=lane)
+
+    def let_go(self, lane: str) -> None:
+        """Detach a model with all that waits in its lane before that, and make it again."""
+        self.made.send(messages.DETACH, lane=lane)
+        self.made.until(lambda m: m.type == messages.DETACHED and m.head["lane"] == lane)
+        told = [m.head for m in self.made.seen if m.type == messages.SNAPSHOTTED and m.head["lane"] == lane]
+        self.made.send(messages.RESTORE, lane=lane, folder=told[-1]["folder"])
+
+    def check(self) -> None:
+        for message in self.made.seen:
+            if message.type == messages.DONE:
+                self.check_outcome(message)
+            elif message.type == messages.RESTORED:
+                assert message.head["error"] is None
+        done = [message.head["id"] for message in self.made.seen if message.type == messages.DONE]
+        assert sorted(done) == sorted(self.operations), "each once"
+
+    def check_outcome(self, message: Message) -> None:
+        operation, error = message.head["id"], message.head["error"]
+        if operation in self.cancelled:
+            return
+        assert bool(error) == (operation in self.bad), error
+        if operation in self.forwards:
+            [output], _ = codec.read_forward_backward_output(message.body)
+            state = self.forwards[operation]
+            assert tuple(int(n) >> 32 for n in output["applied"]) == state.applied
+            assert tuple(int(n) >> 32 for n in output["pending"]) == state.pending
+        elif operation in self.samples:
+            [text], _ = codec.read_sample_response(message.body)
+            state = self.samples[operation]
+            assert tuple(int(token) for token in text.tokens) == (state.steps, len(state.applied), *state.applied)
+
+
+def run(data: Path, seed: int, count: int) -> None:
+    draw = random.Random(seed)
+    chaos = {
+        "seconds_per_token": draw.choice([0.0, 1e-4]),
+        "seconds_per_decode": draw.choice([0.0, 1e-4]),
+        "memory_every": draw.choice([0, 7, 20]),
+    }
+    with engine(data, extra=chaos, snapshot_steps=draw.choice([1, 5, 20]), snapshot=draw.choice([0.01, 3600])) as made:
+        history = History(made, seed, models=draw.randint(1, 5))
+        history.go(count)
+        for lane in history.models:
+            history.forward(lane)
+        made.done(*history.operations)
+        history.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_outcome_is_what_the_list_of_operations_says(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, seed, 200)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_every_outcome_of_a_long_history_is_what_the_list_of_operations_says(tmp_path: Path, seed: int) -> None:
+    run(tmp_path, seed, 3000)
