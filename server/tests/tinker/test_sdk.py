@@ -2,8 +2,11 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+
+from twinkle_server.wire.codec import parse_request
 
 tinker = pytest.importorskip("tinker")
 np = pytest.importorskip("numpy")
@@ -78,6 +81,20 @@ def test_its_custom_losses_are_computed_by_itself(served, client):
     result = training.forward_backward_custom([datum()], loss).result(SECONDS)
     assert result.metrics["loss:sum"] == 3.0
     assert [made.kind for made in served.service.submissions] == ["create", "forward", "forward_backward"]
+
+
+def test_its_custom_losses_are_sent_where_that_is_switched_on(served):
+    served.house.settings = replace(served.house.settings, custom_losses=True)
+
+    def loss(logprobs, weights):  # type: ignore[no-untyped-def]
+        return -(logprobs * weights).sum(), {"custom/mean:mean": logprobs.mean()}
+
+    with tinker.ServiceClient(base_url=served.url, api_key=served.key()) as client:
+        handle = client.create_custom_loss(loss, {"logprobs": 1, "weights": 1}).result(SECONDS)
+        training = client.create_lora_training_client(base_model=BASE, rank=8).result(SECONDS)
+        training.forward_backward_custom([datum()], handle).result(SECONDS)
+    sent = parse_request(served.service.submissions[-1].payload)
+    assert (sent.loss_fn, sent.loss_fn_config_v2["loss_id"].text) == ("custom", handle.loss_id)
 
 
 def test_it_saves_and_goes_on_from_what_was_saved(served, client):

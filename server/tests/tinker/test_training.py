@@ -1,5 +1,6 @@
 """Training over plain HTTP: models, passes, updates; what is wrong fails the operation and uses up its number."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -195,6 +196,25 @@ def test_custom_losses_are_refused_with_what_to_do_instead(served):
     answer = client.post("/create_custom_loss", json=body)
     assert answer.status_code == 400
     assert "forward_backward_custom" in answer.json()["detail"]
+
+
+def test_custom_losses_are_checked_and_named_where_they_are_switched_on(served):
+    client = served.http()
+    served.house.settings = replace(served.house.settings, custom_losses=True)
+    assert client.post("/client/config", json={}).json()["custom_loss_server_side"] is True
+    start = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
+    total = {"op": "call_method", "name": "total", "target": "sum", "args": [{"ref": "logprobs"}]}
+    end = {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "total"}, {"dict": {}}]}]}
+    inputs = [{"name": "logprobs", "rank": 1}]
+    body = {"session_id": session(client), "custom_loss_seq_id": 0, "name": "x", "inputs": inputs}
+    promise = client.post("/create_custom_loss", json={**body, "graph": {"format": 1, "nodes": [start, total, end]}})
+    answer = retrieve(client, promise).json()
+    assert answer["type"] == "create_custom_loss"
+    assert answer["loss_id"].startswith("loss.")
+    evil = {**total, "op": "call_function", "target": "os.system"}
+    refused = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [start, evil, end]}})
+    assert (refused.status_code, "'os.system' is none" in refused.json()["detail"]) == (400, True)
+    assert client.post("/retrieve_future", json={"request_id": "loss.x"}).status_code == 404
 
 
 def test_unload_takes_the_next_number_and_ends_the_model(served):

@@ -32,7 +32,7 @@ async def client_config(request: Request) -> Response:
         {
             "proto_compress_fwdbwd": False,
             "fwdbwd_max_chunk_len": min(1024, settings.limits.datums),
-            "custom_loss_server_side": False,
+            "custom_loss_server_side": settings.custom_losses,
             "sample_use_retrieve_futures": False,
             "sample_join_sampling_session": False,
         }

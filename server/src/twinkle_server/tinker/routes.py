@@ -6,6 +6,7 @@ from twinkle_server.tinker import (
     accounts,
     client,
     copying,
+    custom_losses,
     futures,
     models,
     passes,
@@ -18,7 +19,7 @@ from twinkle_server.tinker import (
 
 PREFIX = "/api/v1"
 # Routes are tried one after another: what is asked for all the time comes first.
-ROOMS = (futures, passes, updates, sampling, sessions, models, saves, client, runs, copying, accounts)
+ROOMS = (futures, passes, updates, sampling, sessions, models, saves, client, runs, copying, accounts, custom_losses)
 
 
 def tinker_routes() -> APIRouter:

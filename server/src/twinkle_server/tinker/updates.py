@@ -1,16 +1,14 @@
-"""Updates of a model's weights, and losses that clients bring along."""
+"""Updates of a model's weights."""
 
 import math
-from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from twinkle_server.errors import BadRequest
 from twinkle_server.payloads import OptimStep
 from twinkle_server.store.records import Model
-from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
-from twinkle_server.tinker.house import Caller, House, caller
+from twinkle_server.tinker.bodies import Body, Text, takes
+from twinkle_server.tinker.house import Caller, House
 from twinkle_server.tinker.submitting import Numbered, submit_body
 
 router = APIRouter()
@@ -38,31 +36,10 @@ class OptimStepBody(Numbered):
     optimizer_params: _Other | None = None
 
 
-class CreateCustomLoss(Body):
-    """See `create_custom_loss`."""
-
-    session_id: Id
-    custom_loss_seq_id: Number
-    name: Text = ""
-    inputs: Annotated[list[dict[str, Any]], Field(default_factory=list)]
-    graph: Annotated[dict[str, Any], Field(default_factory=dict)]
-
-
 @router.post("/optim_step", openapi_extra=takes(OptimStepBody))
 async def optim_step(request: Request) -> Response:
     """Update a model by its gradients, and clear them."""
     return await submit_body(request, OptimStepBody, "optim_step", _payload)
-
-
-@router.post("/create_custom_loss", openapi_extra=takes(CreateCustomLoss))
-async def create_custom_loss(request: Request) -> Response:
-    """Refuse a loss that a client traced: `client/config` tells clients to compute such losses themselves."""
-    caller(request)
-    await read(request, CreateCustomLoss)
-    raise BadRequest(
-        "this service runs no losses that clients send as graphs: forward_backward_custom computes them in the client, "
-        "and a loss plugin that is installed here is used by its name"
-    )
 
 
 async def _payload(_house: House, _who: Caller, _model: Model, body: OptimStepBody) -> OptimStep:

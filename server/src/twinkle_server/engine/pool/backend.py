@@ -26,7 +26,8 @@ class PoolBackend:
 
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
-            those of `TorchSampler`, and `max_pass_seconds`, about which a step of sampling waits for training.
+            those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training, and
+            `custom_losses`, whether clients may send losses of their own.
     """
 
     def __init__(self, options: BackendOptions) -> None:
@@ -49,6 +50,7 @@ class PoolBackend:
         )
         self._lanes = Lanes(self.model)
         self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary)
+        self._training.custom = bool(options.extra.get("custom_losses"))
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
         self._sampling = Sampling(self.model, self._info, together | dict(options.extra.get("sampler", {})))

@@ -7,12 +7,15 @@ from typing import Any, Literal
 
 from twinkle.model.pool import Operation, OperationError, OperationResult, Step
 from twinkle_server.engine.backend import Cost, Pass, UserError
-from twinkle_server.engine.pool import data
+from twinkle_server.engine.pool import custom, data
 from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.losses import Losses, takes
 from twinkle_server.payloads import OptimStep
 from twinkle_server.wire import codec
+
+_MEMORY = 2.0
+"""Seconds of passes after which a speed counts for a third: short passes say little of what long ones take."""
 
 
 class Training:
@@ -24,7 +27,12 @@ class Training:
         losses: what a request may name.
         context: tokens that a row may have.
         vocabulary: number of token ids.
+
+    Attributes:
+        custom: clients may send losses of their own.
     """
+
+    custom = False
 
     def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int) -> None:
         self._pool, self._lanes, self._losses = pool, lanes, losses
@@ -38,7 +46,7 @@ class Training:
 
         A row is never cut.
         """
-        wanted = None if seconds is None or self._speed is None else int(self._speed * seconds)
+        wanted = None if seconds is None else int((self._speed or 0.0) * seconds)  # at first, row by row
         self._pool.tokens_per_pass = self._most if wanted is None else max(1, min(self._most, wanted))
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
@@ -77,8 +85,8 @@ class Training:
     def _measured(self, tokens: int, seconds: float) -> None:
         self._elsewhere = 0.0
         if tokens and seconds > 0:
-            now = tokens / seconds
-            self._speed = now if self._speed is None else 0.7 * self._speed + 0.3 * now
+            now, share = tokens / seconds, 1.0 - math.exp(-seconds / _MEMORY)
+            self._speed = now if self._speed is None else self._speed + share * (now - self._speed)
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         try:
@@ -91,13 +99,14 @@ class Training:
     def _read(self, item: Pass) -> tuple[Operation, data.Rows]:
         lane = self._lanes[item.lane]
         request = data.read_request(item.payload)
-        spec = self._losses.find(request.loss_fn)
-        rows = data.read_rows(request, self._context, self._vocabulary, takes(spec))
+        own = self.custom and request.loss_fn == custom.NAME
+        spec = None if own else self._losses.find(request.loss_fn)
+        rows = data.read_rows(request, self._context, self._vocabulary, () if spec is None else takes(spec))
         try:
             config = codec.loss_config(request)
         except ValueError as error:
             raise UserError(str(error)) from error
-        loss = self._losses.build(spec, config, rows)
+        loss = custom.build(config, rows) if spec is None else self._losses.build(spec, config, rows)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows
@@ -153,9 +162,16 @@ def _answer(result: OperationResult | OperationError, rows: data.Rows) -> bytes 
         if "logps" not in output:
             return UserError("this loss scores no tokens, so that there are no logprobs; name another")
         outputs.append({"logprobs": output["logps"].float().cpu().numpy().reshape(shape)})
-    metrics = {f"{_plain(name)}:sum": float(value) for name, value in result.metrics.items()}
+    metrics = dict(_metric(name, float(value), len(rows.shapes)) for name, value in result.metrics.items())
     metrics["loss:sum"] = float(result.loss_sum or 0.0)
     return codec.forward_backward_output(outputs, metrics)
+
+
+def _metric(name: str, total: float, rows: int) -> tuple[str, float]:
+    """Return a metric as the wire has it, from its sum over the rows; a client's own loss has named its metrics so."""
+    if name.startswith("custom/"):
+        return name, total / rows if name.endswith(":mean") else total
+    return f"{_plain(name)}:sum", total
 
 
 def _plain(name: str) -> str:

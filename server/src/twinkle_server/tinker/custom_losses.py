@@ -1,0 +1,61 @@
+"""Losses that clients bring along as graphs: a loss's id is the graph itself, so that nothing is kept here."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from twinkle_server.errors import BadRequest
+from twinkle_server.tinker.answers import answer
+from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
+from twinkle_server.tinker.house import caller, house_of
+from twinkle_server.wire.loss_graphs import PREFIX, loss_id, read_graph, read_loss_id
+
+router = APIRouter()
+
+
+class Graph(Body):
+    """Of `CreateCustomLoss`."""
+
+    format: Literal[1] = 1
+    nodes: list[dict[str, Any]]
+
+
+class CreateCustomLoss(Body):
+    """See `create_custom_loss`."""
+
+    session_id: Id
+    custom_loss_seq_id: Number
+    name: Text = ""
+    inputs: Annotated[list[dict[str, Any]], Field(default_factory=list)]
+    graph: Graph
+
+
+@router.post("/create_custom_loss", openapi_extra=takes(CreateCustomLoss))
+async def create_custom_loss(request: Request) -> Response:
+    """Check a loss, and return the id by which passes name it; its future is its id, and is over."""
+    who, house = caller(request), house_of(request)
+    body = await read(request, CreateCustomLoss)
+    if not house.settings.custom_losses:
+        raise BadRequest(
+            "this service runs no losses that clients send as graphs (--custom-losses switches that on): "
+            "forward_backward_custom computes them in the client, and a loss plugin that is installed here is used by "
+            "its name"
+        )
+    await house.store.sessions.get(who.tenant, body.session_id)
+    try:
+        made = loss_id(read_graph(body.inputs, body.graph.nodes))
+    except ValueError as error:
+        raise BadRequest(f"custom loss {body.name[:80]!r}: {error}") from error
+    return answer({"request_id": made})
+
+
+def custom_loss_answer(request_id: str) -> Response | None:
+    """Return the answer to who asks for the future of a custom loss; None if it is another future."""
+    if not request_id.startswith(PREFIX):
+        return None
+    try:
+        read_loss_id(request_id)
+    except ValueError:
+        return None
+    return answer({"loss_id": request_id, "type": "create_custom_loss"})

@@ -1,0 +1,111 @@
+"""Graphs of losses: what is not in the tables is refused before anything could run it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twinkle_server.wire.loss_graphs import MOST_BYTES, loss_id, read_graph, read_loss_id
+
+INPUTS = [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}]
+START = [{"op": "placeholder", "name": name, "target": name} for name in ("logprobs", "weights")]
+
+
+def output(loss: str = "total", **metrics: str) -> dict[str, Any]:
+    named = {f"custom/{name}:sum": {"ref": node} for name, node in metrics.items()}
+    args = [{"tuple": [{"ref": loss}, {"dict": named}]}]
+    return {"op": "output", "name": "output", "target": "output", "args": args, "kwargs": {}}
+
+
+def call(name: str, target: str, *args: Any, op: str = "call_function", **kwargs: Any) -> dict[str, Any]:
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
+
+
+PRODUCT = call("product", "operator.mul", {"ref": "logprobs"}, {"ref": "weights"})
+TOTAL = call("total", "sum", {"ref": "product"}, op="call_method")
+
+
+def test_a_graph_is_its_id_and_the_other_way_round():
+    graph = read_graph(INPUTS, [*START, PRODUCT, TOTAL, output(x="total")])
+    assert graph.metrics == {"custom/x:sum": "total"}
+    assert [node.operation for node in graph.nodes] == ["mul", "sum"]
+    assert read_loss_id(loss_id(graph)) == graph
+    assert loss_id(read_loss_id(loss_id(graph))) == loss_id(graph)
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (call("total", "os.system", "x"), "'os.system' is none"),
+        (call("total", "torch.load", "x"), "'torch.load' is none"),
+        (call("total", "torch.zeros", 10**12), "'torch.zeros' is none"),
+        (call("total", "torch.__builtins__.eval", "1"), "none of the operations"),
+        (call("total", "builtins.eval", "1"), "none of the operations"),
+        (call("total", "item", {"ref": "logprobs"}, op="call_method"), "'item' is none"),
+        (call("total", "__reduce__", {"ref": "logprobs"}, op="call_method"), "none"),
+        (call("total", "backward", {"ref": "logprobs"}, op="call_method"), "none"),
+        (call("total", "add_", {"ref": "logprobs"}, 1, op="call_method"), "none"),
+        (call("total", "weight", op="get_attr"), "'get_attr'"),
+        (call("total", "layer", op="call_module"), "'call_module'"),
+        (call("total", "torch.sum", {"ref": "later"}), "'later', which is no node before it"),
+        (call("total", "torch.sum", {"ref": "logprobs"}, out={"ref": "weights"}), "argument 'out'"),
+        (call("total", "torch.sum", {"device": "cuda"}), "none that a loss may use"),
+        (call("total", "torch.sum", {"float": "1_0"}), "none that a loss may use"),
+        (call("a b", "torch.sum", {"ref": "logprobs"}), "no name"),
+        ({"op": "placeholder", "name": "other", "target": "other"}, "none of its inputs"),
+        (5, "no object"),
+    ],
+)
+def test_what_a_loss_may_not_do_is_refused_by_name(node: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        read_graph(INPUTS, [*START, node, output()])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "words"),
+    [
+        ([], [output()], "'logprobs' is the first"),
+        ([{"name": "x", "rank": 1}], [output()], "'logprobs' is the first"),
+        ([{"name": "logprobs", "rank": 3}], [output()], "rank of 0, 1 or 2"),
+        (None, [output()], "'logprobs' is the first"),
+        (INPUTS, [], "1 to 1024 nodes"),
+        (INPUTS, [*START, PRODUCT], "no output"),
+        (INPUTS, [*START, output("product")], "no node before"),
+        (INPUTS, [*START, output("logprobs", x="none")], "no node before"),
+        (INPUTS, [*START, {**output("logprobs"), "args": [5]}], "gives"),
+        (INPUTS, [*START, output("logprobs"), PRODUCT], "behind its output"),
+    ],
+)
+def test_a_graph_that_is_none_is_refused(inputs: Any, nodes: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        read_graph(inputs, nodes)
+
+
+def test_metrics_are_named_as_they_add_up():
+    odd = output("logprobs")
+    odd["args"][0]["tuple"][1]["dict"] = {"loss:sum": {"ref": "logprobs"}}
+    with pytest.raises(ValueError, match="'loss:sum' is not named custom/"):
+        read_graph(INPUTS, [*START, odd])
+
+
+def test_a_graph_that_is_too_large_has_no_id():
+    nodes = [call(f"n{place}", "operator.add", {"ref": "logprobs"}, "x" * 100) for place in range(1000)]
+    with pytest.raises(ValueError, match=str(MOST_BYTES)):
+        loss_id(read_graph(INPUTS, [*START, *nodes, output("n999")]))
+
+
+def test_a_packed_bomb_is_unpacked_no_further_than_a_graph_may_be():
+    import base64
+    import zlib
+
+    bomb = "loss." + base64.urlsafe_b64encode(zlib.compress(b"[" * 50_000_000)).decode()
+    with pytest.raises(ValueError, match="no loss_id"):
+        read_loss_id(bomb)
+
+
+@given(st.text(max_size=40) | st.text("abcdefABCDEF0123456789-_", max_size=60).map("loss.".__add__))
+@settings(max_examples=200)
+def test_any_text_is_an_id_or_refused(text: str):
+    with pytest.raises(ValueError, match="no loss_id"):
+        read_loss_id(text)
