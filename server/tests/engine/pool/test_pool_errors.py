@@ -214,13 +214,27 @@ class Fraction(Loss):
         return LossOutput(-(self.share * mine * outputs["logps"]).sum(), 1.0, {"fractions": float(mine.sum())})
 
 
-def plugin(monkeypatch, **fields):
+class Detached(Loss):
+    """Forgets its gradient."""
+
+    def __call__(self, inputs, outputs):
+        return LossOutput(outputs["logps"].detach().sum(), 1.0)
+
+
+class Text(Loss):
+    """Gives no number."""
+
+    def __call__(self, inputs, outputs):
+        return "much"
+
+
+def plugin(monkeypatch, loss=Fraction, **fields):
     """Have the registry offer a plugin's loss."""
     values = {"kind": "loss", "name": "Fraction", "ref": f"{__name__}:Fraction", "runtimes": ("local", "served")}
     spec = ComponentSpec(**{**values, "tenant_safe": True, "inputs": {"fractions": "float32[T]"}, **fields})
     own, load = registry().specs("loss"), type(registry()).load
     monkeypatch.setattr(type(registry()), "specs", lambda self, kind: {**own, "Fraction": [spec]})
-    monkeypatch.setattr(type(registry()), "load", lambda self, x: Fraction if x is spec else load(self, x))
+    monkeypatch.setattr(type(registry()), "load", lambda self, x: loss if x is spec else load(self, x))
 
 
 def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
@@ -257,6 +271,14 @@ def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
 def test_a_plugin_that_does_not_say_it_is_safe_and_served_is_none(monkeypatch, fields):
     plugin(monkeypatch, **fields)
     assert "Fraction" not in Losses().names()
+
+
+@pytest.mark.parametrize(("loss", "words"), [(Detached, "has no gradient"), (Text, "returned a str")])
+def test_a_plugin_that_gives_nothing_to_train_by_is_said_so(shared, monkeypatch, loss, words):
+    plugin(monkeypatch, loss, inputs={})
+    monkeypatch.setattr(shared.backend._training, "_losses", Losses())
+    with pytest.raises(UserError, match=words):
+        shared.run("a", [datum(6, 1)], "Fraction")
 
 
 def test_weights_reach_a_plugin_that_reads_them(shared):

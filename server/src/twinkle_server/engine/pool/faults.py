@@ -8,14 +8,17 @@ from twinkle.errors import (
     ArgumentError,
     CapacityError,
     CheckpointError,
+    ComponentTypeError,
     DataError,
     NonFiniteError,
+    TrainingStateError,
     TwinkleError,
     Unsupported,
 )
 from twinkle_server.engine.backend import Fatal, UserError
 
-_OF_THE_CLIENT = (ArgumentError, DataError, Unsupported)
+_OF_THE_CLIENT = (ArgumentError, DataError, Unsupported, ComponentTypeError, TrainingStateError)
+"""The last two are said of a loss that the client chose: it gives no number, or one without a gradient."""
 _ADAPTER = re.compile(r"(the )?adapter '[^']*'")
 _OF_THE_DEVICE = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "device-side assert", "HIP error", "NCCL error")
 
