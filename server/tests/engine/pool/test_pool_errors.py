@@ -278,7 +278,7 @@ def test_a_plugin_that_gives_nothing_to_train_by_is_said_so(shared, monkeypatch,
     plugin(monkeypatch, loss, inputs={})
     monkeypatch.setattr(shared.backend._training, "_losses", Losses())
     with pytest.raises(UserError, match=words):
-        shared.run("a", [datum(6, 1)], "Fraction")
+        shared.run("a", [broken(weights=None)], "Fraction")
 
 
 def test_weights_reach_a_plugin_that_reads_them(shared):

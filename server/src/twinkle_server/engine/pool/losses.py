@@ -28,11 +28,9 @@ class Losses:
 
     Args:
         allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
-        custom: clients may send losses of their own (`custom.py`).
     """
 
-    def __init__(self, allowed: Sequence[str] | None = None, custom: bool = False) -> None:
-        self.custom = custom
+    def __init__(self, allowed: Sequence[str] | None = None) -> None:
         self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED)
 
     def names(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from twinkle_server.payloads import OptimStep
 from twinkle_server.wire import codec
 
 _MEMORY = 2.0
-"""Seconds of passes after which a speed counts for a third: short passes say little of what long ones take."""
+"""Seconds of passes after which an earlier speed counts for a third: short passes say little of what long ones take."""
 
 
 class Training:
