@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
-from urllib.parse import quote
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Connection
 
-from twinkle_server.errors import BadRequest, Unavailable
+from twinkle_server.errors import Unavailable
 from twinkle_server.failpoints import reach
+from twinkle_server.store.connections import connect, driver, engine, worded
 from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import check_local
 
@@ -24,21 +23,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _LARGEST: Final = 1024
 """Closures that share one commit at most."""
-_BUSY_SECONDS: Final = 5.0
 _OLDEST: Final = (3, 35)
 """The first SQLite with `RETURNING`."""
-_DISK: Final = frozenset(
-    {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_READONLY,
-    }
-)
 
 
 @dataclass(slots=True)
@@ -55,11 +41,6 @@ class _Job:
             self.future.set_exception(self.error)
         else:
             self.future.set_result(self.value)
-
-
-def driver(connection: Connection) -> sqlite3.Connection:
-    """Return the connection below SQLAlchemy's, for statements that must be cheap."""
-    return cast(sqlite3.Connection, connection.connection.dbapi_connection)
 
 
 class SqliteDatabase:
@@ -173,17 +154,17 @@ class SqliteDatabase:
     def _read(self, work: Callable[[Connection], T]) -> T:
         connection: Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            self._local.connection = connection = _engine(lambda: _connect(self._path, readonly=True)).connect()
+            self._local.connection = connection = engine(lambda: connect(self._path, readonly=True)).connect()
             self._reading.append(connection)
         raw = driver(connection)
         try:
             raw.execute("BEGIN")
             return work(connection)
         except Exception as error:
-            worded = _worded(error)
-            if worded is error:
+            told = worded(error)
+            if told is error:
                 raise
-            raise worded from error
+            raise told from error
         finally:
             if raw.in_transaction:
                 raw.execute("ROLLBACK")
@@ -217,7 +198,7 @@ class _Writer:
         self._open()
 
     def _open(self) -> None:
-        self._connection = _engine(lambda: _connect(self._path)).connect()
+        self._connection = engine(lambda: connect(self._path)).connect()
         self._connection.begin()  # one for ever, so that nothing above commits: the real transactions are ours
         self._raw = driver(self._connection)
 
@@ -237,7 +218,7 @@ class _Writer:
         except (sqlite3.Error, OSError) as error:
             _LOG.error("the store could not commit %d writes: %s", len(batch), error)
             for job in batch:
-                job.error = _worded(error)
+                job.error = worded(error)
             self._undo()
         return not any(isinstance(job.error, Unavailable) for job in batch)
 
@@ -261,7 +242,7 @@ class _Writer:
         try:
             job.value = job.work(self._connection)
         except Exception as error:
-            job.error = _worded(error)
+            job.error = worded(error)
 
     def _undo(self) -> None:
         """End a transaction that failed."""
@@ -289,55 +270,6 @@ class _Writer:
 
 class _Undone(Exception):
     """The only job of a transaction failed by itself."""
-
-
-def _engine(connect: Callable[[], sqlite3.Connection]) -> Engine:
-    return create_engine("sqlite://", creator=connect, poolclass=NullPool, isolation_level="AUTOCOMMIT")
-
-
-def _connect(path: Path, readonly: bool = False) -> sqlite3.Connection:
-    mode = "ro" if readonly else "rwc"
-    try:
-        raw = sqlite3.connect(
-            f"file:{quote(str(path))}?mode={mode}",
-            uri=True,
-            timeout=_BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-            cached_statements=256,
-        )
-        _prepare(raw, readonly)
-    except sqlite3.Error as error:
-        raise StoreError(f"{path} cannot be opened as a database: {error}") from error
-    return raw
-
-
-def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
-    raw.execute("PRAGMA foreign_keys = ON")
-    raw.execute("PRAGMA cache_size = -16384")
-    if readonly:
-        raw.execute("PRAGMA query_only = ON")
-        return
-    raw.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect in a new file only, before anything is written there
-    mode = raw.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-    if mode != "wal":
-        raise sqlite3.OperationalError(f"its file system does not bear write-ahead logging (mode {mode!r})")
-    raw.execute("PRAGMA synchronous = FULL")
-    raw.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
-
-
-def _worded(error: Exception) -> Exception:
-    """Return what callers get: `Unavailable` for faults of the disk, `BadRequest` for what no column can hold."""
-    if isinstance(error, UnicodeEncodeError | OverflowError):
-        return BadRequest("the request holds a number beyond 64 bits, or text that is not Unicode")
-    found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(found, "sqlite_errorcode", None)
-    failed = isinstance(found, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK
-    if failed or isinstance(found, OSError):
-        fault = Unavailable("the store cannot write at the moment (disk full or failing): try again", retry_after=5.0)
-        fault.__cause__ = error
-        return fault
-    return error
 
 
 def _closed() -> Unavailable:

@@ -14,7 +14,8 @@ from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snap
 from twinkle_server.settings import Limits
 from twinkle_server.store import statements as sql
 from twinkle_server.store.blobs import Blobs
-from twinkle_server.store.database import SqliteDatabase, driver
+from twinkle_server.store.connections import driver
+from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.requests import is_ours
 from twinkle_server.store.writing import IN_ROW, Context, Finish, Stored, Submit, drop_payloads
 

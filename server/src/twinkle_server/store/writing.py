@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
 from twinkle_server.operations import Accepted, Operation, Outcome, Status, Submission
 from twinkle_server.store import statements as sql
-from twinkle_server.store.database import driver
+from twinkle_server.store.connections import driver
 from twinkle_server.store.faults import LeaseLost
 from twinkle_server.store.requests import new_request
 
