@@ -1,6 +1,5 @@
 """The parts of one service put together: application, middleware, keys, figures, and what looks after the disk."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from twinkle_server.application import create_application
@@ -18,33 +17,15 @@ from twinkle_server.tenancy.auth import Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.limited import Limited
 from twinkle_server.tenancy.quotas import Meter
-from twinkle_server.tenancy.usage import UsageLog
-
-_FLUSH = 10.0  # seconds
 
 
-@dataclass(slots=True)
-class Assembly:
-    """A service that can be served.
-
-    Attributes:
-        application: the outermost ASGI application.
-        service: the runtime.
-        usage: of tenants; to be flushed at the end.
-    """
-
-    application: Any
-    service: Service
-    usage: UsageLog
-
-
-def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Assembly:
-    """Put the parts together.
+def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Any:
+    """Return the outermost ASGI application.
 
     Args:
         settings: of the service.
         store: open.
-        service: not started yet, perhaps.
+        service: the runtime.
         metrics: that the service counts into.
     """
     keys = Keyring(store.keys.all) if settings.auth else None
@@ -59,8 +40,5 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     faces.include_router(health_routes(service.ready, status, metrics, keys))
     bodies = Bodies(Audited(faces, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    usage = UsageLog(store.usage)
-    metrics.spent = usage.add
-    service.janitor.add("usage", _FLUSH, usage.flush)
     guarded = Authentication(bodies, keys, PROBES | INSIDE)
-    return Assembly(Requests(Observed(guarded, metrics)), service, usage)
+    return Requests(Observed(guarded, metrics))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import ipaddress
 import os
 import re
@@ -13,22 +14,25 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import uvicorn
+from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
-from twinkle_server.armour.protocol import GuardedProtocol
-from twinkle_server.assembly import Assembly, assemble
 from twinkle_server.observe import logs, presence
 from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store, open_store
+from twinkle_server.tenancy.auth import is_loopback
 from twinkle_server.tenancy.issue import issue
+from twinkle_server.tenancy.usage import UsageLog
+
+if TYPE_CHECKING:
+    import uvicorn
 
 _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for answers that are under way when the drain is over
+_FLUSH = 10.0  # seconds
 _LOST = 3  # exit code of a service whose data directory another one has taken over
 
 
@@ -63,14 +67,6 @@ def check(settings: Settings) -> None:
         raise ConfigError(
             f"--no-auth serves everybody who reaches {settings.host}: leave it out, or serve 127.0.0.1 only"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def resolve(settings: Settings) -> Settings:
@@ -114,24 +110,31 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         await _first_key(settings, store)
         metrics = Metrics(store.secret)
         service = Service(settings, store, metrics)
-        assembly = assemble(settings, store, service, metrics)
+        usage = UsageLog(store.usage)
+        metrics.spent = usage.add
+        service.janitor.add("usage", _FLUSH, usage.flush)
         await service.start()
         try:
-            return await _answer(settings, assembly, listener, stop)
+            assembly = await asyncio.to_thread(
+                importlib.import_module, "twinkle_server.assembly"
+            )  # while the engine starts
+            application = assembly.assemble(settings, store, service, metrics)
+            return await _answer(settings, application, service, listener, stop)
         finally:
             presence.withdraw(settings.data)
             await service.close()
-            await assembly.usage.flush()
+            await usage.flush()
     except EngineFailed as error:
         raise ModelLoadError(f"the engine cannot start: {last_words(str(error))}") from error
     finally:
         store.close()
 
 
-async def _answer(settings: Settings, assembly: Assembly, listener: socket.socket, stop: asyncio.Event) -> int:
+async def _answer(
+    settings: Settings, application: Any, service: Service, listener: socket.socket, stop: asyncio.Event
+) -> int:
     """Answer requests until a signal comes, then until what runs is over; returns the exit code."""
-    service = assembly.service
-    server = _Server(_configuration(assembly))
+    server = _server(application)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     ready = asyncio.create_task(service.wait_ready(), name="ready")
     ends = {serving, *(asyncio.create_task(event.wait()) for event in (stop, service.lost))}
@@ -158,29 +161,32 @@ def last_words(text: str) -> str:
     return said if colon and re.fullmatch(r"[A-Za-z_][\w.]*", name) else line
 
 
-def _configuration(assembly: Assembly) -> uvicorn.Config:
-    return uvicorn.Config(
-        assembly.application,
-        http=GuardedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=2048,
-        timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=_LAST_ANSWERS,
+def _server(application: Any) -> "uvicorn.Server":
+    """Return uvicorn without its handling of signals: a drain comes before the end."""
+    import uvicorn
+
+    from twinkle_server.armour.protocol import GuardedProtocol
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server(
+        uvicorn.Config(
+            application,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=2048,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=_LAST_ANSWERS,
+        )
     )
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its handling of signals: a drain comes before the end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
 
 
 def _stop_on_signals() -> asyncio.Event:

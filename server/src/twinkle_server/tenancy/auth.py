@@ -1,11 +1,12 @@
 """Who asks: the key of a request, checked before anything of its body is read."""
 
+import ipaddress
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fastapi import Request
+from starlette.requests import Request
 
 from twinkle_server.armour.answers import refuse
 from twinkle_server.errors import Forbidden, ServiceError, Unauthorized
@@ -42,9 +43,6 @@ class Keys(Protocol):
 
     async def find(self, key: str) -> Caller | None:
         """Return whose key this is; None if there is no such key, or it was revoked."""
-
-
-_HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 async def identify(key: str | None, keys: Keys | None) -> Caller:
@@ -130,12 +128,20 @@ def check_local(scope: Mapping[str, Any]) -> None:
         Forbidden: the request is for another host's name, or comes from a page.
     """
     place = header(scope, b"host") or "localhost"
-    if _host(place) not in _HERE:
+    if not is_loopback(_host(place)):
         raise Forbidden(
             f"without keys only http://127.0.0.1 and http://localhost are answered, and not {place[:200]!r}"
         )
-    if (page := header(scope, b"origin")) is not None and _host(page.partition("://")[2]) not in _HERE:
+    if (page := header(scope, b"origin")) is not None and not is_loopback(_host(page.partition("://")[2])):
         raise Forbidden("without keys no page of another site is answered")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address or a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _host(place: str) -> str:

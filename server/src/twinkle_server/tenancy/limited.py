@@ -26,6 +26,7 @@ class Limited:
         self.queue_state = service.queue_state
         self.finish_session = service.finish_session
         self.heartbeat = service.heartbeat
+        self.awaited = service.awaited
         self.submit_next = service.submit_next  # unload, which gives back
 
     @property
