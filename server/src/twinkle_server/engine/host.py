@@ -80,9 +80,9 @@ class Host:
         """Work until the process ends; it does when the other end of the link is closed, or after `Fatal`."""
         gc.collect()
         gc.freeze()  # a model's modules are many objects, and none of them will be garbage
-        self._link.send(Message(messages.READY, {"info": asdict(self._backend.describe())}))
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
         try:
+            self._link.send(Message(messages.READY, {"info": asdict(self._backend.describe())}))
+            threading.Thread(target=self._read, name="reader", daemon=True).start()
             while True:
                 self.turn()
         except LinkClosed:

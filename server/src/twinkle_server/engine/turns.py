@@ -15,6 +15,7 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory
 from twinkle_server.engine.scheduler import Budget
 from twinkle_server.engine.snapshots import Snapshots
+from twinkle_server.failpoints import reach
 from twinkle_server.operations import PASSES
 from twinkle_server.payloads import Create, Load, OptimStep, Save
 
@@ -119,6 +120,7 @@ class Turns:
         else:
             self._barrier(tasks[0])
             cost = Cost()
+        reach("engine.after_turn")
         self._passed("pass" if kind in PASSES else kind, tasks, self._interleaving.clock() - begin, cost)
 
     def restore(self, task: Task) -> None:
@@ -183,6 +185,7 @@ class Turns:
             if is_out_of_memory(error) and not again:  # what others held a moment ago may be free
                 return self._passes(tasks, again=True)
             results, cost = [error], Cost()
+        reach("engine.after_pass")
         for task, result in zip(tasks, results, strict=True):
             self._end(task, result)
         return cost
@@ -220,6 +223,7 @@ class Turns:
                 self._step(steps, again=True)
                 return
             results = [error]
+        reach("engine.after_step")
         for (task, _), result in zip(steps, results, strict=True):
             self._end(task, result if isinstance(result, Exception) else _metrics(result))
 
