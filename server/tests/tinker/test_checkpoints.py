@@ -250,6 +250,10 @@ def test_a_copy_lives_on_its_own_and_a_repeated_one_is_the_same(served, client, 
     answers = [client.post("/copy_weights", json=body).json() for _ in range(2)]
     assert answers == [{"tinker_path": f"tinker://{session_id}:train:0/weights/a"}] * 2
     assert client.get(f"/training_runs/{session_id}:train:0").json()["last_checkpoint"]["tinker_path"]
+    taken = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+    assert client.post("/create_model", json=taken).status_code == 400
+    body = {"source_path": copies[0], "session_id": model.partition(":")[0], "model_seq_id": 0}
+    assert client.post("/copy_weights", json=body).status_code == 400
     assert served.http("b").post("/copy_weights", json={"source_path": path}).status_code == 404
 
 

@@ -113,6 +113,8 @@ def test_the_options_go_into_the_log_with_a_seed(served, client, name):
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "1 to 2 of this prompt"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}}, r"\[2, K\] is meant"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "there are 1 values"),
+        ({"target_prompt_logprobs": {"data": [2**70], "dtype": "int64", "shape": [2, 1]}}, "integers of 64 bits"),
+        ({"topk_prompt_logprobs": 2**20, "topk_sample_logprobs": 2**20, "num_samples": 16}, "there may be"),
         ({"record_stability_info": True}, "stable_reinforce"),
     ],
 )
@@ -133,6 +135,10 @@ def test_what_cannot_be_sampled_fails_as_the_users_fault(client, name, changes: 
         ({"prompt": [1]}, 422),
         ({"sampling_params": {"stop": ["a", 1]}}, 422),
         ({"seq_id": -1}, 422),
+        ({"seq_id": None}, 422),
+        ({"sampling_params": {"max_tokens": 10**30}}, 422),
+        ({"sampling_params": {"seed": 10**30}}, 422),
+        ({"prompt_logprobs_last_n": 10**30}, 422),
     ],
 )
 def test_a_request_of_another_form_is_refused_at_once(client, name, changes: dict[str, Any], status: int):
@@ -142,9 +148,10 @@ def test_a_request_of_another_form_is_refused_at_once(client, name, changes: dic
 
 
 def test_scores_of_given_tokens_go_into_the_log_as_they_were_asked_for(served, client, name):
-    asked = {"data": [5, -1], "dtype": "int64", "shape": [2, 1]}
+    asked: dict[str, Any] = {"data": [5, -1], "dtype": "int64", "shape": [2, 1]}
     ask(client, name, target_prompt_logprobs=asked, topk_prompt_logprobs=2, prompt_alt_tokens_k=3)
     payload = orjson.loads(served.service.submissions[0].payload)
+    del asked["dtype"]
     assert (payload["targets"], payload["topk_prompt_logprobs"], payload["alternatives"]) == (asked, 2, 3)
 
 

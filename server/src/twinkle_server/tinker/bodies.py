@@ -4,12 +4,13 @@ import asyncio
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from twinkle_server.errors import Unprocessable
 
 LARGE = 64 * 2**10
 """Bytes of JSON that would hold up the loop."""
+_METADATA = 64 * 2**10
 B = TypeVar("B", bound="Body")
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -26,10 +27,18 @@ def _texts(value: Any) -> Any:
     return {str(key): item if isinstance(item, str) else str(item) for key, item in value.items() if item is not None}
 
 
+def _bounded(value: dict[str, str]) -> dict[str, str]:
+    size = sum(len(key) + len(text) for key, text in value.items())
+    if size > _METADATA:
+        raise ValueError(f"there are {size} characters; {_METADATA} is the most")
+    return value
+
+
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=256)], Annotated[str, Field(max_length=16384)]],
     Field(max_length=128),
     BeforeValidator(_texts, json_schema_input_type=dict[str, Any]),
+    AfterValidator(_bounded),
 ]
 
 

@@ -15,8 +15,8 @@ from twinkle_server.tinker.house import House
 
 CLONE = 1_000_000_000
 """Numbers of a sampling session's clients begin at multiples of this."""
-_LOOK_BACK = 1_000_000  # microseconds
-_BETWEEN = 0.1  # seconds
+_LOOK_BACK = 10_000_000  # microseconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds
 _MOST = 4096
 
 
@@ -33,13 +33,15 @@ async def completions(
         seconds: to wait for one if there is none.
     """
     ends = asyncio.get_running_loop().time() + seconds
+    pause = _FIRST_PAUSE
     while True:
         rows = await house.store.database.read(lambda connection: _ended(connection, sampler, clone, cursor))
         newest = max((when for _, _, when in rows), default=0)
         left = ends - asyncio.get_running_loop().time()
         if newest > cursor or left <= 0:
             break
-        await asyncio.sleep(min(_BETWEEN, left))
+        await asyncio.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
     found = [
         {"state": "failed" if status != "done" else "finished", "request_id": request} for request, status, _ in rows
     ]

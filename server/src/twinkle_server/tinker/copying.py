@@ -10,11 +10,12 @@ from twinkle_server.checkpoints.copying import copy_checkpoint
 from twinkle_server.engine.files import Damaged
 from twinkle_server.errors import BadRequest, NotFound, Unprocessable
 from twinkle_server.ids import CheckpointPath, model_id, new_id
-from twinkle_server.store import checkpoints, models, sessions
+from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.answers import answer
 from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
 from twinkle_server.tinker.house import Caller, House, caller, house_of, now
+from twinkle_server.tinker.models import check_free
 from twinkle_server.tinker.saves import check_ttl
 
 router = APIRouter()
@@ -99,7 +100,7 @@ async def _copy(
 
     def write(connection: Any) -> None:
         if body.session_id is not None and body.model_seq_id is not None:
-            sessions.check_active(connection, who.tenant, body.session_id)
+            check_free(connection, who.tenant, copy.run)
             models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))
         checkpoints.add(connection, copy)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from twinkle_server.errors import BadRequest, Gone
+from twinkle_server.errors import BadRequest, Gone, NotFound
 from twinkle_server.ids import CheckpointPath, model_id
 from twinkle_server.operations import Accepted, Submission
 from twinkle_server.payloads import Create, Load, Unload
@@ -157,6 +157,19 @@ async def unload_model(request: Request) -> Response:
     return promise(accepted, model_id=model.id)
 
 
+def check_free(connection: Any, tenant: str, run: str) -> None:
+    """Check, within a transaction, that no run has an id.
+
+    Raises:
+        BadRequest: one has.
+    """
+    try:
+        models.get(connection, tenant, run)
+    except NotFound:
+        return
+    raise BadRequest(f"run {run!r} is there already: count model_seq_id up")
+
+
 def check_base(house: House, name: str | None) -> None:
     """Check that a base model is the one that is served.
 
@@ -244,6 +257,7 @@ async def _create(
             metadata=body.user_metadata,
             project=found.project,
         )
+        check_free(connection, who.tenant, lane)
         models.add(connection, model)
 
     return await submit(house, who, lane, 0, "create", body, payload, also)

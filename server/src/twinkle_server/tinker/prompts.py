@@ -6,6 +6,9 @@ from typing import Any
 
 from twinkle_server.payloads import Sample
 
+_TARGETS = ("data", "shape", "sparse_crow_indices", "sparse_col_indices")
+_MOST_CELLS = 2**24
+
 
 def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
     """Return the tokens of a prompt.
@@ -45,8 +48,19 @@ def check_sample(sample: Sample, context: int) -> int:
         raise ValueError(
             f"the prompt has {prompt} tokens and max_tokens is {sample.max_tokens}; the model's context is {context}"
         )
+    _check_size(sample, longest)
     _check_scores(sample)
     return prompt + sample.count * longest
+
+
+def _check_size(sample: Sample, longest: int) -> None:
+    wide = sample.topk_prompt_logprobs + sample.alternatives
+    cells = wide * len(sample.tokens) + sample.topk_sample_logprobs * sample.count * longest
+    if cells > _MOST_CELLS:
+        raise ValueError(
+            f"topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k ask for {cells} numbers together; "
+            f"there may be {_MOST_CELLS}"
+        )
 
 
 def _check_params(sample: Sample) -> None:
@@ -76,7 +90,8 @@ def _check_scores(sample: Sample) -> None:
     from twinkle_server.wire.arrays import read_sparse, read_tensor
     from twinkle_server.wire.json_bodies import tensor_message
 
-    tensor = tensor_message(sample.targets, "target_prompt_logprobs")
+    sample.targets = {name: sample.targets[name] for name in _TARGETS if sample.targets.get(name) is not None}
+    tensor = tensor_message({**sample.targets, "dtype": "int64"}, "target_prompt_logprobs")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         read_sparse(tensor)
     else:

@@ -19,6 +19,7 @@ from twinkle_server.tinker.models import check_base
 from twinkle_server.tinker.prompts import check_sample, prompt_tokens
 
 router = APIRouter()
+Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 _KINDS = ("sampler_weights", "weights")
 
 
@@ -40,11 +41,11 @@ class JoinSamplingSession(Body):
 class SamplingParams(Body):
     """Of `SampleBody`; see `payloads.Sample`."""
 
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     seed: Seed | None = None
     stop: StrictStr | list[StrictStr] | list[StrictInt] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Whole = -1
     top_p: float = 1.0
 
 
@@ -57,7 +58,7 @@ class SampleBody(Body):
     sampling_session_id: Text | None = None
     seq_id: Number
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: Whole | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=2**20)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0, le=2**20)] = 0
     target_prompt_logprobs: dict[str, Any] | None = None
