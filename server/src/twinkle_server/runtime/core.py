@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,12 +15,13 @@ from twinkle_server.runtime.answers import Answers
 from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.ending import Ending
+from twinkle_server.runtime.facts import Facts, count_death, count_end, count_message
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Effects, Figures, Journal
 from twinkle_server.runtime.replay import NEVER_MADE
-from twinkle_server.runtime.supervision import DIED, StartChild, Supervisor
+from twinkle_server.runtime.supervision import StartChild, Supervisor
 from twinkle_server.runtime.tracks import Track
 from twinkle_server.settings import Settings
 from twinkle_server.store.faults import LeaseLost
@@ -31,7 +31,6 @@ _WINDOW = 64 * 2**20
 _AGAIN = 1.0  # seconds
 _KEPT = 1024  # operations whose payloads may wait in memory
 _LAST_WORDS = 5.0  # seconds for outcomes that are still to be written at the end
-QueueState = tuple[str, str | None]
 
 
 class Runtime:
@@ -40,6 +39,8 @@ class Runtime:
     Attributes:
         info: the base model, as the engine found it.
         lost: set when another process owns the data directory; this one has to end.
+        queue_state: see `Facts.queue_state`.
+        ready: see `Facts.ready`.
 
     Args:
         settings: of the service.
@@ -63,10 +64,7 @@ class Runtime:
         self._journal = journal
         self._effects = effects
         self._figures = figures
-        self._draining = False
-        self._lost: str | None = None
         self._taking: set[asyncio.Task[Any]] = set()
-        self._began = time.time()
         self.futures = Futures(journal)
         self.outcomes = Outcomes(journal, self._written, self._lease_lost)
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW)
@@ -75,8 +73,10 @@ class Runtime:
         self.janitor = Janitor()
         self._answers = Answers(self.dispatcher, journal, self.outcomes, effects)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
+        self.facts = Facts(self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause)
+        self.queue_state, self.ready = self.facts.queue_state, self.facts.ready
         if figures is not None:
-            self._show(figures)
+            self.facts.show(figures)
 
     # the life of the service
 
@@ -104,9 +104,9 @@ class Runtime:
 
     async def drain(self) -> None:
         """Take nothing more, let what runs end and be snapshotted, and let go of everyone who waits."""
-        if self._draining:
+        if self.facts.draining:
             return
-        self._draining = self.dispatcher.stopped = True
+        self.facts.draining = self.dispatcher.stopped = True
         await self.supervisor.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.times.drain):
@@ -115,8 +115,10 @@ class Runtime:
 
     async def close(self) -> None:
         """End the engine and all tasks; what is in the log is taken up by the next service on it."""
-        self._draining = self.dispatcher.stopped = True
+        self.facts.draining = self.dispatcher.stopped = True
         await self.janitor.stop()
+        if self._taking:
+            await asyncio.wait(self._taking, timeout=_LAST_WORDS)
         await self.supervisor.stop()
         await self.outcomes.stop(_LAST_WORDS)
         self.futures.close()
@@ -152,9 +154,9 @@ class Runtime:
         return gap is not None and gap.number == submission.number
 
     def _admit(self, submission: Submission) -> None:
-        if self._lost is not None:
-            raise Unavailable(self._lost, retry_after=30.0)
-        if self._draining:
+        if self.facts.lost is not None:
+            raise Unavailable(self.facts.lost, retry_after=30.0)
+        if self.facts.draining:
             raise Unavailable("the service is going down; it comes back soon", retry_after=5.0)
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
         if queued >= limit and submission.refusal is None and not self.awaited(submission):
@@ -213,24 +215,6 @@ class Runtime:
         else:
             self.ending.cancel(operation)
 
-    def queue_state(self, lane: str) -> QueueState:
-        """Return "active" or "paused_capacity", and why a future of this lane waits."""
-        if self._draining:
-            return "paused_capacity", "the service is going down; this goes on when it is back"
-        if self.outcomes.trouble is not None:
-            return "paused_capacity", "the service's disk takes nothing at the moment"
-        track = self.dispatcher.tracks.get(lane)
-        gap = track.order.gap() if track is not None else None
-        if gap is not None and not (track and track.running):
-            seconds = time.monotonic() - gap.since
-            if seconds >= self._settings.times.gap_pause:
-                missing = f"number {gap.number} of this model has not arrived"
-                return "paused_capacity", f"{missing}; {gap.waiting} wait for it since {seconds:.0f} s"
-        if not self.supervisor.up:
-            return "paused_capacity", "the engine is starting"
-        others = self.dispatcher.flying - (len(track.flying) if track is not None else 0)
-        return "active", f"{others} operations of others are under way" if others else None
-
     async def finish_session(self, session: str) -> None:
         """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
         self.ending.leave(f"{session}:", "its session was finished")
@@ -241,35 +225,13 @@ class Runtime:
         """Return how many operations of a tenant wait or run."""
         return self.futures.waiting[tenant]
 
-    def ready(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether work would be done now, and the facts behind it."""
-        facts = {
-            "engine": "up" if self.supervisor.up else "starting",
-            "last_pass": self.supervisor.troubled or "worked",
-            "store": self._lost or self.outcomes.trouble or "writable",
-            "draining": self._draining,
-        }
-        good = self.supervisor.up and self.supervisor.troubled is None and not self._draining
-        return good and self._lost is None and self.outcomes.trouble is None, facts
-
     def healthy(self) -> bool:
         """Return whether this process can go on at all."""
-        return self._lost is None
+        return self.facts.lost is None
 
     async def status(self) -> dict[str, Any]:
         """Return what the service does at the moment."""
-        good, facts = self.ready()
-        return {
-            "ready": good,
-            **facts,
-            "up_seconds": round(time.time() - self._began, 1),
-            "engine_restarts": self.supervisor.restarts,
-            "open_futures": len(self.futures),
-            "polls": self.futures.polls,
-            "in_engine": self.dispatcher.flying,
-            "replays": self.dispatcher.replays,
-            "lanes": len(self.dispatcher.tracks),
-        }
+        return self.facts.status()
 
     # what the engine tells (`supervision.Listener`)
 
@@ -286,7 +248,7 @@ class Runtime:
     async def engine_down(self, blamed: set[int], why: str) -> None:
         """Take back what it had."""
         if self._figures is not None:
-            self._figures.restarted("died" if why == DIED else "hung")
+            count_death(self._figures, why)
         await self.dispatcher.engine_down(blamed, why)
 
     def message(self, message: Message) -> None:
@@ -302,7 +264,7 @@ class Runtime:
         else:
             _log.error("the engine sent %r, which nobody knows", message.type)
         if self._figures is not None:
-            self._count(self._figures, message)
+            count_message(self._figures, message)
 
     # the rest
 
@@ -319,8 +281,7 @@ class Runtime:
         )
         seconds = self.futures.resolve(operation, future)
         if self._figures is not None:
-            word = "done" if status == "done" else "cancelled" if status == "cancelled" else outcome.category
-            self._figures.finished(operation.kind, word, seconds, operation.tokens, operation.tenant)
+            count_end(self._figures, operation, outcome, seconds)
 
     def _never_made(self, operation: Operation, reason: str) -> None:
         track = self.dispatcher.tracks.get(operation.lane)
@@ -330,29 +291,13 @@ class Runtime:
 
     def _lease_lost(self, why: str) -> None:
         _log.critical("%s; this process does nothing more", why)
-        self._lost = why
+        self.facts.lost = why
         self.dispatcher.stopped = True
         self.lost.set()
 
     async def _drop_idle(self) -> None:
         await self.outcomes.flush()
         self.dispatcher.drop_idle()
-
-    def _show(self, figures: Figures) -> None:
-        self.supervisor.passed = figures.passed
-        self.dispatcher.replayed = figures.replayed
-        figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self.futures)))
-        figures.watch("polls", "Requests that wait for a result.", lambda: float(self.futures.polls))
-        figures.watch("in_engine", "Operations that the engine has.", lambda: float(self.dispatcher.flying))
-        figures.watch("queue_age_seconds", "Age of the oldest open future.", self.futures.oldest)
-
-    def _count(self, figures: Figures, message: Message) -> None:
-        if message.type == messages.RESTORED:
-            figures.restored()
-        elif message.type == messages.SNAPSHOTTED:
-            figures.snapshotted(message.head["size"])
-        elif message.type == messages.DETACHED:
-            figures.detached()
 
 
 def _starter(settings: Settings) -> Callable[[bool], Awaitable[Child]]:

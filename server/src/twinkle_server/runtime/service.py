@@ -32,6 +32,7 @@ class Service(Runtime):
         effects = StoreEffects(settings.data, store)
         super().__init__(settings, store.journal, effects, start_child, figures)
         self._store = store
+        self.facts.store_works = lambda: store.database.healthy
         self._sessions = SessionKeeper(store, self.dispatcher, self.ending, effects, settings.times)
         self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention)
 

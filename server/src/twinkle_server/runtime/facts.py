@@ -1,0 +1,124 @@
+"""What the service says of itself: why a future waits, whether work would be done, and figures."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from twinkle_server.engine import messages
+from twinkle_server.engine.messages import Message
+from twinkle_server.operations import Operation, Outcome
+from twinkle_server.runtime.dispatch import Dispatcher
+from twinkle_server.runtime.futures import Futures
+from twinkle_server.runtime.outcomes import Outcomes
+from twinkle_server.runtime.ports import Figures
+from twinkle_server.runtime.supervision import DIED, Supervisor
+
+QueueState = tuple[str, str | None]
+
+
+class Facts:
+    """Reads the parts of a runtime.
+
+    Attributes:
+        draining: nothing more is taken.
+        lost: why this process may not write any more.
+
+    Args:
+        futures: of clients.
+        outcomes: how operations ended.
+        dispatcher: the lanes.
+        supervisor: the engine.
+        gap_pause: seconds after which a missing number is told as the reason.
+    """
+
+    def __init__(
+        self, futures: Futures, outcomes: Outcomes, dispatcher: Dispatcher, supervisor: Supervisor, gap_pause: float
+    ) -> None:
+        self._futures = futures
+        self._outcomes = outcomes
+        self._dispatcher = dispatcher
+        self._supervisor = supervisor
+        self._gap_pause = gap_pause
+        self._began = time.time()
+        self.draining = False
+        self.lost: str | None = None
+        self.store_works: Callable[[], bool] = lambda: True
+
+    def queue_state(self, lane: str) -> QueueState:
+        """Return "active" or "paused_capacity", and why a future of this lane waits."""
+        if self.draining:
+            return "paused_capacity", "the service is going down; this goes on when it is back"
+        if self._outcomes.trouble is not None:
+            return "paused_capacity", "the service's disk takes nothing at the moment"
+        if (missing := self._missing(lane)) is not None:
+            return "paused_capacity", missing
+        if not self._supervisor.up:
+            return "paused_capacity", "the engine is starting"
+        track = self._dispatcher.tracks.get(lane)
+        others = self._dispatcher.flying - (len(track.flying) if track is not None else 0)
+        return "active", f"{others} operations of others are under way" if others else None
+
+    def _missing(self, lane: str) -> str | None:
+        track = self._dispatcher.tracks.get(lane)
+        gap = track.order.gap() if track is not None and not track.running else None
+        if gap is None or time.monotonic() - gap.since < self._gap_pause:
+            return None
+        seconds = time.monotonic() - gap.since
+        return f"number {gap.number} of this model has not arrived; {gap.waiting} wait for it since {seconds:.0f} s"
+
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether work would be done now, and the facts behind it."""
+        store = self.lost or self._outcomes.trouble or (None if self.store_works() else "the last commit failed")
+        troubled = self._supervisor.troubled
+        good = self._supervisor.up and troubled is None and store is None and not self.draining
+        return good, {
+            "engine": "up" if self._supervisor.up else "starting",
+            "last_pass": troubled or "worked",
+            "store": store or "writable",
+            "draining": self.draining,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Return what the service does at the moment."""
+        good, facts = self.ready()
+        return {
+            "ready": good,
+            **facts,
+            "up_seconds": round(time.time() - self._began, 1),
+            "engine_restarts": self._supervisor.restarts,
+            "open_futures": len(self._futures),
+            "polls": self._futures.polls,
+            "in_engine": self._dispatcher.flying,
+            "replays": self._dispatcher.replays,
+            "lanes": len(self._dispatcher.tracks),
+        }
+
+    def show(self, figures: Figures) -> None:
+        """Let what happens be counted, and what is at the moment be read."""
+        self._supervisor.passed = figures.passed
+        self._dispatcher.replayed = figures.replayed
+        figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self._futures)))
+        figures.watch("polls", "Requests that wait for a result.", lambda: float(self._futures.polls))
+        figures.watch("in_engine", "Operations that the engine has.", lambda: float(self._dispatcher.flying))
+        figures.watch("queue_age_seconds", "Age of the oldest open future.", self._futures.oldest)
+
+
+def count_end(figures: Figures, operation: Operation, outcome: Outcome, seconds: float) -> None:
+    """Count an operation that is over, so many seconds after it was taken."""
+    word = "cancelled" if outcome.cancelled else "done" if outcome.error is None else outcome.category
+    figures.finished(operation.kind, word, seconds, operation.tokens, operation.tenant)
+
+
+def count_message(figures: Figures, message: Message) -> None:
+    """Count what the engine tells of models."""
+    if message.type == messages.RESTORED:
+        figures.restored()
+    elif message.type == messages.SNAPSHOTTED:
+        figures.snapshotted(message.head["size"])
+    elif message.type == messages.DETACHED:
+        figures.detached()
+
+
+def count_death(figures: Figures, why: str) -> None:
+    """Count an engine that ended by itself, or that was ended because it hung."""
+    figures.restarted("died" if why == DIED else "hung")
