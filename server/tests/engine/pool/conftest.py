@@ -29,6 +29,16 @@ def bench(base: Path, tmp_path: Path) -> Bench:
     return Bench(base, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def shared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Serve all tests of a module, with two equal models `a` and `b`."""
+    bench = Bench(base, tmp_path_factory.mktemp("shared"))
+    for lane in "ab":
+        bench.create(lane, seed=1)
+        bench.shake(lane)
+    return bench
+
+
 @pytest.fixture
 def fresh(base: Path, tmp_path: Path) -> Callable[..., Any]:
     """Make further backends, each a process of its own as far as its state goes."""

@@ -76,18 +76,6 @@ BAD = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared(base, tmp_path_factory):
-    from server_pool import Bench
-
-    bench = Bench(base, tmp_path_factory.mktemp("errors"))
-    bench.create("a", seed=1)
-    bench.create("b", seed=1)
-    bench.shake("a")
-    bench.shake("b")
-    return bench
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_operation_fails_alone_with_words(shared, name):
     rows, loss, config, words = BAD[name]
@@ -123,7 +111,7 @@ def test_sparse_arrays_that_would_be_huge_are_refused_before_they_are_written_ou
         answer(found)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_bytes_come_the_answer_is_a_result_or_the_clients_error(shared, data):
     kind = data.draw(st.sampled_from(["cross_entropy", "ppo", "gspo", "CrossEntropyLoss"]))

@@ -8,22 +8,15 @@ from server_reference import Reference
 
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Sample
-from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse
+from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse, read_sample_response
 
 EOS = 258
 PROMPT = [72, 105, 44, 32, 121, 111, 117, 33, 10, 65, 66, 67]
 
 
-@pytest.fixture
-def trained(bench):
-    bench.create("a")
-    bench.shake("a")
-    return bench
-
-
-@pytest.fixture
-def source(trained):
-    return trained.save("a", "sampler_weights")
+@pytest.fixture(scope="module")
+def source(shared):
+    return shared.save("a", "sampler_weights")
 
 
 def rescored(bench, tokens):
@@ -33,71 +26,72 @@ def rescored(bench, tokens):
     return found
 
 
-def test_sampled_logprobs_are_those_of_the_training_forward(trained, source):
-    sequences, _ = trained.sample(PROMPT, source, count=3, max_tokens=12, seed=5, stop=[])
+def test_sampled_logprobs_are_those_of_the_training_forward(shared, source):
+    sequences, _ = shared.sample(PROMPT, source, count=3, max_tokens=12, seed=5, stop=[])
     for sequence in sequences:
-        expected = rescored(trained, [*PROMPT, *sequence.tokens.tolist()])[len(PROMPT) - 1 :]
+        expected = rescored(shared, [*PROMPT, *sequence.tokens.tolist()])[len(PROMPT) - 1 :]
         assert sequence.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_samples_of_a_request_differ_and_come_again_by_their_seeds(trained, source):
-    first, _ = trained.sample(PROMPT, source, count=3, max_tokens=8, seed=5, stop=[])
-    again, _ = trained.sample(PROMPT, source, count=3, max_tokens=8, seed=5, stop=[])
-    second, _ = trained.sample(PROMPT, source, count=1, max_tokens=8, seed=6, stop=[])
+def test_samples_of_a_request_differ_and_come_again_by_their_seeds(shared, source):
+    first, _ = shared.sample(PROMPT, source, count=3, max_tokens=8, seed=5, stop=[])
+    again, _ = shared.sample(PROMPT, source, count=3, max_tokens=8, seed=5, stop=[])
+    second, _ = shared.sample(PROMPT, source, count=1, max_tokens=8, seed=6, stop=[])
     texts = [tuple(sequence.tokens) for sequence in first]
     assert texts == [tuple(sequence.tokens) for sequence in again]
     assert len(set(texts)) == 3
     assert tuple(second[0].tokens) == texts[1]
 
 
-def test_temperature_zero_takes_the_most_probable_token(trained, source):
-    other = Reference(trained.base, source)
-    [sequence], _ = trained.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[])
+def test_temperature_zero_takes_the_most_probable_token(shared, source):
+    other = Reference(shared.base, source)
+    [sequence], _ = shared.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[])
     tokens = list(PROMPT)
     for token in sequence.tokens.tolist():
         assert token == int(other.logits(tokens)[-1].argmax())
         tokens.append(token)
 
 
-def test_a_checkpoint_keeps_its_weights_while_the_model_trains_on(trained, source):
-    before, _ = trained.sample(PROMPT, source, max_tokens=10, temperature=0.0, stop=[])
-    trained.run("a", [datum(9, 77)])
-    trained.step("a", learning_rate=0.1)
-    after, _ = trained.sample(PROMPT, source, max_tokens=10, temperature=0.0, stop=[])
-    newer, _ = trained.sample(PROMPT, trained.save("a", "sampler_weights"), max_tokens=10, temperature=0.0, stop=[])
+def test_a_checkpoint_keeps_its_weights_while_the_model_trains_on(shared):
+    source = shared.save("b", "sampler_weights")
+    before, _ = shared.sample(PROMPT, source, max_tokens=10, temperature=0.0, stop=[])
+    shared.run("b", [datum(9, 77)])
+    shared.step("b", learning_rate=0.1)
+    after, _ = shared.sample(PROMPT, source, max_tokens=10, temperature=0.0, stop=[])
+    newer, _ = shared.sample(PROMPT, shared.save("b", "sampler_weights"), max_tokens=10, temperature=0.0, stop=[])
     assert before[0].logprobs.tolist() == after[0].logprobs.tolist()
     assert before[0].logprobs.tolist() != newer[0].logprobs.tolist()
 
 
-def test_without_a_source_it_is_the_base_model(trained):
-    other = Reference(trained.base)
-    _, prompt = trained.sample(PROMPT, None, max_tokens=1, prompt_logprobs=True)
+def test_without_a_source_it_is_the_base_model(shared):
+    other = Reference(shared.base)
+    _, prompt = shared.sample(PROMPT, None, max_tokens=1, prompt_logprobs=True)
     assert prompt.logprobs[1:] == pytest.approx(other.scores(PROMPT).numpy(), abs=1e-4)
 
 
-def test_other_temperatures_report_the_scaled_distribution(trained, source):
-    [sequence], _ = trained.sample(PROMPT, source, max_tokens=1, temperature=2.5, seed=1, stop=[])
-    other = Reference(trained.base, source)
+def test_other_temperatures_report_the_scaled_distribution(shared, source):
+    [sequence], _ = shared.sample(PROMPT, source, max_tokens=1, temperature=2.5, seed=1, stop=[])
+    other = Reference(shared.base, source)
     scaled = (other.logits(PROMPT)[-1] / 2.5).log_softmax(-1)
     assert sequence.logprobs[0] == pytest.approx(float(scaled[sequence.tokens[0]].detach()), abs=1e-4)
 
 
-def test_truncation_leaves_logprobs_of_the_whole_distribution(trained, source):
-    other = Reference(trained.base, source).logits(PROMPT)[-1].detach()
+def test_truncation_leaves_logprobs_of_the_whole_distribution(shared, source):
+    other = Reference(shared.base, source).logits(PROMPT)[-1].detach()
     best = other.topk(4).indices.tolist()
     for seed in range(6):
-        [sequence], _ = trained.sample(PROMPT, source, max_tokens=1, top_k=4, seed=seed, stop=[])
+        [sequence], _ = shared.sample(PROMPT, source, max_tokens=1, top_k=4, seed=seed, stop=[])
         assert sequence.tokens[0] in best
         assert sequence.logprobs[0] == pytest.approx(float(other.log_softmax(-1)[sequence.tokens[0]]), abs=1e-4)
 
 
-def test_tokens_come_as_often_as_the_distribution_says(trained, source):
+def test_tokens_come_as_often_as_the_distribution_says(shared, source):
     """Chi-square over the classes of one token each, p = 0.001; seeds are fixed."""
-    other = Reference(trained.base, source).logits(PROMPT)[-1].detach()
+    other = Reference(shared.base, source).logits(PROMPT)[-1].detach()
     wanted = (other / 1.3).topk(8).values.softmax(-1).double()
     ids = other.topk(8).indices.tolist()
     count = 400
-    sequences, _ = trained.sample(PROMPT, source, count=count, max_tokens=1, temperature=1.3, top_k=8, seed=1, stop=[])
+    sequences, _ = shared.sample(PROMPT, source, count=count, max_tokens=1, temperature=1.3, top_k=8, seed=1, stop=[])
     found = torch.tensor([sum(int(s.tokens[0]) == token for s in sequences) for token in ids], dtype=torch.float64)
     assert int(found.sum()) == count
     assert float(((found - count * wanted) ** 2 / (count * wanted)).sum()) < 24.32
@@ -111,20 +105,20 @@ def find_stop(bench, source, **options):
     return sequence.tokens.tolist()
 
 
-def test_a_stop_token_ends_the_sequence_and_is_its_last_token_once(trained, source):
-    whole = find_stop(trained, source)
+def test_a_stop_token_ends_the_sequence_and_is_its_last_token_once(shared, source):
+    whole = find_stop(shared, source)
     stop = next(token for at, token in enumerate(whole) if at and token not in whole[:at])
-    [sequence], _ = trained.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[stop])
+    [sequence], _ = shared.sample(PROMPT, source, max_tokens=8, temperature=0.0, stop=[stop])
     assert sequence.stop == "stop"
     assert sequence.tokens.tolist() == whole[: whole.index(stop) + 1]
     assert len(sequence.logprobs) == len(sequence.tokens)
 
 
-def test_a_stop_string_ends_the_sequence_and_is_in_it(trained, source):
+def test_a_stop_string_ends_the_sequence_and_is_in_it(shared, source):
     from transformers import AutoTokenizer
 
-    sequences, _ = trained.sample(PROMPT, source, count=40, max_tokens=30, seed=3, stop=["K", "Q", "Z"])
-    tokenizer = AutoTokenizer.from_pretrained(trained.base)
+    sequences, _ = shared.sample(PROMPT, source, count=40, max_tokens=30, seed=3, stop=["K", "Q", "Z"])
+    tokenizer = AutoTokenizer.from_pretrained(shared.base)
     ended = [s for s in sequences if s.stop == "stop" and s.tokens[-1] != EOS]
     assert ended
     for sequence in ended:
@@ -155,26 +149,26 @@ def test_without_max_tokens_it_goes_on_to_the_end_of_the_context(bench):
     assert (len(sequence.tokens), sequence.stop) == (12, "length")
 
 
-def test_prompt_logprobs_are_the_forwards_whatever_the_temperature(trained, source):
-    _, prompt = trained.sample(PROMPT, source, max_tokens=1, temperature=0.3, prompt_logprobs=True)
+def test_prompt_logprobs_are_the_forwards_whatever_the_temperature(shared, source):
+    _, prompt = shared.sample(PROMPT, source, max_tokens=1, temperature=0.3, prompt_logprobs=True)
     assert len(prompt.logprobs) == len(PROMPT)
     assert np.isnan(prompt.logprobs[0])
-    assert prompt.logprobs[1:] == pytest.approx(rescored(trained, PROMPT), abs=1e-4)
+    assert prompt.logprobs[1:] == pytest.approx(rescored(shared, PROMPT), abs=1e-4)
     assert prompt.topk is None
 
 
 @pytest.mark.parametrize("last", [0, 1, 5, 12, 50])
-def test_only_the_last_prompt_logprobs_are_there_if_so_asked(trained, source, last):
-    _, prompt = trained.sample(PROMPT, source, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=last)
+def test_only_the_last_prompt_logprobs_are_there_if_so_asked(shared, source, last):
+    _, prompt = shared.sample(PROMPT, source, max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=last)
     finite = min(last, len(PROMPT) - 1)
     assert np.isnan(prompt.logprobs).tolist() == [True] * (len(PROMPT) - finite) + [False] * finite
     if finite:
-        assert prompt.logprobs[-finite:] == pytest.approx(rescored(trained, PROMPT)[-finite:], abs=1e-4)
+        assert prompt.logprobs[-finite:] == pytest.approx(rescored(shared, PROMPT)[-finite:], abs=1e-4)
 
 
-def test_the_likeliest_tokens_of_prompt_and_answer(trained, source):
-    other = Reference(trained.base, source)
-    [sequence], prompt = trained.sample(
+def test_the_likeliest_tokens_of_prompt_and_answer(shared, source):
+    other = Reference(shared.base, source)
+    [sequence], prompt = shared.sample(
         PROMPT, source, max_tokens=4, seed=2, stop=[], topk_prompt_logprobs=3, topk_sample_logprobs=2
     )
     assert prompt.logprobs is None
@@ -191,11 +185,11 @@ def test_the_likeliest_tokens_of_prompt_and_answer(trained, source):
         assert sequence.topk.logprobs[at] == pytest.approx(row.topk(2).values.numpy(), abs=1e-4)
 
 
-def test_targets_are_scored_in_the_layout_of_the_question(trained, source):
-    table = Reference(trained.base, source).logits(PROMPT).log_softmax(-1).detach()
+def test_targets_are_scored_in_the_layout_of_the_question(shared, source):
+    table = Reference(shared.base, source).logits(PROMPT).log_softmax(-1).detach()
     targets = np.array([[5, -1, 9], [-1, -1, -1], [200, 3, 3]])
     dense = {"data": targets.reshape(-1).tolist(), "shape": [3, 3], "dtype": "int64"}
-    _, prompt = trained.sample(PROMPT, source, max_tokens=1, targets=dense)
+    _, prompt = shared.sample(PROMPT, source, max_tokens=1, targets=dense)
     assert prompt.targets.shape == (3, 3)
     for row, column in np.ndindex(3, 3):
         if targets[row, column] < 0:
@@ -206,7 +200,7 @@ def test_targets_are_scored_in_the_layout_of_the_question(trained, source):
     sparse = {
         "data": [5, 9, 200], "shape": [4, 7], "sparse_crow_indices": [0, 2, 2, 3, 3], "sparse_col_indices": [0, 6, 2],
     }  # fmt: skip
-    _, prompt = trained.sample(PROMPT, source, max_tokens=1, targets=sparse)
+    _, prompt = shared.sample(PROMPT, source, max_tokens=1, targets=sparse)
     assert isinstance(prompt.targets, Sparse)
     assert (prompt.targets.shape, prompt.targets.rows.tolist()) == ((4, 7), [0, 2, 2, 3, 3])
     assert prompt.targets.columns.tolist() == [0, 6, 2]
@@ -214,9 +208,9 @@ def test_targets_are_scored_in_the_layout_of_the_question(trained, source):
     assert prompt.targets.values == pytest.approx(expected, abs=1e-4)
 
 
-def test_other_draws_at_every_place_of_the_prompt(trained, source):
-    table = (Reference(trained.base, source).logits(PROMPT) / 0.7).log_softmax(-1).detach()
-    _, prompt = trained.sample(PROMPT, source, max_tokens=1, temperature=0.7, seed=3, alternatives=5)
+def test_other_draws_at_every_place_of_the_prompt(shared, source):
+    table = (Reference(shared.base, source).logits(PROMPT) / 0.7).log_softmax(-1).detach()
+    _, prompt = shared.sample(PROMPT, source, max_tokens=1, temperature=0.7, seed=3, alternatives=5)
     tokens, logprobs = prompt.alternatives
     assert tokens.shape == logprobs.shape == (len(PROMPT) - 1, 5)
     for at in range(len(PROMPT) - 1):
@@ -224,50 +218,49 @@ def test_other_draws_at_every_place_of_the_prompt(trained, source):
     assert len({tuple(row) for row in tokens.tolist()}) > 1
 
 
-def test_a_prompt_that_comes_again_is_found_in_the_cache(trained, source):
+def test_a_prompt_that_comes_again_is_found_in_the_cache(shared, source):
     prompt = list(range(40))
-    _, first = trained.sample(prompt, source, max_tokens=1)
-    _, second = trained.sample(prompt, source, max_tokens=1)
+    _, first = shared.sample(prompt, source, max_tokens=1)
+    _, second = shared.sample(prompt, source, max_tokens=1)
     assert (first.hits, second.hits) == (0, 32)
 
 
-def test_requests_of_many_sources_run_side_by_side_and_one_that_is_cancelled_goes(trained, source):
-    alone = [trained.sample(PROMPT, where, max_tokens=6, seed=4, stop=[])[0] for where in (source, None)]
+def test_requests_of_many_sources_run_side_by_side_and_one_that_is_cancelled_goes(shared, source):
+    alone = [shared.sample(PROMPT, where, max_tokens=6, seed=4, stop=[])[0] for where in (source, None)]
     for key, where in ((1001, source), (1002, None), (1003, source)):
-        trained.backend.sample(key, Sample(PROMPT, max_tokens=6, seed=4, stop=[]), where)
-    assert trained.backend.sampling == 3
-    trained.backend.cancel(1003)
-    trained.backend.cancel(4711)
+        shared.backend.sample(key, Sample(PROMPT, max_tokens=6, seed=4, stop=[]), where)
+    assert shared.backend.sampling == 3
+    shared.backend.cancel(1003)
+    shared.backend.cancel(4711)
     over = {}
     for _ in range(100):
-        over |= {found.key: found for found in trained.backend.decode()}
-        if not trained.backend.sampling:
+        over |= {found.key: found for found in shared.backend.decode()}
+        if not shared.backend.sampling:
             break
     assert over.keys() == {1001, 1002}
-    from twinkle_server.wire.codec import read_sample_response
-
     for key, expected in ((1001, alone[0]), (1002, alone[1])):
         [mine], _ = read_sample_response(over[key].result)
         assert mine.tokens.tolist() == expected[0].tokens.tolist()
         assert over[key].tokens == 6
 
 
-def test_weights_that_nobody_samples_from_are_forgotten_beyond_a_bound(trained):
-    sources = trained.backend._sampling._sources
-    folders = [trained.save("a", "sampler_weights") for _ in range(3)]
-    sources._kept = 0
+def test_weights_that_nobody_samples_from_are_forgotten_beyond_a_bound(shared, monkeypatch):
+    sources = shared.backend._sampling._sources
+    folders = [shared.save("a", "sampler_weights") for _ in range(3)]
+    monkeypatch.setattr(sources, "_kept", 0)
     for folder in folders:
-        trained.sample(PROMPT, folder, max_tokens=1)
+        shared.sample(PROMPT, folder, max_tokens=1)
     assert len(sources) == 0
 
 
-def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(trained, source, tmp_path):
+def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(shared, tmp_path):
+    source = shared.save("a", "sampler_weights")
     with pytest.raises(UserError, match="gone"):
-        trained.sample(PROMPT, tmp_path / "nowhere", max_tokens=1)
+        shared.sample(PROMPT, tmp_path / "nowhere", max_tokens=1)
     (source / "adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="damaged"):
-        trained.sample(PROMPT, source, max_tokens=1)
-    assert trained.backend.sampling == 0
+        shared.sample(PROMPT, source, max_tokens=1)
+    assert shared.backend.sampling == 0
 
 
 @pytest.mark.parametrize(
@@ -303,33 +296,44 @@ def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(traine
         ),
     ],
 )
-def test_what_makes_no_sense_is_said_at_once(bench, options, words):
+def test_what_makes_no_sense_is_said_at_once(shared, options, words):
     sample = Sample(**{"tokens": PROMPT, "max_tokens": 4, **options})
     with pytest.raises(UserError, match=words):
-        bench.backend.sample(1, sample, None)
-    assert bench.backend.sampling == 0
+        shared.backend.sample(1, sample, None)
+    assert shared.backend.sampling == 0
 
 
-def test_sampling_goes_on_between_the_pieces_of_a_long_pass(trained, source):
-    alone, _ = trained.sample(PROMPT, source, max_tokens=4, seed=4, stop=[])
+def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monkeypatch):
+    alone, _ = shared.sample(PROMPT, source, max_tokens=4, seed=4, stop=[])
     rows = [datum(40, at) for at in range(6)]
-    expected, said = trained.run("a", rows, forward=True)
-    calls = []
-
-    def between():
-        calls.append(len(trained.backend.decode()))
-
-    trained.backend.interrupt(between)
-    trained.backend.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
-    trained.backend._training._speed = 100.0  # tokens a second, so that half a second is one row and a bit
-    found, metrics = trained.run("a", rows)
-    assert len(calls) == 5
-    assert sum(calls) == 1
-    assert not trained.backend.sampling
+    expected, said = shared.run("a", rows, forward=True)
+    over = []
+    training, pool = shared.backend._training, shared.backend.model.pool
+    monkeypatch.setattr(pool, "between", pool.between)
+    shared.backend.interrupt(lambda: over.append(shared.backend.decode()))
+    shared.backend.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
+    monkeypatch.setattr(training, "_speed", 100.0)  # tokens a second: half a second is a row and a bit
+    found, metrics = shared.run("a", rows)
+    assert len(over) == 5
+    [sampled] = [item for items in over for item in items]
+    assert not shared.backend.sampling
+    [mine], _ = read_sample_response(sampled.result)
+    assert mine.tokens.tolist() == alone[0].tokens.tolist()
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
-    calls.clear()
-    trained.run("a", rows)
-    assert not calls
-    assert alone
+    over.clear()
+    shared.run("a", rows)
+    assert not over  # nobody samples: the pass is in one piece
+
+
+def test_before_any_speed_is_known_a_pass_is_cut_row_by_row_while_somebody_samples(shared, source, monkeypatch):
+    over = []
+    training, pool = shared.backend._training, shared.backend.model.pool
+    monkeypatch.setattr(pool, "between", lambda: over.append(1))
+    monkeypatch.setattr(training, "_speed", None)
+    shared.backend.sample(1, Sample(PROMPT, max_tokens=4), source)
+    shared.run("a", [datum(5, at) for at in range(4)], forward=True)
+    shared.backend.cancel(1)
+    assert len(over) == 3
+    assert training._speed > 0
