@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_server.errors import BadRequest, NotFound
+from twinkle_server.errors import BadRequest, NotFound, Unavailable
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.tenancy import keys as module
 from twinkle_server.tenancy.issue import issue, revoke
@@ -128,6 +128,31 @@ def test_a_new_key_is_known_at_once_and_a_revoked_one_is_not_for_long(store: Sto
         assert found is not None
         assert found.tenant == "late"
         assert await ring.find(key) is None
+
+    asyncio.run(story())
+
+
+def test_while_the_store_cannot_be_read_known_keys_count(store: Store, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_FRESH", 0.0)
+    broken = False
+
+    async def load():
+        if broken:
+            raise Unavailable("the disk fails")
+        return await store.keys.all()
+
+    async def story() -> None:
+        nonlocal broken
+        key = await issue(store, "alice")
+        ring = Keyring(load)
+        broken = True
+        with pytest.raises(Unavailable):
+            await ring.find(key)
+        broken = False
+        assert await ring.find(key)
+        broken = True
+        assert await ring.find(key)
+        assert await ring.find(new_key()) is None
 
     asyncio.run(story())
 

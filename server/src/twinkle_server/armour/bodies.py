@@ -6,7 +6,7 @@ from typing import Any
 
 from twinkle_server.armour.answers import refuse
 from twinkle_server.armour.budget import Budget, Share
-from twinkle_server.armour.depth import check_depth
+from twinkle_server.armour.depth import check_depth, is_flat
 from twinkle_server.armour.zstd import decompress
 from twinkle_server.errors import BadRequest, ServiceError, TooLarge
 from twinkle_server.settings import Limits
@@ -75,11 +75,9 @@ class Bodies:
             ]
             packed, body = body, await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.take)
             share.give(len(packed))
-        if "json" in (header(scope, b"content-type") or ""):
-            if len(body) > _ON_A_THREAD:
-                await asyncio.to_thread(check_depth, body)
-            else:
-                check_depth(body)
+        is_json = "json" in (header(scope, b"content-type") or "")
+        if is_json and (len(body) > _ON_A_THREAD or not is_flat(body)):
+            await asyncio.to_thread(check_depth, body)
         return body
 
     async def _read(self, receive: Any, share: Share) -> bytes:

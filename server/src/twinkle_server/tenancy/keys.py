@@ -11,6 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from twinkle_server.errors import ServiceError, Unavailable
 from twinkle_server.ids import new_id
 from twinkle_server.store.records import Key
 from twinkle_server.tenancy.auth import Caller, Role
@@ -21,6 +25,7 @@ _KEPT = 4096  # verified keys in memory
 _FRESH = 1.0  # seconds after which revocations are looked for
 _BETWEEN = 0.1  # seconds between two readings of the table for keys that are unknown
 _AT_ONCE = 2  # runs of argon2
+_log = structlog.get_logger(__name__)
 
 
 def new_key() -> str:
@@ -106,7 +111,12 @@ class Keyring:
                 return
             await asyncio.sleep(max(0.0, self._read + _BETWEEN - time.monotonic()))
             began = time.monotonic()
-            self._rows = {row.prefix: row for row in await self._load()}
+            try:
+                self._rows = {row.prefix: row for row in await self._load()}
+            except (ServiceError, SQLAlchemyError, OSError) as error:
+                if not self._rows:
+                    raise Unavailable("the keys cannot be read at the moment: try again", retry_after=5.0) from error
+                _log.error("the keys cannot be read at the moment; those that were known count")
             self._callers = {place: _caller(row) for place, row in self._rows.items()}
             self._read = began
 
