@@ -1,5 +1,6 @@
 """The unmodified SDK works against the face by its address alone."""
 
+import copy
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,6 +127,19 @@ def test_it_samples_from_the_base_from_a_checkpoint_and_from_what_it_just_traine
         assert len(one.sample(prompt, num_samples=1, sampling_params=params).result(SECONDS).sequences) == 1
     sources = [made for made in served.service.submissions if made.kind == "sample"]
     assert [b'"source":null' in made.payload for made in sources] == [True, True, False, False]
+
+
+def test_its_samplers_hear_of_results_together_where_they_are_told_to(served, client):
+    holder = client.holder
+    flags = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True}
+    holder._client_config = holder._client_config.model_copy(update=flags)
+    sampling = client.create_sampling_client(base_model=BASE).result(SECONDS)
+    prompt, params = tinker.ModelInput.from_ints([1, 2, 3]), tinker.SamplingParams(max_tokens=4)
+    clone = copy.copy(sampling)
+    futures = [one.sample(prompt, num_samples=1, sampling_params=params) for one in (sampling, clone) for _ in range(3)]
+    assert all(len(future.result(SECONDS).sequences) == 1 for future in futures)
+    numbers = sorted(made.number // 1_000_000_000 for made in served.service.submissions)
+    assert numbers == [0, 0, 0, 1, 1, 1]
 
 
 def test_what_is_the_users_fault_is_told_in_seconds(client):
