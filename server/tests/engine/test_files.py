@@ -231,6 +231,15 @@ def test_a_manifest_that_was_exchanged_is_found_by_its_digest(tmp_path: Path) ->
         verify(tmp_path / "one", done.digest)
 
 
+def test_want_of_descriptors_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "one", write)
+    for at in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            Faults(patch, "open", at, errno.EMFILE)
+            with pytest.raises(OSError, match="Too many open files"):
+                verify(tmp_path / "one")
+
+
 def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     publish(tmp_path / "one", write)
     (tmp_path / "two").symlink_to(tmp_path / "one")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,21 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
         made.send(messages.RESTORE, lane="m", folder=None)
         made.create("m")
         assert made.ledger("m", 1) == ([], [])
+
+
+def test_want_of_descriptors_ends_the_process_and_not_the_model(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        made.create("m")
+        made.send(messages.SNAPSHOT, lane="m")
+        folder = made.wait(messages.SNAPSHOTTED).head["folder"]
+        resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE, (3, 3))
+        made.send(messages.RESTORE, lane="m", folder=folder)
+        with pytest.raises(AssertionError, match="ended"):
+            made.wait(messages.RESTORED)
+        assert made.ended() == 70
+    with engine(tmp_path) as made:
+        made.send(messages.RESTORE, lane="m", folder=folder)
+        assert made.wait(messages.RESTORED).head["error"] is None
 
 
 def test_a_model_is_let_go_of_when_its_snapshot_is_on_the_disk(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 A published folder is flat: regular files and `manifest.json`, which names each with its SHA-256 and size.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -22,6 +23,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 """How names of folders begin that nobody finished; a sweeper removes them."""
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # these say nothing about a file
 _MANIFEST_BYTES = 16 * 2**20
 
 
@@ -132,6 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         Damaged: there is no manifest, or it cannot be read.
+        OSError: this process has no more memory or descriptors.
     """
     try:
         with open_file(folder, MANIFEST) as file:
@@ -140,6 +143,8 @@ def read_manifest(folder: Path) -> Manifest:
         files = {str(name): Entry(str(item["sha256"]), int(item["size"])) for name, item in said["files"].items()}
         version, facts = int(said["format"]), dict(said["facts"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            raise
         raise Damaged(f"{folder.name}: {MANIFEST} cannot be read ({type(error).__name__})") from error
     if version != FORMAT:
         raise Damaged(f"{folder.name}: {MANIFEST} has format {version}, and this version reads {FORMAT}")
@@ -155,6 +160,7 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
 
     Raises:
         Damaged: a file is missing, is no regular file, or has other bytes; the message says which.
+        OSError: this process has no more memory or descriptors.
     """
     manifest = read_manifest(folder)
     if digest is not None and manifest.digest != digest:
@@ -164,6 +170,8 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
             with open_file(folder, name) as file:
                 size, found = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
+            if error.errno in _PASSING:
+                raise
             raise Damaged(f"{folder.name}: {name[:200]!r} cannot be read ({type(error).__name__})") from error
         if (found, size) != (entry.sha256, entry.size):
             raise Damaged(f"{folder.name}: {name!r} has {size} bytes that differ from the {entry.size} published ones")

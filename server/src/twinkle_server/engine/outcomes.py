@@ -54,7 +54,7 @@ def explain(task: Task, error: Exception) -> tuple[str, Category]:
             "The files of this checkpoint are not what was saved. Use another one.",
             "server",
         )
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) or "(os error " in str(error):  # as safetensors has it
         return f"The service's disk failed during this {task.kind}; nothing of it was kept. Try again.", "server"
     if _is_capacity(error):
         return _line(str(error)), "server"

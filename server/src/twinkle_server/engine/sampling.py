@@ -1,6 +1,6 @@
 """Sampling requests of the engine: decoded together, fairly admitted, alone where they were under way in a crash."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ class Sampling:
         self, backend: Backend, source: Callable[[str | None], Path | None], report: Callable[[Message], None]
     ) -> None:
         self._backend, self._source, self._report = backend, source, report
-        self._waiting: dict[str, deque[Task]] = {}
+        self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
         self._sequences: Counter[str] = Counter()  # that run, by tenant
         self._counts: dict[int, int] = {}  # of sequences, by request
         self.running: dict[int, Task] = {}
@@ -38,7 +38,7 @@ class Sampling:
 
     def add(self, task: Task) -> None:
         """Take a request; it runs as soon as `admit` finds room for it."""
-        self._waiting.setdefault(task.tenant, deque()).append(task)
+        self._waiting.setdefault(task.tenant, {})[task.id] = task
 
     def cancel(self, operation: int) -> bool:
         """Drop a request, wherever it is; returns whether there was one."""
@@ -46,18 +46,16 @@ class Sampling:
             self._leave(operation)
             self._backend.cancel(operation)
             return True
-        waiting = (task for tasks in self._waiting.values() for task in tasks if task.id == operation)
-        if (task := next(waiting, None)) is None:
-            return False
-        self._waiting[task.tenant].remove(task)
-        self._tidy(task.tenant)
-        return True
+        for tenant, tasks in self._waiting.items():
+            if operation in tasks:
+                self._unqueue(tenant, operation)
+                return True
+        return False
 
     def admit(self) -> None:
         """Give the backend what waits; a request that must be alone waits for the others' end, and they for its own."""
         while (task := self._next()) is not None:
-            self._waiting[task.tenant].popleft()
-            self._tidy(task.tenant)
+            self._unqueue(task.tenant, task.id)
             try:
                 sample = Sample.parse(task.payload)
                 self._backend.sample(task.id, sample, self._source(sample.source))
@@ -88,7 +86,8 @@ class Sampling:
         full = sum(self._sequences.values()) >= TOGETHER or any(task.alone for task in self.running.values())
         if full or not self._waiting:
             return None
-        task = min((tasks[0] for tasks in self._waiting.values()), key=lambda t: (self._sequences[t.tenant], t.order))
+        heads = (next(iter(tasks.values())) for tasks in self._waiting.values())
+        task = min(heads, key=lambda head: (self._sequences[head.tenant], head.order))
         return None if task.alone and self.running else task
 
     def _finish(self, sampled: Sampled) -> None:
@@ -106,7 +105,8 @@ class Sampling:
                 del self._sequences[task.tenant]
         return task
 
-    def _tidy(self, tenant: str) -> None:
+    def _unqueue(self, tenant: str, operation: int) -> None:
+        del self._waiting[tenant][operation]
         if not self._waiting[tenant]:
             del self._waiting[tenant]
 
@@ -117,6 +117,6 @@ class Sampling:
             self._leave(task.id)
             self._backend.cancel(task.id)
             if len(tasks) > 1:
-                self._waiting.setdefault(task.tenant, deque()).appendleft(replace(task, alone=True))
+                self._waiting[task.tenant] = {task.id: replace(task, alone=True)} | self._waiting.get(task.tenant, {})
         if len(tasks) == 1:
             self._report(failed(tasks[0], error))

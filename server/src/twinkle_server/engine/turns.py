@@ -124,7 +124,11 @@ class Turns:
         self._passed("pass" if kind in PASSES else kind, tasks, self._interleaving.clock() - begin, cost)
 
     def restore(self, task: Task) -> None:
-        """Do a RESTORE."""
+        """Do a RESTORE.
+
+        Raises:
+            Fatal: a new process may have what this one lacks.
+        """
         error: Exception | None = None
         try:
             self._backend.remove(task.lane)
@@ -135,6 +139,8 @@ class Turns:
         except Fatal:
             raise
         except Exception as caught:
+            if isinstance(caught, OSError) or is_out_of_memory(caught):
+                raise Fatal("a model could not be made again for want of memory or descriptors") from caught
             error = caught
             self._broken.add(task.lane)
         words = None if error is None else f"{type(error).__name__}: {error}"
