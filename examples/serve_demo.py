@@ -6,6 +6,7 @@ python examples/serve_demo.py
 """
 
 import contextlib
+import logging
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
-MODEL, DATA, STEPS, BATCH = "builtin://smollm2-135m-instruct", Path("runs/serve-demo"), 20, 8
+MODEL, DATA, STEPS, BATCH = "builtin://smollm2-135m-instruct", Path("runs/serve-demo"), 36, 8
 LOG = DATA.with_suffix(".log")
 TENANTS = {"ana": ("Glow", "the Twinkle founders"), "ben": ("Spark", "Ben's little workshop")}
 QUESTION = "Who are you?"
@@ -80,13 +81,12 @@ def prompt_of():
     return list(Template(model_id=MODEL).encode({"messages": messages}, add_generation_prompt=True)["input_ids"])
 
 
-def train(tenant, url, key, table):
+def train(tenant, url, key, data, prompt, table):
     """Train one tenant's adapter, telling the table each step's loss; then ask it who it is."""
     import tinker
 
     with tinker.ServiceClient(base_url=url, api_key=key) as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=16).result()
-        data = [datum_of(row) for row in rows(*TENANTS[tenant])]
         for step in range(STEPS):
             batch = [data[(step * BATCH + at) % len(data)] for at in range(BATCH)]
             count = sum(sum(datum.loss_fn_inputs["weights"].data) for datum in batch)
@@ -96,7 +96,7 @@ def train(tenant, url, key, table):
             stepped.result()
         sampling = training.save_weights_and_get_sampling_client().result()
         params = tinker.SamplingParams(max_tokens=24, temperature=0.0)
-        answer = sampling.sample(tinker.ModelInput.from_ints(prompt_of()), 1, params).result()
+        answer = sampling.sample(tinker.ModelInput.from_ints(prompt), 1, params).result()
         table.answers[tenant] = training.get_tokenizer().decode(answer.sequences[0].tokens, skip_special_tokens=True)
 
 
@@ -122,10 +122,14 @@ class Table:
 
 
 def main():
+    logging.getLogger("tinker").setLevel(logging.ERROR)  # it tells of every poll that waited
     table = Table()
     with served() as url:
         keys = {tenant: key_of(tenant) for tenant in TENANTS}
-        threads = [threading.Thread(target=train, args=(tenant, url, keys[tenant], table)) for tenant in TENANTS]
+        data = {tenant: [datum_of(row) for row in rows(*identity)] for tenant, identity in TENANTS.items()}
+        prompt = prompt_of()
+        work = [(tenant, url, keys[tenant], data[tenant], prompt, table) for tenant in TENANTS]
+        threads = [threading.Thread(target=train, args=arguments, daemon=True) for arguments in work]
         for thread in threads:
             thread.start()
         for thread in threads:
