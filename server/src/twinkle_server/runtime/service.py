@@ -42,7 +42,7 @@ class Service(Runtime):
         every = min(10.0, times.session / 4)
         self.janitor.add("expiry of sessions", every, self._sessions.expire)
         self.janitor.add("models of sessions that ended", max(every, min(60.0, times.session)), self._sessions.settle)
-        self.janitor.add("retention", _PURGE, self._purge)
+        self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)
         self.janitor.add("upkeep of checkpoints", _UPKEEP, self._upkeep.run)
         await super().start()
 
