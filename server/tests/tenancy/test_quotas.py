@@ -198,3 +198,27 @@ def test_only_what_is_new_is_charged_or_refused() -> None:
         return service.seen
 
     assert asyncio.run(story()) == [1, 1, 2, 2, 3, 4]
+
+
+def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
+    def full(connection: object, caller: Caller, kind: str, now: float) -> None:
+        raise Forbidden("no room")
+
+    monkeypatch.setattr("twinkle_server.tenancy.limited.check_room", full)
+    refused: list[str | None] = []
+
+    class Noting(Service):
+        async def submit(self, submission: Submission, also=None) -> Accepted:
+            found = await super().submit(submission, also)
+            refused.append(submission.refusal)
+            return found
+
+    async def story() -> None:
+        limited = Limited(Noting(), World().meter)
+        CURRENT.set(Caller("a", "k", quotas={"bytes": 10}))
+        assert (await limited.submit(Submission("a", "m", "save", b"", 1))).request == "r"
+        with pytest.raises(Forbidden):
+            await limited.submit(Submission("a", "m", "create", b"", 0))
+
+    asyncio.run(story())
+    assert refused == ["no room"]

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from twinkle_server.errors import Forbidden
 from twinkle_server.operations import Accepted, ModelInfo, Submission
 from twinkle_server.runtime.ports import Service
 from twinkle_server.tenancy.auth import CURRENT, Caller
@@ -35,16 +37,21 @@ class Limited:
         return self._service.info
 
     async def submit(self, submission: Submission, also: Also | None = None) -> Accepted:
-        """Submit an operation; a refusal passes, because its number must be used up.
+        """Submit an operation; what can never be done becomes a refusal, because its number must be used up.
 
         Raises:
             Busy: the key asks for too much at once.
-            Forbidden: the key has no room for it.
+            Forbidden: the key has no room for another model.
         """
         caller = CURRENT.get()
         if caller is None or not caller.quotas or submission.refusal is not None or submission.kind == "unload":
             return await self._service.submit(submission, also)
-        accepted = await self._service.submit(submission, self._guarded(caller, submission, also))
+        try:
+            accepted = await self._service.submit(submission, self._guarded(caller, submission, also))
+        except Forbidden as error:
+            if submission.kind == "create":
+                raise
+            return await self._service.submit(replace(submission, refusal=error.message))
         if accepted.fresh:
             self._meter.charge(caller, submission.tokens)
         return accepted
