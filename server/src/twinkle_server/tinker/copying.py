@@ -12,6 +12,7 @@ from twinkle_server.errors import BadRequest, NotFound, Unprocessable
 from twinkle_server.ids import CheckpointPath, model_id, new_id
 from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
+from twinkle_server.tenancy.quotas import check_room
 from twinkle_server.tinker.answers import answer
 from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
 from twinkle_server.tinker.house import Caller, House, caller, house_of, now
@@ -74,6 +75,7 @@ async def _copy(
     house: House, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
 ) -> None:
     data, folder, begun = house.settings.data, f"checkpoints/{new_id()}", now()
+    await house.store.database.read(lambda connection: check_room(connection, who, "save", begun))
     try:
         published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
     except Damaged as error:
@@ -99,6 +101,7 @@ async def _copy(
     )
 
     def write(connection: Any) -> None:
+        check_room(connection, who, "save", begun)
         if body.session_id is not None and body.model_seq_id is not None:
             check_free(connection, who.tenant, copy.run)
             models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))
