@@ -1,9 +1,11 @@
 """TorchSampler on a model whose many adapters train in one pass."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, CheckpointError
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
@@ -70,3 +72,19 @@ def test_what_is_being_sampled_keeps_its_weights_while_the_pool_trains(model):
 def test_an_adapter_that_the_pool_has_not_is_refused(model):
     with pytest.raises(ArgumentError, match="'d'"):
         TorchSampler(model=model).sample(ROWS[:1], {"max_tokens": 1}, adapter_name="d")
+
+
+def test_a_saved_adapter_is_read_for_sampling_without_being_added(model, tmp_path):
+    sampler = TorchSampler(model=model)
+    params = {"temperature": 0, "max_tokens": 6, "stop": [], "logprobs": 1}
+    for name in "ab":
+        version = model.pool.read_version(Path(model.save(name, str(tmp_path), adapter_name=name)))
+        [live] = sampler.sample(ROWS[:1], params, adapter_name=name)
+        [read] = sampler.sample(ROWS[:1], params, adapter_version=version)
+        assert read.sequences[0].logprobs == live.sequences[0].logprobs
+    assert model.pool.tenants.names() == ["a", "b", "c"]
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(CheckpointError):
+        model.pool.read_version(tmp_path / "a")
+    with pytest.raises(CheckpointError):
+        model.pool.read_version(tmp_path / "nowhere")

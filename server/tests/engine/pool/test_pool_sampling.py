@@ -3,14 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from server_pool import VOCABULARY, datum
+from server_pool import VOCABULARY, Bench, datum
 from server_reference import Reference
 
+from twinkle.testing import tiny_config, tiny_tokenizer
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Sample
 from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse, read_sample_response
 
 EOS = 258
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id",
+)  # fmt: skip
 PROMPT = [72, 105, 44, 32, 121, 111, 117, 33, 10, 65, 66, 67]
 
 
@@ -301,6 +306,27 @@ def test_what_makes_no_sense_is_said_at_once(shared, options, words):
     with pytest.raises(UserError, match=words):
         shared.backend.sample(1, sample, None)
     assert shared.backend.sampling == 0
+
+
+def test_adapters_of_a_mixture_of_experts_are_sampled_from(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    base = tmp_path / "experts"
+    sizes = {name: getattr(tiny_config("qwen3"), name) for name in _SIZES}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, **sizes)
+    Qwen3MoeForCausalLM(config).save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    bench = Bench(base, tmp_path)
+    bench.create("a")
+    bench.shake("a")
+    assert any("experts" in name for name in bench.weights("a"))
+    _, prompt = bench.sample(PROMPT, bench.save("a", "sampler_weights"), max_tokens=1, prompt_logprobs=True)
+    assert prompt.logprobs[1:] == pytest.approx(rescored(bench, PROMPT), abs=1e-4)
+    _, plain = bench.sample(PROMPT, None, max_tokens=1, prompt_logprobs=True)
+    assert plain.logprobs[1:] != pytest.approx(prompt.logprobs[1:], abs=1e-2)
+    bench.backend.restore("b", bench.snapshot("a"))
+    assert bench.weights("b").keys() == bench.weights("a").keys()
 
 
 def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monkeypatch):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any, Literal
@@ -32,10 +33,10 @@ from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.options import check_adapter, check_clipping
 from twinkle_transformers.parallel import Replicated, parallel_of
-from twinkle_transformers.pool import state
+from twinkle_transformers.pool import files, state
 from twinkle_transformers.pool.accounting import Costs
 from twinkle_transformers.pool.admission import Admission, no_room
-from twinkle_transformers.pool.config import first_weights, read_config
+from twinkle_transformers.pool.config import AdapterPlan, first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.fit import check_kind, drop_partial
 from twinkle_transformers.pool.pages import BLANK
@@ -110,6 +111,7 @@ class LoraPool(AdapterPool):
         self.parallel = parallel_of(None, None, None) if parallel is None else parallel
         self._new_group, self._encode = new_group, encode
         self.between: Callable[[], None] = _nothing
+        self._reads = count(1)
 
     def look_again(self, backbone: Backbone) -> None:
         """Go on with a model to which a patch was applied, or on which one was undone.
@@ -130,10 +132,7 @@ class LoraPool(AdapterPool):
     def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
         """Add an adapter; see `AdapterPool.add`."""
         check_adapter(name, dict.fromkeys(self.tenants.names()))
-        plan = read_config(
-            name, config, self.sites, self.backbone.model, experts=self.experts,
-            rank_multiple=8 if self.device.type == "cuda" else 1,
-        )  # fmt: skip
+        plan = self._plan(name, config)
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
         seed = seed_of(name) if seed is None else seed
         flat = torch.nn.Parameter(BLANK.expand(plan.layout.size))
@@ -147,6 +146,23 @@ class LoraPool(AdapterPool):
         self.tenants.add(tenant)
         self._note(plan.layout)
         return ref
+
+    def _plan(self, name: str, config: Any) -> AdapterPlan:
+        return read_config(
+            name, config, self.sites, self.backbone.model, experts=self.experts,
+            rank_multiple=8 if self.device.type == "cuda" else 1,
+        )  # fmt: skip
+
+    def read_version(self, folder: Path) -> AdapterVersion:
+        """Read a folder that PEFT wrote for a sampler, without adding an adapter; experts' matrices are read too.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or belongs to another model.
+            Unsupported: a pool cannot honour its configuration.
+        """
+        plan = self._plan(folder.name, files.read_config_of(folder))
+        flat = files.read_flat(plan, folder, self.sites).to(self.device)
+        return AdapterVersion(plan.layout, flat, f"{folder.resolve()}@{next(self._reads)}")
 
     def _note(self, layout: Layout) -> None:
         """Have activations measured anew if an adapter adapts more than any before it."""

@@ -43,7 +43,7 @@ class Sampling:
     def __init__(self, model: Any, info: ModelInfo, options: Mapping[str, Any]) -> None:
         self._sampler: Any = registry().build("TorchSampler", "sampler", model=model, **options)
         self._info = info
-        self._sources = Sources(self._sampler.read_adapter)
+        self._sources = Sources(model.pool.read_version)
         self._waiting: dict[int, _Waiting] = {}
 
     def __len__(self) -> int:
