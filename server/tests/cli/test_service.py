@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -84,6 +85,34 @@ def test_quotas_of_a_key_hold(service: Process) -> None:
         assert "1 is this key's limit" in second.json()["detail"]
         again = client.post("/api/v1/create_model", json={**body, "model_seq_id": 0})
         assert (again.status_code, again.json()) == (200, first.json())
+
+
+def test_a_key_without_room_for_checkpoints_is_told_so_and_trains_on(service: Process) -> None:
+    key = run("keys", "create", "tiny", "--data", str(service.data), "--bytes", "1").strip()
+    with service.client(key) as client:
+
+        def post(route: str, **body: Any) -> dict[str, Any]:
+            answer = client.post(f"/api/v1{route}", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        def result(route: str, **body: Any) -> dict[str, Any]:
+            return post("/retrieve_future", request_id=post(route, **body)["request_id"])
+
+        session = post("/create_session", tags=[], user_metadata={}, sdk_version="0.38.0")["session_id"]
+        lora = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
+        made = {"session_id": session, "model_seq_id": 0, "base_model": "ledger/model", "lora_config": lora}
+        model = result("/create_model", **made)["model_id"]
+        saved = result("/save_weights", model_id=model, seq_id=1, path="a")
+        assert saved["path"] == f"tinker://{model}/weights/a"
+        refused = result("/save_weights", model_id=model, seq_id=2, path="b")
+        assert refused["category"] == "user"
+        assert "1 is this key's limit" in refused["error"]
+        assert "error" not in result("/optim_step", model_id=model, seq_id=3, adam_params={})
+        copied = client.post("/api/v1/copy_weights", json={"source_path": saved["path"]})
+        assert copied.status_code == 403
+        client.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a")
+        assert "error" not in result("/save_weights", model_id=model, seq_id=4, path="b")
 
 
 def test_status_asks_the_server(service: Process) -> None:
