@@ -65,8 +65,8 @@ class Answers:
             self._dispatcher.close(track, Closed("this model was unloaded"))
             track.attached = False
             self._outcomes.then(self._effects.unloaded)
-        elif not failed and _reads_checkpoint(operation) and self._dispatcher.child is not None:
-            self._dispatcher.child.put(Message(messages.SNAPSHOT, {"lane": track.name}))
+        elif not failed and _reads_checkpoint(operation):
+            self._dispatcher.tell(Message(messages.SNAPSHOT, {"lane": track.name}))
 
     def restored(self, message: Message) -> None:
         """Take the answer to a RESTORE."""

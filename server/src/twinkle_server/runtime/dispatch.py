@@ -246,9 +246,13 @@ class Dispatcher:
     def _forget_there(self, track: Track) -> None:
         """Let the engine free what it has of a model, without a snapshot."""
         track.attached = False
+        self.tell(Message(messages.RESTORE, {"lane": track.name, "folder": None}))
+
+    def tell(self, message: Message) -> None:
+        """Send what an engine needs no longer know once it is gone."""
         if self.child is not None:
             with contextlib.suppress(LinkClosed):
-                self.child.put(Message(messages.RESTORE, {"lane": track.name, "folder": None}))
+                self.child.put(message)
 
     async def _bury(self, track: Track, victims: list[Operation]) -> None:
         reason = track.closed.reason if track.closed else ""
@@ -269,8 +273,7 @@ class Dispatcher:
         track.leaving = False
         if track.attached and self.child is not None:
             track.detaching = True
-            with contextlib.suppress(LinkClosed):
-                self.child.put(Message(messages.DETACH, {"lane": track.name}))
+            self.tell(Message(messages.DETACH, {"lane": track.name}))
         elif track.closed is None:
             self._outcomes.then(lambda: self._effects.detached(track.tenant, track.name))
 

@@ -36,8 +36,7 @@ class Ending:
             if operation.kind != "sample":
                 return
             self._dispatcher.land(operation.id)
-            if self._dispatcher.child is not None:
-                self._dispatcher.child.put(Message(messages.CANCEL, {"id": operation.id}))
+            self._dispatcher.tell(Message(messages.CANCEL, {"id": operation.id}))
         elif operation in track.order.ready:
             track.order.ready.remove(operation)
         elif track.ordered and track.order.holds(operation.number):
