@@ -3,9 +3,9 @@
     python benchmarks/server_tenants.py
 
 Random Qwen3 (hidden 256, 8 layers, vocabulary 8,192), LoRA r=8, float32, one service with the durable log as shipped.
-A tenant has a key and data of its own; each step sends `forward_backward` of 4 rows of about 40 tokens and `optim_step`,
-and waits for both. Tenants are threads of one process. Both rounds do the same work with fresh models of the same seeds
-on the same service, in turn; making the models is not counted. Goal: at once is at least 1.8 x as fast.
+A tenant has a key and data of its own; each step sends `forward_backward` of 4 rows of about 40 tokens and
+`optim_step`, and waits for both. Tenants are threads of one process. Both rounds do the same work with fresh models of
+the same seeds on the same service, in turn; making the models is not counted. Goal: at once is at least 1.8 x as fast.
 
 Loss and log-probabilities of the last pass of every tenant must agree within 1e-4 between the rounds before any time
 counts.
@@ -147,7 +147,7 @@ def turns(service: Served) -> tuple[float, float]:
 
 def row(tokens: Sequence[int]) -> tinker.Datum:
     """Return a row: every token but the first is a target."""
-    inputs = {"target_tokens": list(tokens[1:]), "weights": [1.0] * (len(tokens) - 1)}
+    inputs: Any = {"target_tokens": list(tokens[1:]), "weights": [1.0] * (len(tokens) - 1)}
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(tokens[:-1])), loss_fn_inputs=inputs)
 
 
