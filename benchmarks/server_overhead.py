@@ -2,7 +2,7 @@
 
     python benchmarks/server_overhead.py
 
-Wall time of one `forward_backward` of one row, p50 over 150 calls with random gaps of 0 to 110 ms: in plain HTTP with a
+Wall time of one `forward_backward` of one row, p50 over 100 calls with random gaps of 0 to 110 ms: in plain HTTP with a
 journal in memory (benchmark only) and with the durable one as shipped, and through the unmodified SDK. Goals at 4,096
 tokens: 1.5, 3.5 and 6 ms. Beside it the time that this machine's disk takes to write one block for good, of which a
 call waits for at least one.
@@ -21,7 +21,7 @@ from _pairs import describe_machine
 from _server import PACKAGES, Connection, fsync_ms, served
 
 os.environ.update(TINKER_TELEMETRY="0", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
-CALLS = 60
+CALLS = 100
 LENGTHS = (128, 4096, 32768)
 GOALS = {("memory", 4096): 1.5, ("durable", 4096): 3.5, ("SDK", 4096): 6.0, ("SDK", 32768): 10.0}
 

@@ -1,5 +1,6 @@
 """Lines 1 to 13: transport, keys, configuration."""
 
+import asyncio
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 import server_sdk as sdk
+from server_proxy import Proxy, proxied
 from server_raw import PROTOBUF, Raw, row
 from serving import Served, ledger
 
@@ -66,9 +68,16 @@ def test_line_5_the_sdk_asks_what_is_served(served: Served, tiny: Path) -> None:
     assert [model.model_name for model in models] == [str(tiny)]
 
 
-def test_line_6_the_sdk_takes_an_address_with_a_slash_at_its_end(served: Served) -> None:
-    with sdk.opened(served.url + "/") as client:
-        assert client.create_sampling_client(base_model=Raw(served.url).base_model()).result(60)
+def test_line_6_the_sdk_takes_an_address_with_a_prefix_and_a_slash_at_its_end(served: Served, tiny: Path) -> None:
+    async def behind() -> object:
+        async with proxied(Proxy(served.url, prefix="/some/where")) as proxy:
+            return await asyncio.to_thread(ask, proxy.url + "/")
+
+    def ask(url: str) -> object:
+        with sdk.opened(url) as client:
+            return client.create_sampling_client(base_model=str(tiny)).result(60)
+
+    assert asyncio.run(behind())
 
 
 def test_line_7_fields_that_nobody_knows_are_ignored(raw: Raw) -> None:
