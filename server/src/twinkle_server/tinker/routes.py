@@ -1,6 +1,7 @@
 """All endpoints of this face."""
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 from twinkle_server.tinker import (
     accounts,
@@ -26,5 +27,8 @@ def tinker_routes() -> APIRouter:
     """Return the endpoints of the Tinker protocol."""
     router = APIRouter(prefix=PREFIX)
     for room in ROOMS:
-        router.include_router(room.router)
+        for route in room.router.routes:
+            if isinstance(route, APIRoute):  # one flat list: each router in a router is searched on its own
+                extra = route.openapi_extra
+                router.add_api_route(route.path, route.endpoint, methods=list(route.methods), openapi_extra=extra)
     return router
