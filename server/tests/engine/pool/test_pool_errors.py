@@ -122,6 +122,7 @@ def test_whatever_bytes_come_the_answer_is_a_result_or_the_clients_error(shared,
     with np.errstate(all="ignore"):
         [found], _ = shared.backend.run([Pass("a", bytes(payload), 1)])
     assert isinstance(found, bytes | UserError), found
+    shared.step("a", learning_rate=0.0)  # the bytes may have asked for gradients
 
 
 def test_bytes_that_are_no_message_are_refused(shared):
@@ -291,6 +292,44 @@ def test_a_device_that_fails_ends_everything(shared, monkeypatch):
     monkeypatch.setattr(shared.backend.model.pool, "run", fails)
     with pytest.raises(Fatal, match="device failed"):
         shared.run("a", [datum(3, 1)])
+
+
+def test_a_pass_that_breaks_off_may_be_tried_again_only_if_nothing_of_it_was_kept(shared, monkeypatch):
+    def fails(*arguments):
+        raise MemoryError("no memory")
+
+    pool = shared.backend.model.pool
+    for method, found in (("execute", MemoryError), ("finish", Fatal)):
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, method, fails)
+            with pytest.raises(found):
+                shared.run("a", [datum(3, 1)])
+    shared.step("a", learning_rate=0.0)
+
+
+def test_a_step_that_breaks_off_is_not_tried_again(shared, monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("some were updated")
+
+    shared.run("a", [datum(3, 1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.backend.model.pool, "step", fails)
+        with pytest.raises(Fatal, match="a step broke off"):
+            shared.step("a")
+    shared.step("a", learning_rate=0.0)
+
+
+def test_sampling_that_fails_between_the_pieces_of_a_pass_ends_everything(shared, monkeypatch):
+    def fails():
+        raise ValueError("not expected")
+
+    pool = shared.backend.model.pool
+    monkeypatch.setattr(pool, "between", pool.between)
+    monkeypatch.setattr(pool, "tokens_per_pass", 4)
+    monkeypatch.setattr(shared.backend._training, "_most", 4)
+    shared.backend.interrupt(fails)
+    with pytest.raises(Fatal, match="broke off"):
+        shared.run("a", [datum(3, 1), datum(3, 2)])
 
 
 def test_memory_that_is_full_is_the_services_fault_and_tells_nothing_of_others(base, fresh):

@@ -52,6 +52,10 @@ class Lanes:
             raise UserError(f"there is no model {lane!r}; it was never created, or it is over")
         return found
 
+    def backwards(self) -> int:
+        """Return how many gradients all models together were given since each was made."""
+        return sum(self._model.optimizer_group[lane.name].cur_step for lane in self._lanes.values())
+
     def add(self, lane: str, create: Create) -> Lane:
         """Make a model with fresh weights; they follow from rank, switches and seed alone.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from twinkle.model.pool import Operation, OperationError, OperationResult, Step
-from twinkle_server.engine.backend import Cost, Pass, UserError
+from twinkle_server.engine.backend import Cost, Fatal, Pass, UserError
 from twinkle_server.engine.pool import custom, data
 from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.lanes import Lanes
@@ -77,7 +77,10 @@ class Training:
 
         def timed() -> None:
             begin = time.perf_counter()
-            between()
+            try:
+                between()
+            except Exception as error:  # half of the pass is done
+                raise error if isinstance(error, Fatal) else Fatal("sampling broke off a pass") from error
             self._elsewhere += time.perf_counter() - begin
 
         self._pool.between = timed
@@ -89,11 +92,19 @@ class Training:
             self._speed = now if self._speed is None else self._speed + share * (now - self._speed)
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
+        """Run operations, each of which succeeds or fails whole.
+
+        Raises:
+            Fatal: something broke off after gradients had been added, so that nobody may try again here.
+        """
+        before = self._lanes.backwards()
         try:
             done: list[OperationResult | OperationError] = self._pool.run(operations)
         except Exception as error:
             check_device(error)
-            raise
+            if isinstance(error, Fatal) or self._lanes.backwards() == before:
+                raise
+            raise Fatal(f"a pass broke off: {type(error).__name__}") from error
         return done
 
     def _read(self, item: Pass) -> tuple[Operation, data.Rows]:
@@ -122,9 +133,8 @@ class Training:
                 found[index] = error
         try:
             results = self._pool.step([step for _, step in asked]) if asked else []
-        except Exception as error:
-            check_device(error)
-            raise
+        except Exception as error:  # some may have been updated, and must not be again
+            raise Fatal(f"a step broke off: {type(error).__name__}") from error
         for (index, _), result in zip(asked, results, strict=True):
             if isinstance(result, OperationError):
                 found[index] = told(result.error)
