@@ -31,7 +31,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
     meter = Meter(service.queued)
-    faces = create_application(Limited(service, meter), store, settings, links)
+    faces = create_application(Limited(service, meter, metrics.mark), store, settings, links)
     faces.include_router(download_routes(links))
 
     async def status() -> dict[str, Any]:

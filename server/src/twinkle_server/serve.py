@@ -36,11 +36,12 @@ _FLUSH = 10.0  # seconds
 _LOST = 3  # exit code of a service whose data directory another one has taken over
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, log_level: str = "INFO") -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
     Args:
         settings: of the service.
+        log_level: of the lines on standard error.
 
     Raises:
         ConfigError: the settings would serve strangers without keys.
@@ -51,7 +52,7 @@ def serve(settings: Settings) -> int:
 
     check(settings)
     settings = resolve(settings)
-    logs.configure()
+    logs.configure(log_level)
     _raise_file_limit()
     with listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, listener))

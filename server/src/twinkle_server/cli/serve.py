@@ -30,6 +30,13 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 )
 @click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
 @click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="Of the lines on standard error; `debug` names every operation.",
+)
+@click.option(
     "--backend",
     type=click.Choice(["pool", "ledger"]),
     default="pool",
@@ -46,6 +53,7 @@ def main(
     max_pass_ms: float,
     losses: tuple[str, ...],
     custom_losses: bool,
+    log_level: str,
     backend: str,
 ) -> None:
     """Serve MODEL, a local folder or the id of one at a hub, to clients of the Tinker protocol.
@@ -70,5 +78,5 @@ def main(
         custom_losses=custom_losses,
     )
     with told():
-        code = serve(settings)
+        code = serve(settings, log_level.upper())
     click.get_current_context().exit(code)

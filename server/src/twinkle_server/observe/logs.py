@@ -46,7 +46,8 @@ def configure(level: str = "INFO", stream: TextIO | None = None) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(level if level != "DEBUG" else "INFO")  # other libraries' details may hold anything
+    logging.getLogger("twinkle_server").setLevel(level)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

@@ -280,6 +280,9 @@ class Runtime:
             operation.kind, operation.status, operation.lane, outcome.result, outcome.error, outcome.category
         )
         seconds = self.futures.resolve(operation, future)
+        if status == "failed":
+            level = logging.DEBUG if outcome.category == "user" else logging.WARNING
+            _log.log(level, "%s %d of %s failed (%s)", operation.kind, operation.number, operation.lane, outcome.category)
         if self._figures is not None:
             count_end(self._figures, operation, outcome, seconds)
 

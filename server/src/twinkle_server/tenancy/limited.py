@@ -1,5 +1,6 @@
 """The service as a key may use it: whatever is new passes the key's quotas, in the transaction that writes it."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from twinkle_server.runtime.ports import Service
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Meter, check_room
 
+_log = logging.getLogger(__name__)
 Also = Callable[[Any], None]
 
 
@@ -18,10 +20,16 @@ class Limited:
     """Stands in front of a service; see `runtime.ports.Service`.
 
     A request that came before and comes again is never refused here: it was let in already.
+
+    Args:
+        service: the one behind.
+        meter: compares with quotas.
+        mark: returns what stands for a tenant in logs.
     """
 
-    def __init__(self, service: Service, meter: Meter) -> None:
+    def __init__(self, service: Service, meter: Meter, mark: Callable[[str], str] = lambda tenant: "") -> None:
         self._service = service
+        self._mark = mark
         self._meter = meter
         self.wait = service.wait
         self.cancel = service.cancel
@@ -43,6 +51,13 @@ class Limited:
             Busy: the key asks for too much at once.
             Forbidden: the key has no room for another model.
         """
+        accepted = await self._admitted(submission, also)
+        if _log.isEnabledFor(logging.DEBUG):
+            what = f"{submission.kind} {submission.number} of {submission.lane}"
+            _log.debug("%s for %s is %s", what, self._mark(submission.tenant), "new" if accepted.fresh else "known")
+        return accepted
+
+    async def _admitted(self, submission: Submission, also: Also | None) -> Accepted:
         caller = CURRENT.get()
         if caller is None or not caller.quotas or submission.refusal is not None or submission.kind == "unload":
             return await self._service.submit(submission, also)
