@@ -282,7 +282,9 @@ class Runtime:
         seconds = self.futures.resolve(operation, future)
         if status == "failed":
             level = logging.DEBUG if outcome.category == "user" else logging.WARNING
-            _log.log(level, "%s %d of %s failed (%s)", operation.kind, operation.number, operation.lane, outcome.category)
+            _log.log(
+                level, "%s %d of %s failed (%s)", operation.kind, operation.number, operation.lane, outcome.category
+            )
         if self._figures is not None:
             count_end(self._figures, operation, outcome, seconds)
 
