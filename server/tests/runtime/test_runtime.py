@@ -10,6 +10,7 @@ from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
 from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable
 from twinkle_server.operations import Operation, Submission
+from twinkle_server.runtime.replay import DEATHS
 from twinkle_server.settings import Limits, Times
 
 LANE = "s:train:0"
@@ -259,10 +260,10 @@ def test_a_snapshot_that_kills_engines_costs_its_own_model_alone() -> None:
             for lane in lanes:
                 told = await answer(runtime, asked[lane].request)
                 if lane in world.plan.deadly:
-                    assert "the engine died 3 times while it read the newest snapshot" in str(told.error)
+                    assert f"the engine died {DEATHS} times while it read the newest snapshot" in str(told.error)
                 else:
                     assert applied(told) == list(range(1, number + 1))
-        assert runtime.supervisor.restarts == 4
+        assert runtime.supervisor.restarts == DEATHS + 1
         await runtime.close()
 
     within(SOON, scenario)

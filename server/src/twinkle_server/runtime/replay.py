@@ -18,7 +18,8 @@ from twinkle_server.runtime.tracks import Closed, Track
 if TYPE_CHECKING:
     from twinkle_server.runtime.dispatch import Dispatcher
 
-_DEATHS = 3
+DEATHS = 6
+"""Times in a row that engines die of the same before it is given up; chance alone does not do that."""
 NEVER_MADE = Closed("this model was never made: its creation failed")
 
 
@@ -78,8 +79,8 @@ class Replay:
             LinkClosed: the engine is gone.
         """
         await self._outcomes.flush()
-        if track.restore_deaths >= _DEATHS:
-            raise Corrupted(f"the engine died {_DEATHS} times while it read the newest snapshot")
+        if track.restore_deaths >= DEATHS:
+            raise Corrupted(f"the engine died {DEATHS} times while it read the newest snapshot")
         snapshot = await self._journal.snapshot(track.name)
         rows = await self._journal.after(track.name, snapshot.number if snapshot else -1)
         done = [row for row in rows if row.status == "done"]
@@ -107,8 +108,8 @@ class Replay:
                 await restoring
 
     async def _again(self, child: Child, track: Track, operation: Operation) -> None:
-        if self._deaths.get(operation.id, 0) >= _DEATHS:
-            raise Corrupted(f"the engine died {_DEATHS} times while it did operation {operation.number} again")
+        if self._deaths.get(operation.id, 0) >= DEATHS:
+            raise Corrupted(f"the engine died {DEATHS} times while it did operation {operation.number} again")
         try:
             payload = operation.payload
             payload = await self._journal.payload(operation.id) if payload is None else payload
