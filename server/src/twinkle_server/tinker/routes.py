@@ -30,5 +30,7 @@ def tinker_routes() -> APIRouter:
         for route in room.router.routes:
             if isinstance(route, APIRoute):  # one flat list: each router in a router is searched on its own
                 extra = route.openapi_extra
-                router.add_api_route(route.path, route.endpoint, methods=list(route.methods), openapi_extra=extra)
+                router.add_api_route(
+                    route.path, route.endpoint, methods=sorted(route.methods or ()), openapi_extra=extra
+                )
     return router
