@@ -170,6 +170,24 @@ def test_an_engine_that_never_begins_is_told_with_its_last_words(tmp_path: Path)
     within(SOON, scenario)
 
 
+def test_a_service_that_cannot_read_its_log_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path), store)
+
+        async def pending() -> list[Any]:
+            await asyncio.sleep(0.1)
+            raise OSError("no")
+
+        monkeypatch.setattr(store.journal, "pending", pending)
+        with pytest.raises(OSError, match="no"):
+            await service.start()
+        assert service.supervisor.pid is None
+        store.close()
+
+    within(SOON, scenario)
+
+
 def test_the_engine_ends_with_the_service(tmp_path: Path) -> None:
     async def scenario() -> int:
         store = open_store(tmp_path)

@@ -100,7 +100,12 @@ class ChildProcess:
             raise
         finally:
             theirs.close()
-        return cls(process, await AsyncLink.open(ours))
+        try:
+            return cls(process, await AsyncLink.open(ours))
+        except BaseException:
+            ours.close()
+            process.kill()
+            raise
 
     @property
     def pid(self) -> int:

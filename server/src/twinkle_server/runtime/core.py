@@ -83,16 +83,23 @@ class Runtime:
     async def start(self) -> None:
         """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
         self.outcomes.start()
+        self.supervisor.start()
+        try:
+            await self._take_up_all()
+        except BaseException:
+            await self.close()
+            raise
+        times = self._settings.times
+        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), lambda: self.ending.give_up_gaps(times.gap_fail))
+        self.janitor.add("idle lanes", 10.0, self._drop_idle)
+        self.janitor.start()
+
+    async def _take_up_all(self) -> None:
         for operation in await self._journal.pending():
             track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
             if not track.ordered:
                 self.futures.open(operation)
                 self.dispatcher.arrive(track, operation)
-        times = self._settings.times
-        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), lambda: self.ending.give_up_gaps(times.gap_fail))
-        self.janitor.add("idle lanes", 10.0, self._drop_idle)
-        self.janitor.start()
-        self.supervisor.start()
 
     async def wait_ready(self) -> None:
         """Wait until the engine is ready.
