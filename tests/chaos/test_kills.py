@@ -10,14 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from house import ROOT
 from server_clients import Client, Trainer, follow
+from server_failpoints import REACH, SOURCE, failpoints
 from server_history import none_foreign
 from server_proxy import Proxy, proxied
 from serving import Served, ledger
 
-REACH = r"\breach\(\s*\"([^\"]+)\""
-SOURCE = ROOT / "server" / "src" / "twinkle_server"
 PROGRAM = ["train", "step", "big", "save", "train", "step", "read", "sample", "load", "train", "step", "save", "big"]
 VISITS = {"store.before_commit": (1, 20), "store.after_commit": (6, 45)}
 # Functions that rename without a failpoint, and why none is needed.
@@ -27,17 +25,6 @@ WITHOUT = {
 }
 READY_SECONDS = 10.0
 RESOLVED_SECONDS = 60.0
-
-
-def failpoints() -> list[str]:
-    """Return every failpoint of the source."""
-    found = {
-        name
-        for path in sorted(SOURCE.rglob("*.py"))
-        if path.name != "failpoints.py"
-        for name in re.findall(REACH, path.read_text("utf-8"))
-    }
-    return sorted(found)
 
 
 @contextmanager
