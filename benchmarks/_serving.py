@@ -26,6 +26,7 @@ __all__ = [
     "arrays",
     "create",
     "fsync_ms",
+    "is_ready",
     "ledger",
     "metric",
     "pool",
@@ -91,12 +92,19 @@ def ready(url: str, seconds: float = 60.0) -> float:
     """Wait until `/readyz` says yes, and return when that was, on `time.perf_counter`."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        try:
-            with urlopen(f"{url}/readyz", timeout=5):
-                return time.perf_counter()
-        except OSError:
-            time.sleep(0.002)
+        if is_ready(url):
+            return time.perf_counter()
+        time.sleep(0.002)
     raise SystemExit(f"the service was not ready within {seconds:g} s")
+
+
+def is_ready(url: str) -> bool:
+    """Return whether `/readyz` says yes."""
+    try:
+        with urlopen(f"{url}/readyz", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def _resident_mib(pid: int) -> float:
