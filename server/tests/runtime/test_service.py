@@ -289,7 +289,6 @@ async def _is(at: House, status: str) -> bool:
 def test_facts_say_why_no_work_would_be_done(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path) as at:
-            assert at.service.ready()[0] is False
             await at.service.wait_ready()
             assert at.service.ready() == (
                 True,

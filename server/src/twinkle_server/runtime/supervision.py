@@ -15,7 +15,7 @@ from twinkle_server.settings import Times
 
 _log = logging.getLogger(__name__)
 PAUSES = (0.0, 0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before an engine is started again, by how often it died of late."""
+"""Seconds before an engine is started again, by how many in a row died before they had done anything."""
 _STEADY = 60.0  # seconds after which an engine's death is not counted with the ones before
 DIED = "the engine died"
 StartChild = Callable[[bool], Awaitable[Child]]
@@ -58,6 +58,7 @@ class Supervisor:
         self._child: Child | None = None
         self._under_way: set[int] = set()
         self._heard = 0.0
+        self._worked = False
         self._why: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
@@ -109,9 +110,9 @@ class Supervisor:
     async def _run(self) -> None:
         deaths = 0
         while True:
-            begin = time.monotonic()
+            begin, self._worked = time.monotonic(), False
             await self._live(first=self.restarts == 0)
-            deaths = 1 if time.monotonic() - begin > _STEADY else deaths + 1
+            deaths = 1 if self._worked or time.monotonic() - begin > _STEADY else deaths + 1
             if self._ending:
                 self._drained.set()
                 return
@@ -168,7 +169,7 @@ class Supervisor:
         if message.type == messages.BEGIN:
             self._under_way = set(message.head["ids"])
         elif message.type == messages.PASSED:
-            self.troubled = None
+            self.troubled, self._worked = None, True
             self.passed(message.head)
         elif message.type == messages.DRAINED:
             self._drained.set()
