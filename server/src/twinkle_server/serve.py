@@ -106,7 +106,7 @@ def listen(settings: Settings) -> socket.socket:
 
 async def _serve(settings: Settings, listener: socket.socket) -> int:
     stop = _stop_on_signals()
-    store = open_store(settings.data, limits=settings.limits, times=settings.times)
+    store = open_store(settings.data, limits=settings.limits, times=settings.times, take_over=settings.take_over)
     try:
         await _first_key(settings, store)
         metrics = Metrics(store.secret)

@@ -82,6 +82,7 @@ class Settings:
         losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
+        take_over: take the data directory from a service on another machine, which is dead.
         limits: see `Limits`.
         times: see `Times`.
         extra: of the backend (`BackendOptions.extra`).
@@ -98,6 +99,7 @@ class Settings:
     snapshot_steps: int = 20
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
+    take_over: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
     extra: Mapping[str, Any] = field(default_factory=dict)

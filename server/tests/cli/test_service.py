@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,22 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
     error = refused(tmp_path, "m", "--backend", "ledger", data=tmp_path)
     assert isinstance(error, ConfigError)
     assert "thesis.tex" in str(error)
+
+
+def test_a_folder_of_another_machine_is_taken_only_on_request(tmp_path: Path) -> None:
+    process = Process(tmp_path / "data").start()
+    assert process.stop() == 0
+    with contextlib.closing(sqlite3.connect(process.data / "twinkle.db")) as database:
+        database.execute("UPDATE lease SET host = 'elsewhere', boot = 'another', released = 0")
+        database.commit()
+    error = refused(tmp_path, "ledger/model", "--backend", "ledger")
+    assert "elsewhere" in str(error)
+    assert "--take-over" in str(error)
+    process.arguments.append("--take-over")
+    try:
+        process.start()
+    finally:
+        assert process.stop() == 0
 
 
 def test_one_directory_is_served_once(service: Process) -> None:

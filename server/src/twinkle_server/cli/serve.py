@@ -30,6 +30,11 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 )
 @click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
 @click.option(
+    "--take-over",
+    is_flag=True,
+    help="Take the folder from a service on another machine, of which you know that it is dead.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -53,6 +58,7 @@ def main(
     max_pass_ms: float,
     losses: tuple[str, ...],
     custom_losses: bool,
+    take_over: bool,
     log_level: str,
     backend: str,
 ) -> None:
@@ -76,6 +82,7 @@ def main(
         backend=backend,
         losses=losses or None,
         custom_losses=custom_losses,
+        take_over=take_over,
     )
     with told():
         code = serve(settings, log_level.upper())
