@@ -1,8 +1,8 @@
 """What the whole service speaks of: operations of lanes, in order, each with one outcome.
 
-A **lane** is what has an order: a model (its id), or a sampling session. In a model's lane operations run in the order of
-their numbers, without gaps, whatever the order of arrival; creation is number 0. In a sampling session's lane numbers only
-tell a repeated request from a new one.
+A **lane** is what has an order: a model (its id), or a sampling session. In a model's lane operations run in the
+order of their numbers, without gaps, whatever the order of arrival; creation is number 0. In a sampling session's
+lane numbers only tell a repeated request from a new one.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class Submission:
         number: its place in the lane; None takes the next one (legacy unload only).
         tokens: what it costs, in tokens of the model.
         refusal: why it fails without being tried; its number is used up all the same.
-        asked: what was asked for as it came, where `payload` holds what is chosen anew each time (a folder, a seed); then
-            its hash, and not that of `payload`, tells a repeated request from another one.
+        asked: what was asked for as it came, where `payload` holds what is chosen anew each time (a folder, a seed);
+            then its hash, and not that of `payload`, tells a repeated request from another one.
     """
 
     tenant: str

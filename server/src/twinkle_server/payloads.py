@@ -1,7 +1,7 @@
 """JSON payloads of the operations that are not passes. They are written once, into the log, and replayed as they are.
 
-Everything that must not differ when an operation is done again is decided before it is written: the seed, the folder, the
-checkpoint that a name stands for.
+Everything that must not differ when an operation is done again is decided before it is written: the seed, the folder,
+the checkpoint that a name stands for.
 """
 
 from dataclasses import asdict, dataclass, field
