@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ def round_of(name: str, count: int, repetitions: int) -> bool:
         service = pool(folder / "data", folder / "model", {"name": NAME, "auth": True})
         try:
             service.start()
-            tenants = [Tenant(service, shape, steps, number) for number in range(count)]
-            return contest(service, tenants, repetitions, goal)
+            with ExitStack() as sessions:
+                tenants = [Tenant(service, shape, steps, number) for number in range(count)]
+                for tenant in tenants:
+                    sessions.enter_context(tenant.client)
+                return contest(service, tenants, repetitions, goal)
         finally:
             service.stop()
 
@@ -125,8 +129,8 @@ def contest(service: Served, tenants: Sequence[Tenant], repetitions: int, goal: 
                     fused.append(together / count)
                     busy.append(seconds / times[words][-1])
     gain = ratio(times["one by one"], times["at once"])
-    for words, seconds in times.items():
-        middle = statistics.median(seconds)
+    for words, took in times.items():
+        middle = statistics.median(took)
         print(f"  {words:12}{middle:7.2f} s {tokens / middle:9.0f} tokens/s")
     shares = f"{statistics.fmean(fused):.1f} tenants a pass, the engine works {statistics.fmean(busy):.0%} of the time"
     print(f"  at once: {shares}")
