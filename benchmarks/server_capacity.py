@@ -83,7 +83,7 @@ class Line:
     async def post(self, path: str, body: bytes, kind: str) -> bytes:
         """Send a request and return the answer's body, which must be good."""
         head = (
-            f"POST /api/v1{path} HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-benchmark\r\nContent-Type: {kind}\r\n"
+            f"POST /api/v1{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: tml-benchmark\r\nContent-Type: {kind}\r\n"
             f"Accept: {PROTOBUF}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self.writer.write(head.encode() + body)
