@@ -170,8 +170,7 @@ def test_gradients_whose_sum_is_not_finite_are_dropped_and_the_weights_stay(shar
     before = shared.weights("a")
     shared.run("a", [datum(6, 2)])
     tenant.flat.grad[0] = float("inf")
-    with pytest.raises(UserError, match=r"gradient norm.* is inf"):
-        shared.step("a")
+    assert shared.step("a") == {"skipped": 1.0}
     assert all(torch.equal(value, before[name]) for name, value in shared.weights("a").items())
     assert shared.step("a", learning_rate=0.0) == {"grad_norm": 0.0}
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from twinkle.errors import NonFiniteError
 from twinkle.model.pool import Operation, OperationError, OperationResult, Step
 from twinkle_server.engine.backend import Cost, Fatal, Pass, UserError
 from twinkle_server.engine.pool import custom, data
@@ -123,7 +124,10 @@ class Training:
         return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows
 
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
-        """Update models together; see `Backend.step`."""
+        """Update models together; see `Backend.step`.
+
+        Where a gradient's norm is not finite the weights stay, the gradient is gone, and the metric `skipped` is 1.
+        """
         found: list[Mapping[str, float] | Exception] = [UserError("not done")] * len(steps)
         asked: list[tuple[int, Step]] = []
         for index, (lane, step) in enumerate(steps):
@@ -136,7 +140,9 @@ class Training:
         except Exception as error:  # some may have been updated, and must not be again
             raise Fatal(f"a step broke off: {type(error).__name__}") from error
         for (index, _), result in zip(asked, results, strict=True):
-            if isinstance(result, OperationError):
+            if isinstance(result, OperationError) and isinstance(result.error, NonFiniteError):
+                found[index] = {"skipped": 1.0}  # no failure: it has an effect, and what failed is not replayed
+            elif isinstance(result, OperationError):
                 found[index] = told(result.error)
             else:
                 found[index] = {"grad_norm": float(result.grad_norm)}
