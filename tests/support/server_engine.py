@@ -153,7 +153,9 @@ def engine(data: Path, *, environment: dict[str, str] | None = None, **more: Any
     backend = more.pop("backend", "ledger")
     times = Times(snapshot=more.pop("snapshot", 3600.0))
     data.mkdir(exist_ok=True)
-    made = Engine(Settings(model=more.pop("model", "base"), data=data, backend=backend, times=times, **more), environment)
+    made = Engine(
+        Settings(model=more.pop("model", "base"), data=data, backend=backend, times=times, **more), environment
+    )
     try:
         made.wait(messages.READY)
         yield made

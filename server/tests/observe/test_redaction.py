@@ -25,7 +25,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhbGljZSJ9.c2lnbmF0dXJl"
         "Authorization: {secret}",
     ],
 )
-@pytest.mark.parametrize("secret", [new_key(), JWT])
+@pytest.mark.parametrize("secret", [new_key(), JWT], ids=["key", "token"])
 def test_keys_and_tokens_are_hidden_wherever_they_stand(text: str, secret: str) -> None:
     said = redact(text.format(secret=secret))
     assert "[hidden]" in said
