@@ -50,7 +50,19 @@ def served(folder: Path, journal: str, **settings: Any) -> Iterator[str]:
         **settings: further fields of `Settings`.
     """
     fields = {"model": "null", "backend": "ledger", "auth": False, "port": 0, "data": str(folder / journal), **settings}
-    command = [sys.executable, "-c", _PROCESS, json.dumps(fields), journal]
+    with _running([sys.executable, "-c", _PROCESS, json.dumps(fields), journal]) as url:
+        yield url
+
+
+@contextmanager
+def floor() -> Iterator[str]:
+    """Run the least that answers the protocol (`_floor.py`), and give its address."""
+    with _running([sys.executable, str(Path(__file__).with_name("_floor.py"))]) as url:
+        yield url
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -18,7 +18,13 @@ from twinkle_server.tinker.routes import tinker_routes
 _log = logging.getLogger(__name__)
 
 
-def create_application(service: Service, store: Records, settings: Settings, links: Links | None = None) -> FastAPI:
+def create_application(
+    service: Service,
+    store: Records,
+    settings: Settings,
+    links: Links | None = None,
+    router: APIRouter | None = None,
+) -> FastAPI:
     """Return the application, without the middleware that knows keys and bounds bodies.
 
     Args:
@@ -26,6 +32,7 @@ def create_application(service: Service, store: Records, settings: Settings, lin
         store: the records.
         settings: of the service.
         links: makes signed links to files; without it the service hands out none.
+        router: with the endpoints of the face; None makes one.
     """
     application = FastAPI(
         title="Twinkle",
@@ -36,7 +43,7 @@ def create_application(service: Service, store: Records, settings: Settings, lin
         default_response_class=Response,
     )
     application.state.house = House(service, store, settings, links)
-    application.include_router(tinker_routes())
+    application.include_router(router or tinker_routes())
     application.add_exception_handler(ServiceError, _service_error)
     application.add_exception_handler(RequestValidationError, _invalid)
     application.add_exception_handler(StarletteHTTPException, _http_error)

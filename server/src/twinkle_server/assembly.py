@@ -6,6 +6,7 @@ from twinkle_server.application import create_application
 from twinkle_server.armour.bodies import Bodies
 from twinkle_server.armour.requests import Requests
 from twinkle_server.checkpoints.links import Links, download_routes
+from twinkle_server.direct import Direct
 from twinkle_server.observe.health import INSIDE, PROBES, health_routes
 from twinkle_server.observe.metrics import Metrics
 from twinkle_server.observe.requests import Observed
@@ -17,6 +18,7 @@ from twinkle_server.tenancy.auth import Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.limited import Limited
 from twinkle_server.tenancy.quotas import Meter
+from twinkle_server.tinker.routes import tinker_routes
 
 
 def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Any:
@@ -31,14 +33,15 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
     meter = Meter(service.queued)
-    faces = create_application(Limited(service, meter, metrics.mark), store, settings, links)
+    router = tinker_routes()
+    faces = create_application(Limited(service, meter, metrics.mark), store, settings, links, router)
     faces.include_router(download_routes(links))
 
     async def status() -> dict[str, Any]:
         return await service.status()
 
     faces.include_router(health_routes(service.ready, status, metrics, keys))
-    bodies = Bodies(Audited(faces, store.audit), settings.limits)
+    bodies = Bodies(Audited(Direct(faces, router.routes), store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
     guarded = Authentication(bodies, keys, PROBES | INSIDE)
     return Requests(Observed(guarded, metrics))

@@ -1,0 +1,97 @@
+"""The short way to endpoints answers as FastAPI does, and gives what it does not know to FastAPI."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from twinkle_server.application import create_application
+from twinkle_server.direct import Direct
+from twinkle_server.errors import Busy, SequenceConflict, ServiceError
+
+router = APIRouter()
+
+
+@router.post("/body")
+async def body(request: Request) -> Response:
+    """Return what was sent, and by which route."""
+    return Response(await request.body() + request.scope["route"].path.encode(), 201, {"X-Of": request.url.path})
+
+
+@router.post("/busy")
+async def busy(request: Request) -> Response:
+    """Fail with a header."""
+    raise Busy("later", retry_after=7.0)
+
+
+@router.post("/conflict")
+async def conflict(request: Request) -> Response:
+    """Fail with another header."""
+    raise SequenceConflict(f"again: {len(await request.body())}")
+
+
+@router.post("/broken")
+async def broken(request: Request) -> Response:
+    """Fail in a way that nobody foresaw."""
+    raise ZeroDivisionError(request.url.path)
+
+
+@router.get("/things/{name}")
+async def thing(request: Request, name: str) -> Response:
+    """Need the framework: a part of the path is a parameter."""
+    return Response(name + request.method)
+
+
+@pytest.fixture
+def application() -> FastAPI:
+    """The service's application, with these endpoints in place of its own."""
+    return create_application(None, None, None, router=router)  # type: ignore[arg-type]
+
+
+def ask(application: Any, method: str, path: str) -> tuple[int, dict[bytes, bytes], bytes]:
+    """Return an answer's status, headers and body."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"sent ", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b"", "server": ("s", 1)}
+    try:
+        asyncio.run(application(scope, receive, send))
+    except ZeroDivisionError:  # Starlette hands it on when it has answered
+        assert sent
+    return sent[0]["status"], dict(sent[0]["headers"]), b"".join(message.get("body", b"") for message in sent[1:])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/body", 201),
+        ("POST", "/busy", 429),
+        ("POST", "/conflict", 409),
+        ("POST", "/broken", 500),
+        ("GET", "/things/a", 200),
+        ("GET", "/body", 405),
+        ("POST", "/body/", 404),
+        ("POST", "/nothing", 404),
+    ],
+)
+def test_both_ways_give_the_same_answer(application: FastAPI, method: str, path: str, status: int) -> None:
+    answer = ask(Direct(application, router.routes), method, path)
+    assert answer[0] == status
+    assert answer == ask(application, method, path)
+
+
+def test_what_is_known_passes_the_framework_by(application: FastAPI) -> None:
+    async def refuse(*_: Any) -> None:
+        raise ServiceError("asked the framework")
+
+    direct = Direct(application, router.routes)
+    application.middleware_stack = refuse
+    assert ask(direct, "POST", "/body")[0] == 201
+    with pytest.raises(ServiceError):
+        ask(direct, "GET", "/things/a")
