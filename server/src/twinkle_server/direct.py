@@ -1,4 +1,4 @@
-"""The short way to endpoints: one look at a table, instead of the layers that a framework needs for what we do not use."""
+"""The short way to endpoints: a look at a table, without the layers of a framework that these do not use."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ class Direct:
             (method, route.path): route
             for route in routes
             if isinstance(route, APIRoute) and list(inspect.signature(route.endpoint).parameters) == ["request"]
-            for method in route.methods
+            for method in route.methods or ()
         }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
