@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from dangers import dangers
 from house import MEMBERS, ROOT, Member, modules_below
 
 FOLDERS = [
@@ -20,6 +21,15 @@ FOLDERS = [
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".jsonl", ""}
 MACHINE = re.compile(r"/(?:" + "|".join(("work", "root", "home")) + r")/\w|[A-Z]:\\\\?Users")
 ELSEWHERE = {"init_tinker_client", "init_twinkle_client"}  # of twinkle-client, which core names and does not need
+DANGEROUS = {
+    "twinkle_core/src/twinkle/cli/values.py": ["yaml.load"],  # with a safe loader of its own
+    "twinkle_core/src/twinkle/kernel/loading.py": ["trust_remote_code=True"],  # kernels that were judged before
+    "twinkle_core/src/twinkle/testing/contracts/common.py": ["import pickle"],  # to and fro, of a component's own
+    "twinkle_core/src/twinkle/testing/contracts/optimizer.py": ["torch.load"],  # as the next, of what it just saved
+    "twinkle_core/src/twinkle/testing/contracts/scheduler.py": ["torch.load", "weights_only=False"],
+    "plugins/transformers/src/twinkle_transformers/loading.py": ["trust_remote_code=trust_remote_code"],  # asked for
+}
+"""What data may do, file by file; nothing of the service is here, for strangers send it theirs."""
 HOUSE = [name for member in MEMBERS for name in modules_below(member.source.parent)]
 
 
@@ -49,6 +59,50 @@ def test_nothing_names_a_place_of_one_machine() -> None:
         if MACHINE.search(line)
     ]
     assert found == []
+
+
+def test_no_data_becomes_code_or_leaves_its_folder() -> None:
+    below = (path for member in MEMBERS for path in sorted(member.source.rglob("*.py")))
+    found = {str(path.relative_to(ROOT)): dangers(path.read_text("utf-8")) for path in below}
+    shown = {path: [danger.partition(": ")[2] for danger in each] for path, each in found.items() if each}
+    assert shown == DANGEROUS
+    assert not [path for path in DANGEROUS if path.startswith("server/")]
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle as p\np.loads(data)", "import pickle"),
+        ("def read(data):\n    from joblib.numpy_pickle import load", "import joblib.numpy_pickle"),
+        ("importlib.import_module('dill')", "import of a pickle by its name"),
+        ("import torch as t\nt.load(path, weights_only=True)", "torch.load"),
+        ("from torch import load as read\nread(path)", "torch.load"),
+        ("model.load(path, weights_only=False)", "weights_only=False"),
+        ("np.load(path, allow_pickle=flag)", "allow_pickle=flag"),
+        ("import yaml\nyaml.load(text, yaml.SafeLoader)", "yaml.load"),
+        ("tarfile.open(path).extractall(folder)", "extractall without filter"),
+        ("import shutil\nshutil.unpack_archive(path)", "unpack_archive without filter"),
+        ("AutoModel.from_pretrained(name, trust_remote_code=True)", "trust_remote_code=True"),
+        ("eval(text)", "eval"),
+        ("subprocess.run(text, shell=True)", "shell=True"),
+    ],
+)
+def test_a_danger_is_found(source: str, what: str) -> None:
+    assert [danger.partition(": ")[2] for danger in dangers(source)] == [what]
+
+
+def test_what_is_like_a_danger_and_is_none_is_not_found() -> None:
+    good = [
+        "model.eval()",
+        "re.compile(text)",
+        "import yaml\nyaml.safe_load(text)",
+        "np.load(path, allow_pickle=False)",
+        "archive.extractall(folder, filter='data')",
+        "AutoModel.from_pretrained(name, trust_remote_code=False)",
+        "from safetensors.torch import load_file\nload_file(path)",
+        "from . import pickle",
+    ]
+    assert [source for source in good if dangers(source)] == []
 
 
 @pytest.mark.parametrize("name", HOUSE)
