@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import ipaddress
 import os
@@ -50,6 +51,7 @@ def serve(settings: Settings, log_level: str = "INFO") -> int:
     """
     import uvloop
 
+    gc.disable()  # what is made until `_answer` says that the service is ready lives as long as the process
     check(settings)
     settings = resolve(settings)
     logs.configure(log_level)
@@ -143,6 +145,8 @@ async def _answer(
         await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             await ready
+            gc.freeze()
+            gc.enable()
             _say_ready(settings, listener)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not service.lost.is_set():
