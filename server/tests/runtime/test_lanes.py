@@ -84,3 +84,19 @@ def test_a_number_that_waits_and_is_used_up_is_gone() -> None:
     lane.arrive(0, "0", 0.0)
     assert list(lane.ready) == ["0"]
     assert lane.following == 2
+
+
+@given(st.integers(2**20, 2**62), st.integers(0, 5))
+def test_a_number_that_is_far_away_costs_no_more_than_a_near_one(far: int, next_one: int) -> None:
+    lane: Lane[str] = Lane()
+    for number in range(next_one):
+        lane.use_up(number)
+    lane.arrive(far, "far", 0.0)
+    lane.arrive(next_one + 2, "near", 0.0)
+    assert lane.drop_far(100) == ["far"]
+    assert lane.missing() == [next_one, next_one + 1]
+    assert lane.give_up() == ["near"]
+    lane.arrive(far + 1, "far", 0.0)
+    assert len(lane.hole()) == far + 1 - lane.following
+    assert lane.give_up() == ["far"]
+    assert lane.following == far + 2

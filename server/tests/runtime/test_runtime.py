@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
-from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable
+from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable, Unprocessable
 from twinkle_server.operations import Operation, Submission
+from twinkle_server.runtime.lanes import FARTHEST
 from twinkle_server.runtime.replay import DEATHS
 from twinkle_server.settings import Limits, Times
 
@@ -199,6 +200,41 @@ def test_a_gap_is_told_as_the_reason_and_given_up_in_the_end() -> None:
         later = await world.runtime()
         assert applied(await answer(later, (await ask(later, 5)).request)) == [4, 5]
         await later.close()
+
+    within(SOON, scenario)
+
+
+@pytest.mark.parametrize("number", [FARTHEST + 2, 2**31 - 1, 2**62])
+def test_a_number_far_above_the_next_is_turned_away_and_used_by_nobody(number: int) -> None:
+    async def scenario() -> None:
+        world = World()
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        for _ in range(2):
+            with pytest.raises(Unprocessable, match=f"seq_id is {number}, and 1 is the next"):
+                await ask(runtime, number)
+            await runtime.close()
+            runtime = await world.runtime()  # which has no lane of it in memory
+        assert await world.journal.pending() == []
+        near = await ask(runtime, FARTHEST + 1)
+        assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
+        assert (await runtime.wait(near.request, "ada", 0.0)).status == "pending"
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_a_log_with_a_number_far_away_is_served_and_its_neighbours_go_on() -> None:
+    async def scenario() -> None:
+        world = World(times=Times(gap_fail=0.2))
+        await world.journal.submit(Submission("ada", LANE, "create", b"{}", 0))
+        far, _ = await world.journal.submit(Submission("ada", LANE, "forward_backward", b"{}", 2**62))
+        runtime = await world.runtime()
+        told = await answer(runtime, far.request)
+        assert (told.status, told.category) == ("failed", "user")
+        assert "too far above" in str(told.error)
+        assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
+        await runtime.close()
 
     within(SOON, scenario)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.errors import Busy, Unavailable
+from twinkle_server.errors import Busy, Unavailable, Unprocessable
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.payloads import Save
 from twinkle_server.runtime.answers import Answers
@@ -18,6 +18,7 @@ from twinkle_server.runtime.ending import Ending
 from twinkle_server.runtime.facts import Facts, count_death, count_end, count_message
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.janitor import Janitor
+from twinkle_server.runtime.lanes import FARTHEST
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Effects, Figures, Journal
 from twinkle_server.runtime.replay import NEVER_MADE
@@ -69,7 +70,8 @@ class Runtime:
         self.outcomes = Outcomes(journal, self._written, self._lease_lost)
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW)
         self.dispatcher.replay.opened = self.futures.open
-        self.ending = Ending(self.dispatcher, journal, self.outcomes)
+        self._farthest = max(FARTHEST, settings.limits.queued)
+        self.ending = Ending(self.dispatcher, journal, self.outcomes, self._farthest)
         self.janitor = Janitor()
         self._answers = Answers(self.dispatcher, journal, self.outcomes, effects)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
@@ -141,10 +143,12 @@ class Runtime:
 
         Raises:
             SequenceConflict: another payload came before under that number.
+            Unprocessable: its number is too far above those that came; it is not used up.
             Busy: the tenant has too many operations that are not over.
             Unavailable: the service is draining, or its disk takes nothing.
         """
         self._admit(submission)
+        await self._check_near(submission)
         task = asyncio.create_task(self._take(submission, also))
         self._taking.add(task)
         task.add_done_callback(self._taking.discard)
@@ -168,6 +172,17 @@ class Runtime:
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
         if queued >= limit and submission.refusal is None and not self.awaited(submission):
             raise Busy(f"{queued} operations of yours wait or run, and {limit} may: wait for some of them")
+
+    async def _check_near(self, submission: Submission) -> None:
+        number = submission.number
+        if number is None or number <= self._farthest or not submission.ordered:
+            return
+        following = (await self.dispatcher.track(submission.lane, submission.tenant, ordered=True)).order.following
+        if number - following > self._farthest:
+            raise Unprocessable(
+                f"seq_id is {number}, and {following} is the next of {submission.lane!r}: it may be at most "
+                f"{self._farthest} above it; count it up by one with each request"
+            )
 
     async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:
         try:

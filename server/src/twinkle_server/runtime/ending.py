@@ -20,9 +20,11 @@ class Ending:
         dispatcher: has the lanes.
         journal: the log.
         outcomes: writes.
+        farthest: numbers that may be missing before one that waits.
     """
 
-    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes) -> None:
+    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, farthest: int) -> None:
+        self._farthest = farthest
         self._dispatcher = dispatcher
         self._journal = journal
         self._outcomes = outcomes
@@ -65,14 +67,19 @@ class Ending:
                 await self._give_up(track, seconds)
 
     async def _give_up(self, track: Track, seconds: float) -> None:
-        missing = track.order.missing()
+        for operation in track.order.drop_far(self._farthest):  # submissions so far away were taken once
+            self._dispatcher.fail(operation, f"number {operation.number} is too far above those before it", "user")
+        if not (missing := track.order.missing()):
+            return
         reason = f"number {missing[0]} of this model did not arrive within {seconds:.0f} s"
-        for number in missing:
-            refused = Submission(track.tenant, track.name, "forward", b"", number, refusal=f"{reason}: it was given up")
-            try:
-                await asyncio.shield(self._journal.submit(refused))
-            except SequenceConflict:
-                return  # it came at last
+        refused = [
+            Submission(track.tenant, track.name, "forward", b"", number, refusal=f"{reason}: it was given up")
+            for number in missing
+        ]
+        try:  # together, so that they share commits
+            await asyncio.shield(asyncio.gather(*map(self._journal.submit, refused)))
+        except SequenceConflict:
+            return  # it came at last
         if track.order.missing() != missing:
             return
         for operation in track.order.give_up():

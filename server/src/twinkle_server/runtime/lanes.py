@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+FARTHEST = 4096
+"""Numbers that may be missing before one that arrives; a row is written for each that never comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,13 @@ class Lane(Generic[T]):
             return None
         return Gap(self.following, min(since for since, _ in self._early.values()), len(self._early))
 
+    def hole(self) -> range:
+        """Return the numbers before the first that waits, as far as they are not over; some of them may be used."""
+        return range(self.following, min(self._early, default=self.following))
+
     def missing(self) -> list[int]:
-        """Return the numbers that are missing before the first that waits."""
-        if not self._early:
-            return []
-        return [number for number in range(self.following, min(self._early)) if number not in self._used]
+        """Return the numbers that are missing before the first that waits; there may be many (see `hole`)."""
+        return [number for number in self.hole() if number not in self._used]
 
     def give_up(self) -> list[T]:
         """Count the missing numbers before the first that waits as used.
@@ -80,8 +84,8 @@ class Lane(Generic[T]):
         """
         if not self._early:
             return []
-        self._used.difference_update(range(self.following, first := min(self._early)))
-        self.following = first
+        self.following = min(self._early)
+        self._used = {number for number in self._used if number >= self.following}
         dropped = []
         while self.following in self._early or self.following in self._used:
             if self.following in self._early:
@@ -89,6 +93,12 @@ class Lane(Generic[T]):
             self._used.discard(self.following)
             self.following += 1
         return dropped
+
+    def drop_far(self, most: int) -> list[T]:
+        """Take out what waits for more than so many numbers, in order; its own numbers are used, the others are not."""
+        far = sorted(number for number in self._early if number - self.following > most)
+        self._used.update(far)
+        return [self._early.pop(number)[1] for number in far]
 
     def holds(self, number: int) -> bool:
         """Whether an operation waits here for the numbers before its own."""
