@@ -1,5 +1,6 @@
 """Checkpoints over plain HTTP: saved, listed, shared, copied, taken away, deleted; names are never paths."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,34 @@ def test_a_copy_lives_on_its_own_and_a_repeated_one_is_the_same(served, client, 
     assert answers == [{"tinker_path": f"tinker://{session_id}:train:0/weights/a"}] * 2
     assert client.get(f"/training_runs/{session_id}:train:0").json()["last_checkpoint"]["tinker_path"]
     taken = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
-    assert client.post("/create_model", json=taken).status_code == 400
+    assert client.post("/create_model", json=taken).status_code == 409
     body = {"source_path": copies[0], "session_id": model.partition(":")[0], "model_seq_id": 0}
-    assert client.post("/copy_weights", json=body).status_code == 400
+    assert client.post("/copy_weights", json=body).status_code == 409
     assert served.http("b").post("/copy_weights", json={"source_path": path}).status_code == 404
+
+
+def test_another_copy_under_the_same_number_is_refused(client, model):
+    body = {"source_path": save(client, model, 1)["path"], "session_id": begin(client), "model_seq_id": 0}
+    copy = client.post("/copy_weights", json=body).json()
+    other = save(client, model, 2, name="b")["path"]
+    for changed in ({"source_path": other}, {"ttl_seconds": 7200}, {"destination_project_id": "p"}):
+        answer = client.post("/copy_weights", json={**body, **changed})
+        assert (answer.status_code, "model_seq_id" in answer.text) == (409, True), changed
+    assert client.post("/copy_weights", json=body).json() == copy
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_copy_that_is_asked_for_twice_at_once_is_made_once(client, model, numbered: bool):
+    body: dict[str, Any] = {"source_path": save(client, model, 1)["path"]}
+    if numbered:
+        body |= {"session_id": begin(client), "model_seq_id": 0}
+    with ThreadPoolExecutor(4) as threads:
+        asked = [
+            threads.submit(client.post, "/copy_weights", json=body, headers={"X-Idempotency-Key": "k"}) for _ in "1234"
+        ]
+    answers = [each.result() for each in asked]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len({answer.json()["tinker_path"] for answer in answers}) == 1
 
 
 def test_copies_that_make_no_sense_are_refused(client, model):

@@ -24,6 +24,20 @@ def test_sessions_have_names_that_nobody_can_guess(client):
     assert "/" not in first
 
 
+def test_a_session_whose_answer_was_lost_is_not_begun_a_second_time(served, client):
+    def begun(client: httpx.Client, key: str, **fields: Any) -> str:
+        answer = client.post("/create_session", json={"tags": [], **fields}, headers={"X-Idempotency-Key": key})
+        return str(answer.json()["session_id"])
+
+    first = begun(client, "one")
+    assert client.post("/session_heartbeat", json={"session_id": first}).status_code == 200
+    assert begun(client, "one") == first
+    others = {begun(client, "two"), begun(client, "one", tags=["t"]), begun(served.http("b"), "one")}
+    assert len({first, *others}) == 4
+    assert len(client.get("/sessions").json()["sessions"]) == 3
+    assert len(served.http("b").get("/sessions").json()["sessions"]) == 1
+
+
 def test_a_heartbeat_of_a_session_that_is_not_there_ends_the_clients_loop(served, client):
     session_id = begin(client)
     beat = {"session_id": session_id, "type": "session_heartbeat"}

@@ -19,7 +19,7 @@ class Session:
     """A client's session.
 
     Attributes:
-        id: 128 random bits.
+        id: 128 random bits, or as many of a hash of the request's idempotency key.
         tenant: whose it is.
         created: when.
         last_heartbeat: when it was last heard of; `created` at first.
@@ -69,9 +69,9 @@ class Model:
         metadata: of the client.
         project: of the client.
         status: "creating" until its first operation is done; "detached" when only its snapshot is kept; "gone" after
-            unload or when nothing is kept; "corrupted" when it cannot be made again.
+            unload or when nothing is kept; "corrupted" when it cannot be made again by this service.
         reason: why it is gone or corrupted.
-        detached: when it was detached.
+        detached: when it was detached, or could not be made again.
         snapshot: its newest one.
     """
 

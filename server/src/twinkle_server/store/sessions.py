@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal, or_, select, update
+from sqlalchemy.dialects.sqlite import insert
 
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.runtime.ports import Database
@@ -57,10 +58,9 @@ class Sessions:
         self._database = database
 
     async def create(self, session: Session) -> None:
-        """Write a new session."""
-        await self._database.write(
-            lambda connection: connection.execute(insert(sessions).values(rows.values(sessions, session)))
-        )
+        """Write a new session; one that is there already stays as it is."""
+        query = insert(sessions).values(rows.values(sessions, session)).on_conflict_do_nothing()
+        await self._database.write(lambda connection: connection.execute(query))
 
     async def get(self, tenant: str, session: str) -> Session:
         """Return a session, whether or not it has ended.

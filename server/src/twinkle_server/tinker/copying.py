@@ -1,6 +1,7 @@
 """Copies of checkpoints: a second one with the same files, which belongs to the caller."""
 
 import asyncio
+import contextlib
 import hashlib
 from typing import Any
 
@@ -8,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle_server.checkpoints.copying import copy_checkpoint
 from twinkle_server.engine.files import Damaged
-from twinkle_server.errors import BadRequest, NotFound, Unprocessable
+from twinkle_server.errors import BadRequest, NotFound, SequenceConflict, Unprocessable
 from twinkle_server.ids import CheckpointPath, model_id, new_id
 from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
@@ -48,9 +49,13 @@ async def copy_weights(request: Request) -> Response:
     source = CheckpointPath.parse(body.source_path)
     run = _run(who, body, request.headers.get("x-idempotency-key"))
     target = CheckpointPath(run, source.kind, source.name)
-    if not await _is_there(house, who, target):
+    if not await _is_there(house, who, source, target, body):
         found = await house.store.checkpoints.find(who.tenant, source, now())
-        await _copy(house, who, found, target, body, ttl)
+        try:
+            await _copy(house, who, found, target, body, ttl)
+        except (BadRequest, SequenceConflict):  # or the same request, sent twice at once, was faster
+            if not await _is_there(house, who, source, target, body):
+                raise
     return answer({"tinker_path": str(target)})
 
 
@@ -63,11 +68,24 @@ def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
     return hashlib.sha256(f"{who.tenant}\0{key}\0{body.source_path}".encode()).hexdigest()[:32]
 
 
-async def _is_there(house: House, who: Caller, target: CheckpointPath) -> bool:
+async def _is_there(
+    house: House, who: Caller, source: CheckpointPath, target: CheckpointPath, body: CopyWeights
+) -> bool:
+    """Return whether the copy was made before.
+
+    Raises:
+        SequenceConflict: another one was, under the same number or key.
+    """
     try:
-        await house.store.checkpoints.get(who.tenant, target, now())
+        found = await house.store.checkpoints.get(who.tenant, target, now())
     except NotFound:
         return False
+    ttl = None if found.expires is None else round(found.expires - found.created)
+    same = (found.project, ttl) == (body.destination_project_id, body.ttl_seconds)
+    with contextlib.suppress(NotFound):  # a source that is gone since says nothing
+        same &= (await house.store.checkpoints.find(who.tenant, source, now())).digest == found.digest
+    if not same:
+        raise SequenceConflict(f"{target} is there already, and is another copy: count model_seq_id up")
     return True
 
 

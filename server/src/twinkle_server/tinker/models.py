@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from twinkle_server.errors import BadRequest, Gone, NotFound
+from twinkle_server.errors import BadRequest, Gone, NotFound, SequenceConflict
 from twinkle_server.ids import CheckpointPath, model_id
 from twinkle_server.operations import Accepted, Submission
 from twinkle_server.payloads import Create, Load, Unload
@@ -161,13 +161,13 @@ def check_free(connection: Any, tenant: str, run: str) -> None:
     """Check, within a transaction, that no run has an id.
 
     Raises:
-        BadRequest: one has.
+        SequenceConflict: one has.
     """
     try:
         models.get(connection, tenant, run)
     except NotFound:
         return
-    raise BadRequest(f"run {run!r} is there already: count model_seq_id up")
+    raise SequenceConflict(f"run {run!r} is there already: count model_seq_id up")
 
 
 def check_base(house: House, name: str | None) -> None:

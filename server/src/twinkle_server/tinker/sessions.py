@@ -1,5 +1,6 @@
 """Sessions of clients: they begin, are heard of, end, and can be found again."""
 
+import hashlib
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -83,12 +84,12 @@ class Search(Body):
 
 @router.post("/create_session", openapi_extra=takes(CreateSession))
 async def create_session(request: Request) -> Response:
-    """Begin a session."""
+    """Begin a session; a request that comes again, under its idempotency key, gets the session that it began."""
     who, house = caller(request), house_of(request)
     body = await read(request, CreateSession)
     begun = now()
     session = Session(
-        new_id(),
+        _session_id(who, body, request.headers.get("x-idempotency-key")),
         who.tenant,
         begun,
         begun,
@@ -189,6 +190,12 @@ async def trace_export(request: Request, session_id: str) -> Response:
     who, house = caller(request), house_of(request)
     await house.store.sessions.get(who.tenant, session_id)
     return answer({"status": "failed", "error": "this service keeps no traces of sessions"})
+
+
+def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
+    if key is None:
+        return new_id()
+    return hashlib.sha256(f"{who.tenant}\0{key}\0{body.model_dump_json()}".encode()).hexdigest()[:32]
 
 
 async def _let_go(house: House, who: Caller, session_id: str) -> None:
