@@ -50,6 +50,7 @@ class Times:
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
+        upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
     """
 
     poll: float = 30.0
@@ -63,6 +64,7 @@ class Times:
     drain: float = 30.0
     snapshot: float = 30.0
     start: float = 1800.0
+    upkeep: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

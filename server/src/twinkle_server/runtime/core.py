@@ -265,6 +265,7 @@ class Runtime:
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Begin to send."""
         self.info = info
+        self.facts.last_pass.begin_anew()
         self.dispatcher.engine_up(child)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
@@ -276,6 +277,7 @@ class Runtime:
     def message(self, message: Message) -> None:
         """Take an answer."""
         if message.type == messages.DONE:
+            self.facts.ended(message)
             self._answers.done(message)
         elif message.type == messages.RESTORED:
             self._answers.restored(message)

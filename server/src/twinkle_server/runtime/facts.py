@@ -1,7 +1,7 @@
 """What the service says of itself: why a future waits, whether work would be done, and figures."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from twinkle_server.engine import messages
@@ -9,6 +9,7 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.operations import Operation, Outcome
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.futures import Futures
+from twinkle_server.runtime.last_pass import LastPass
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Figures
 from twinkle_server.runtime.supervision import DIED, Supervisor
@@ -21,6 +22,7 @@ class Facts:
 
     Attributes:
         draining: nothing more is taken.
+        last_pass: whether the engine's work works.
         lost: why this process may not write any more.
 
     Args:
@@ -40,6 +42,9 @@ class Facts:
         self._supervisor = supervisor
         self._gap_pause = gap_pause
         self._began = time.time()
+        self._count: Callable[[Mapping[str, Any]], None] = lambda figures: None
+        self.last_pass = LastPass()
+        supervisor.passed = self._passed
         self.draining = False
         self.lost: str | None = None
         self.store_works: Callable[[], bool] = lambda: True
@@ -69,7 +74,7 @@ class Facts:
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Return whether work would be done now, and the facts behind it."""
         store = self.lost or self._outcomes.trouble or (None if self.store_works() else "the last commit failed")
-        troubled = self._supervisor.troubled
+        troubled = self._supervisor.troubled or self.last_pass.trouble
         good = self._supervisor.up and troubled is None and store is None and not self.draining
         return good, {
             "engine": "up" if self._supervisor.up else "starting",
@@ -93,9 +98,19 @@ class Facts:
             "lanes": len(self._dispatcher.tracks),
         }
 
+    def ended(self, message: Message) -> None:
+        """Take into account how an operation ended that the engine has; one that is done again says nothing new."""
+        flight = self._dispatcher.flights.get(message.head["id"])
+        if flight is not None and not flight.replay:
+            self.last_pass.ended(flight.operation.kind, message.head.get("category"))
+
+    def _passed(self, head: Mapping[str, Any]) -> None:
+        self.last_pass.passed(str(head.get("kind")))
+        self._count(head)
+
     def show(self, figures: Figures) -> None:
         """Let what happens be counted, and what is at the moment be read."""
-        self._supervisor.passed = figures.passed
+        self._count = figures.passed
         self._dispatcher.replayed = figures.replayed
         figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self._futures)))
         figures.watch("polls", "Requests that wait for a result.", lambda: float(self._futures.polls))

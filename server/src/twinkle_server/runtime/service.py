@@ -1,9 +1,14 @@
 """The service with its tables: what `serve` runs."""
 
+import contextlib
 import time
 from typing import Any
 
+from sqlalchemy import Connection
+from sqlalchemy.dialects import sqlite
+
 from twinkle_server.checkpoints.upkeep import Upkeep
+from twinkle_server.errors import Busy
 from twinkle_server.observe.status import read_figures
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.effects import StoreEffects
@@ -12,8 +17,9 @@ from twinkle_server.runtime.sessions import SessionKeeper
 from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
+from twinkle_server.store.tables import meta
 
-_PURGE, _UPKEEP = 60.0, 600.0  # seconds from one time to the next
+_PURGE, _PROBE = 60.0, 1.0  # seconds from one time to the next
 
 
 class Service(Runtime):
@@ -43,7 +49,8 @@ class Service(Runtime):
         self.janitor.add("expiry of sessions", every, self._sessions.expire)
         self.janitor.add("models of sessions that ended", max(every, min(60.0, times.session)), self._sessions.settle)
         self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)
-        self.janitor.add("upkeep of checkpoints", _UPKEEP, self._upkeep.run)
+        self.janitor.add("upkeep of checkpoints", times.upkeep, self._upkeep.run)
+        self.janitor.add("whether the disk takes writes again", _PROBE, self._probe)
         await super().start()
 
     async def heartbeat(self, session: str, tenant: str) -> None:
@@ -58,6 +65,17 @@ class Service(Runtime):
         """Return what the service does at the moment, and what the database knows."""
         return {**await super().status(), **await read_figures(self._store.database)}
 
+    async def _probe(self) -> None:
+        """Write something if the last commit failed: `/readyz` may be what keeps writers away."""
+        if not self._store.database.healthy:
+            with contextlib.suppress(Busy):
+                await self._store.database.write(_note_probe)
+
     async def _purge(self) -> None:
         await self._store.retention.purge(time.time())
         self.futures.forget_recent()
+
+
+def _note_probe(connection: Connection) -> None:
+    new = sqlite.insert(meta).values(name="probe", value=str(time.time()))
+    connection.execute(new.on_conflict_do_update(index_elements=["name"], set_={"value": new.excluded.value}))
