@@ -45,6 +45,7 @@ class Plan:
         seconds: that each operation takes.
         unreadable: snapshots cannot be read back.
         stubborn: replays of these numbers fail.
+        scarce: times that a snapshot cannot be read, or a replay be done, for want of memory.
         deadly: snapshots of these models kill the engine that reads them.
     """
 
@@ -58,6 +59,7 @@ class Plan:
     seconds: float = 0.0
     unreadable: bool = False
     stubborn: frozenset[int] = frozenset()
+    scarce: int = 0
     deadly: frozenset[str] = frozenset()
     disk: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     runs: list[tuple[str, int, bool, bool]] = field(default_factory=list)
@@ -83,6 +85,7 @@ class FakeEngine:
         self.plan = plan
         self.models: dict[str, list[int]] = {}
         self.cancelled: set[int] = set()
+        self.broken: set[str] = set()
         self.last_words = ""
         self.dead = asyncio.Event()
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -121,6 +124,12 @@ class FakeEngine:
     def _say(self, kind: str, head: dict[str, Any], body: bytes = b"") -> None:
         self._outbox.put_nowait(Message.unpack(*_parts(Message(kind, head, body))))
 
+    def _lacks(self) -> bool:
+        if self.plan.scarce <= 0:
+            return False
+        self.plan.scarce -= 1
+        return True
+
     def _moment(self) -> None:
         if self.plan.dies():
             if self.plan.random.random() < 0.5:
@@ -146,6 +155,11 @@ class FakeEngine:
             await self._operation(head, message.body)
         elif message.type == messages.RESTORE:
             self.models.pop(head["lane"], None)
+            self.broken.discard(head["lane"])
+            if head["folder"] is not None and self._lacks():
+                self.broken.add(head["lane"])
+                self._say(messages.RESTORED, {"lane": head["lane"], "error": "no memory", "later": True})
+                return
             if head["folder"] is not None and head["lane"] in self.plan.deadly:
                 raise SystemError("a deadly snapshot")
             if head["folder"] is not None and not self.plan.unreadable:
@@ -187,7 +201,12 @@ class FakeEngine:
         if number in self.plan.hang:
             await asyncio.Event().wait()
         error, category = None, None
-        if kind == "create":
+        if later := head["replay"] and self._lacks():
+            self.broken.add(lane)
+            self.models.pop(lane, None)
+        if lane in self.broken:
+            error, category = "its state is lost", "server"
+        elif kind == "create":
             self.models[lane] = []
         elif number in self.plan.fail or (head["replay"] and number in self.plan.stubborn):
             error, category = "it is told to fail", "user"
@@ -196,7 +215,7 @@ class FakeEngine:
         elif kind != "sample":
             self.models[lane].append(number)
         result = json.dumps({"applied": self.models.get(lane, []), "asked": body.decode()}).encode()
-        done = {"id": head["id"], "error": error, "category": category, "extra": {}}
+        done = {"id": head["id"], "error": error, "category": category, "extra": {}, "later": later}
         self._say(messages.DONE, done, b"" if error else result)
         self._moment()
         if kind != "sample" and number and number % self.plan.snapshot_every == 0 and lane in self.models:

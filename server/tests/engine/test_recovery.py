@@ -150,19 +150,40 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
         assert made.ledger("m", 1) == ([], [])
 
 
-def test_want_of_descriptors_ends_the_process_and_not_the_model(tmp_path: Path) -> None:
+def test_want_of_descriptors_is_told_as_passing_and_costs_no_model(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
         made.send(messages.SNAPSHOT, lane="m")
         folder = made.wait(messages.SNAPSHOTTED).head["folder"]
-        resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE, (3, 3))
+        before = resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
         made.send(messages.RESTORE, lane="m", folder=folder)
-        with pytest.raises(AssertionError, match="ended"):
-            made.wait(messages.RESTORED)
-        assert made.ended() == 70
-    with engine(tmp_path) as made:
+        lost = made.backward("m", 1, 5)
+        told = made.wait(messages.RESTORED).head
+        assert told["error"]
+        assert told["later"]
+        assert made.done(lost).head["category"] == "server"
+        resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE, before)
         made.send(messages.RESTORE, lane="m", folder=folder)
-        assert made.wait(messages.RESTORED).head["error"] is None
+        assert made.ledger("m", 1) == ([], [])
+
+
+@pytest.mark.parametrize("lacking", ["memory", "whole"])
+def test_a_replay_that_fails_says_whether_that_may_pass_and_nothing_runs_on_what_is_left(
+    tmp_path: Path, lacking: str
+) -> None:
+    with engine(tmp_path, extra={lacking: [6]}, snapshot=0.01) as made:
+        made.send(messages.RESTORE, lane="m", folder=None)
+        made.create("m", replay=True)
+        made.done(made.backward("m", 1, 5, replay=True))
+        failed = made.done(made.backward("m", 2, 6, replay=True)).head
+        assert failed["error"]
+        assert failed.get("later", False) == (lacking == "memory")
+        behind = [made.backward("m", 3, 7, replay=True), made.backward("m", 4, 8)]
+        assert all("could not be read back" in made.done(each).head["error"] for each in behind)
+        assert all(told.head["number"] < 2 for told in snapshots(made))
+        fresh = made.done(made.backward("other", 1, 6)).head
+        assert "later" not in fresh, "what was never done fails once and for all"
 
 
 def test_a_model_is_let_go_of_when_its_snapshot_is_on_the_disk(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Engines are started again at once here."""
+"""Engines are started, and models made, again at once here."""
 
 import pytest
 
-from twinkle_server.runtime import supervision
+from twinkle_server.runtime import postponing, supervision
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_pauses() -> None:
     supervision.PAUSES = (0.0, 0.01)
+    postponing.PAUSES = (0.0, 0.01)

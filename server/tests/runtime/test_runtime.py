@@ -280,6 +280,62 @@ def test_a_model_that_cannot_be_made_again_is_never_guessed(plan: Plan) -> None:
     within(SOON, scenario)
 
 
+@pytest.mark.parametrize("snapshot_every", [2, 100], ids=["snapshot", "replay"])
+@given(scarce=st.integers(1, 9), kill=st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_a_model_for_which_there_is_no_memory_at_the_moment_is_made_again_later(
+    snapshot_every: int, scarce: int, kill: bool
+) -> None:
+    async def scenario() -> None:
+        world = World(Plan(snapshot_every=snapshot_every))
+        runtime = await world.runtime()
+        lanes = [LANE, "t:train:0"]
+        for lane in lanes:
+            for number in range(4):
+                last = await ask(runtime, number, "create" if number == 0 else "forward_backward", lane)
+            await answer(runtime, last.request)
+        world.plan.scarce = scarce
+        world.engines[-1].kill()
+        asked = [(lane, await ask(runtime, number, lane=lane)) for number in (4, 5) for lane in lanes]
+        if kill:
+            await asyncio.sleep(0.01)
+            world.engines[-1].kill()
+        for lane, accepted in asked:
+            assert applied(await answer(runtime, accepted.request))[:4] == [1, 2, 3, 4], lane
+        assert applied(await answer(runtime, asked[-1][1].request)) == [1, 2, 3, 4, 5]
+        assert not world.plan.scarce
+        assert "corrupted" not in [what for what, _ in world.effects.said]
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_a_model_that_waits_for_memory_says_so_and_is_given_up_with_its_session() -> None:
+    async def scenario() -> None:
+        world = World(Plan(snapshot_every=1))
+        runtime = await world.runtime()
+        for number in range(3):
+            last = await ask(runtime, number, "create" if number == 0 else "forward_backward")
+        await answer(runtime, last.request)
+        await runtime.outcomes.flush()
+        world.plan.scarce = 10**9
+        world.engines[-1].kill()
+        waits = await ask(runtime, 3)
+        async with asyncio.timeout(SOON):
+            while runtime.dispatcher.tracks[LANE].postponed is None:
+                await asyncio.sleep(0.001)
+        state, reason = runtime.queue_state(LANE)
+        assert state == "paused_capacity"
+        assert "made again as soon as that can be" in str(reason)
+        other = await ask(runtime, 0, "create", "t:train:0")
+        assert (await answer(runtime, other.request)).status == "done"
+        await runtime.finish_session("s")
+        assert (await answer(runtime, waits.request)).error == "its session was finished"
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
 def test_a_snapshot_that_kills_engines_costs_its_own_model_alone() -> None:
     lanes = ["s:train:0", "s:train:1", "t:train:0"]
 

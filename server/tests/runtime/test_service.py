@@ -36,7 +36,8 @@ class House:
         self.number = 0
 
     async def _engine(self, first: bool) -> FakeEngine:
-        return FakeEngine(self.plan)
+        self.engine = FakeEngine(self.plan)
+        return self.engine
 
     async def begin(self, session: str = "s", **create: Any) -> Future:
         """Make a session and a model in it."""
@@ -195,22 +196,48 @@ def test_an_unloaded_model_is_gone_with_its_snapshots_also_after_a_restart(tmp_p
     within(SOON, scenario)
 
 
-def test_a_model_that_is_lost_stays_lost_and_says_so(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_made_again_says_so_and_is_tried_again_by_the_next_service(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path, Plan(unreadable=True, snapshot_every=1)) as at:
             await at.begin()
             await at.do("save", Save(_folder("a"), "weights", name="good").dump())
             await until(lambda: _has_snapshot(at))
-        async with house(tmp_path, Plan(unreadable=True)) as at:
+            disk = at.plan.disk
+        async with house(tmp_path, Plan(unreadable=True, disk=disk)) as at:
             at.number = 2
             told = await at.do("forward")
             assert told.category == "server"
             assert f"its last good checkpoint is tinker://{LANE}/weights/good" in str(told.error)
             await at.service.outcomes.flush()
             assert await at.status() == "corrupted"
-        async with house(tmp_path) as at:
-            at.number = 3
             assert (await at.do("forward")).error == told.error
+        async with house(tmp_path, Plan(disk=disk)) as at:
+            at.number = 4
+            assert applied(await at.do("forward_backward")) == [1, 4]
+            assert await at.status() == "live"
+
+    within(SOON, scenario)
+
+
+def test_what_a_model_did_is_kept_until_it_is_given_up_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        times = Times(kept_run=1.0, session=0.2)
+        async with house(tmp_path, Plan(stubborn=frozenset({2}), snapshot_every=100), times) as at:
+            await at.begin()
+            for _ in range(2):
+                asked = await at.ask("forward_backward")
+                await answer(at.service, asked.request)
+            at.engine.kill()
+            assert "operation 2 failed when it was done again" in str((await at.do("forward")).error)
+            await at.service.outcomes.flush()
+            await at.service._purge()
+            kept = [row for row in await at.store.journal.after(LANE, 0) if row.status == "done"]
+            assert [await at.store.journal.payload(row.id) for row in kept] == [b"{}", b"{}"]
+            await until(lambda: _is(at, "gone"))
+            await at.service._purge()
+            for row in kept:
+                with pytest.raises(LookupError):
+                    await at.store.journal.payload(row.id)
 
     within(SOON, scenario)
 

@@ -23,7 +23,8 @@ READY = "ready"  #                        info: fields of ModelInfo             
 BEGIN = "begin"  #                        ids of the operations that are now under way               -
 DONE = "done"  #                          id, error, category, extra (what a checkpoint's row says)  the result
 #                                         cancelled: True where a CANCEL came in time
-RESTORED = "restored"  #                  lane, error (None: it is there; otherwise why not)         -
+#                                         later: True where a replay may work when there is memory again
+RESTORED = "restored"  #                  lane, error (None: it is there; otherwise why not), later  -
 SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -
 DETACHED = "detached"  #                  lane                                                       -
 DRAINED = "drained"  #                    -

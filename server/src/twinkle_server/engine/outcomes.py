@@ -1,5 +1,6 @@
 """What clients are told of an operation that failed: one line, nothing of the machine."""
 
+import errno
 import logging
 from typing import Any
 
@@ -12,6 +13,7 @@ from twinkle_server.operations import Category
 
 _log = logging.getLogger(__name__)
 _LONGEST = 2000
+_PASSING = {getattr(errno, name) for name in "EAGAIN EDQUOT EINTR EIO EMFILE ENFILE ENOMEM ENOSPC".split()}
 
 
 class Lost(Exception):
@@ -32,12 +34,26 @@ def cancelled(operation: int) -> Message:
 def failed(task: Task, error: Exception) -> Message:
     """Return the message that an operation failed; what the client must not see goes to the log."""
     words, category = explain(task, error)
-    return Message(messages.DONE, {"id": task.id, "error": words, "category": category, "extra": {}})
+    head = {"id": task.id, "error": words, "category": category, "extra": {}}
+    return Message(messages.DONE, head | ({"later": True} if task.replay and is_passing(error) else {}))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether there was no memory, on the host or on a device."""
-    return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch has no kind for the host's
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Return whether the same may work a while later, because memory, room or descriptors were lacking."""
+    while error is not None:
+        if is_out_of_memory(error) or _is_capacity(error):
+            return True
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        error = error.__cause__
+    return False
 
 
 def explain(task: Task, error: Exception) -> tuple[str, Category]:
@@ -61,10 +77,10 @@ def explain(task: Task, error: Exception) -> tuple[str, Category]:
     return f"The service failed during this {task.kind} ({type(error).__name__}); its log has more.", "server"
 
 
-def _is_capacity(error: Exception) -> bool:
-    from twinkle.errors import CapacityError  # here, for it costs a tenth of the start of an engine without torch
-
-    return isinstance(error, CapacityError)
+def _is_capacity(error: BaseException) -> bool:
+    # by name, for `twinkle.errors` costs a tenth of the start of an engine without torch, and cannot be had when
+    # descriptors are lacking
+    return any((kind.__module__, kind.__name__) == ("twinkle.errors", "CapacityError") for kind in type(error).__mro__)
 
 
 def _line(text: str) -> str:

@@ -12,7 +12,7 @@ from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
 from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory
+from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.scheduler import Budget
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
@@ -124,11 +124,7 @@ class Turns:
         self._passed("pass" if kind in PASSES else kind, tasks, self._interleaving.clock() - begin, cost)
 
     def restore(self, task: Task) -> None:
-        """Do a RESTORE.
-
-        Raises:
-            Fatal: a new process may have what this one lacks.
-        """
+        """Do a RESTORE; where memory or descriptors are lacking, the service asks for it again later."""
         error: Exception | None = None
         try:
             self._backend.remove(task.lane)
@@ -139,17 +135,21 @@ class Turns:
         except Fatal:
             raise
         except Exception as caught:
-            if isinstance(caught, OSError) or is_out_of_memory(caught):
-                raise Fatal("a model could not be made again for want of memory or descriptors") from caught
             error = caught
-            self._broken.add(task.lane)
+            self._lose(task.lane)
         words = None if error is None else f"{type(error).__name__}: {error}"
-        self._report(Message(messages.RESTORED, {"lane": task.lane, "error": words}))
+        later = {"later": True} if is_passing(error) else {}
+        self._report(Message(messages.RESTORED, {"lane": task.lane, "error": words} | later))
 
     def forget(self, lane: str) -> None:
         """Free a model's memory."""
         self._backend.remove(lane)
         self._broken.discard(lane)
+
+    def _lose(self, lane: str) -> None:
+        """Let nothing run on a model that is not what it was, and keep no snapshot of it."""
+        self._snapshots.forget(lane)
+        self._broken.add(lane)
 
     def _restored(self, lane: str, folder: str) -> int:
         place = self._sources.place(folder)
@@ -176,6 +176,8 @@ class Turns:
         """Report how a task ended, and that its number is used."""
         if isinstance(result, Fatal):
             raise result
+        if task.replay and isinstance(result, Exception):
+            self._lose(task.lane)
         self._snapshots.applied(task)
         self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra))
 

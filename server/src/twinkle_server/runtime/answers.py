@@ -11,10 +11,12 @@ from twinkle_server.operations import Operation, Outcome, Snapshot
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Effects, Journal
+from twinkle_server.runtime.postponing import Postponing
 from twinkle_server.runtime.replay import NEVER_MADE
 from twinkle_server.runtime.tracks import Closed, Track
 
 _log = logging.getLogger(__name__)
+_LACKING = "memory or descriptors are lacking"
 
 
 class Answers:
@@ -25,10 +27,14 @@ class Answers:
         journal: the log.
         outcomes: writes.
         effects: the rest of the store.
+        postponing: puts models off.
     """
 
-    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, effects: Effects) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, effects: Effects, postponing: Postponing
+    ) -> None:
         self._dispatcher = dispatcher
+        self._postponing = postponing
         self._journal = journal
         self._outcomes = outcomes
         self._effects = effects
@@ -40,10 +46,13 @@ class Answers:
             return
         operation, track, error = flight.operation, flight.track, message.head.get("error")
         if not flight.replay:
+            track.postponements = 0
             self._outcomes.put(operation, self._outcome(operation, message.head, message.body))
             self._follow(track, operation, failed=error is not None)
         elif error is None:
             self._dispatcher.replay.survived(operation)
+        elif message.head.get("later"):
+            self._postponing.put_off(track, _LACKING)
         else:
             self._dispatcher.corrupt(track, f"operation {operation.number} failed when it was done again: {error}")
         self._dispatcher.let_go(track)
@@ -76,7 +85,11 @@ class Answers:
         if track.restoring is not None and not track.restoring.done():
             track.restoring.set_result(None)
         track.restoring, track.restore_deaths = None, 0
-        if message.head.get("error") is not None and track.closed is None:
+        if track.postponed is not None:
+            self._postponing.forgotten(track)
+        elif message.head.get("later"):
+            self._postponing.put_off(track, _LACKING)
+        elif message.head.get("error") is not None and track.closed is None:
             _log.error("snapshot of model %s: %s", track.name, message.head["error"])
             self._dispatcher.corrupt(track, "its newest snapshot cannot be read")
 

@@ -21,6 +21,7 @@ from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.lanes import FARTHEST
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.ports import Effects, Figures, Journal
+from twinkle_server.runtime.postponing import Postponing
 from twinkle_server.runtime.replay import NEVER_MADE
 from twinkle_server.runtime.supervision import StartChild, Supervisor
 from twinkle_server.runtime.tracks import Track
@@ -73,7 +74,8 @@ class Runtime:
         self._farthest = max(FARTHEST, settings.limits.queued)
         self.ending = Ending(self.dispatcher, journal, self.outcomes, self._farthest)
         self.janitor = Janitor()
-        self._answers = Answers(self.dispatcher, journal, self.outcomes, effects)
+        self._postponing = Postponing(self.dispatcher)
+        self._answers = Answers(self.dispatcher, journal, self.outcomes, effects, self._postponing)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
         self.facts = Facts(self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause)
         self.queue_state, self.ready = self.facts.queue_state, self.facts.ready

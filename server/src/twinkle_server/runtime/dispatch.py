@@ -75,7 +75,8 @@ class Dispatcher:
         if track.closed is not None:
             self.close(track, track.closed)
         child = self.child
-        if child is None or self.stopped or track.pump is not None or track.detaching:
+        held = track.pump is not None or track.detaching or track.postponed is not None
+        if child is None or self.stopped or held:
             return
         try:
             while track.order.ready and self._send_now(child, track):
@@ -217,6 +218,7 @@ class Dispatcher:
     def _take_back(self, track: Track, blamed: set[int], why: str) -> None:
         track.leaving = track.leaving or track.detaching
         track.attached = track.detaching = False
+        track.postponed = None  # a new engine may have what that one lacked
         again: list[Operation] = []
         for flight in track.flying.values():
             operation = flight.operation
@@ -237,13 +239,13 @@ class Dispatcher:
         for number in list(track.flying):
             self.land(number)
         track.closed = Closed(f"this model cannot be made again: {why}", "server")
-        self._forget_there(track)
+        self.forget_there(track)
         _log.error("model %s cannot be made again: %s", track.name, why)
         task = asyncio.create_task(self._bury(track, victims))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _forget_there(self, track: Track) -> None:
+    def forget_there(self, track: Track) -> None:
         """Let the engine free what it has of a model, without a snapshot."""
         track.attached = False
         self.tell(Message(messages.RESTORE, {"lane": track.name, "folder": None}))

@@ -60,6 +60,8 @@ class Facts:
         if not self._supervisor.up:
             return "paused_capacity", "the engine is starting"
         track = self._dispatcher.tracks.get(lane)
+        if track is not None and track.postponed is not None:
+            return "paused_capacity", f"this model is made again as soon as that can be: {track.postponed}"
         others = self._dispatcher.flying - (len(track.flying) if track is not None else 0)
         return "active", f"{others} operations of others are under way" if others else None
 

@@ -1,6 +1,7 @@
 """The service with its tables: what `serve` runs."""
 
 import contextlib
+import logging
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
 from twinkle_server.store.tables import meta
 
+_log = logging.getLogger(__name__)
 _PURGE, _PROBE = 60.0, 1.0  # seconds from one time to the next
 
 
@@ -44,6 +46,8 @@ class Service(Runtime):
 
     async def start(self) -> None:
         """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
+        if found := await self._store.models.try_again(time.time()):
+            _log.warning("%d models could not be made again; what was kept of them is tried once more", found)
         times = self._settings.times
         every = min(10.0, times.session / 4)
         self.janitor.add("expiry of sessions", every, self._sessions.expire)

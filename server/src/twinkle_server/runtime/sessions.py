@@ -93,7 +93,8 @@ class SessionKeeper:
         for model in await self._store.models.with_status("live", "creating"):
             if model.session not in active:
                 await self._settle(model.id, model.tenant)
-        for model in await self._store.models.with_status("detached", before=time.time() - self._times.kept_run):
+        before = time.time() - self._times.kept_run
+        for model in await self._store.models.with_status("detached", "corrupted", before=before):
             await self._forget(model.id, model.tenant)
 
     async def _settle(self, model: str, tenant: str) -> None:

@@ -50,6 +50,8 @@ class Track:
         detaching: the engine is letting go of it.
         restoring: there while the engine reads its snapshot.
         restore_deaths: times in a row that the engine died while it read the snapshot.
+        postponed: why it is not made again at the moment; None lets it be.
+        postponements: times in a row that it was put off.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Track:
     detaching: bool = False
     restoring: asyncio.Future[None] | None = None
     restore_deaths: int = 0
+    postponed: str | None = None
+    postponements: int = 0
 
     @property
     def running(self) -> bool:

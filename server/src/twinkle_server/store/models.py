@@ -30,14 +30,16 @@ def add(connection: Connection, model: Model) -> None:
 def set_status(
     connection: Connection, tenant: str, model: str, status: ModelStatus, now: float, reason: str | None = None
 ) -> None:
-    """Say what has become of a model; "detached" notes the time, and "gone" forgets its snapshot.
+    """Say what has become of a model; what may end it later notes the time, and "gone" forgets its snapshot.
 
     A snapshot's number stays even then, for it says which operations are over.
 
     Raises:
         NotFound: the tenant has none of that id.
     """
-    changes: dict[str, Any] = {"status": status, "reason": reason, "detached": now if status == "detached" else None}
+    changes: dict[str, Any] = {"status": status, "reason": reason, "detached": None}
+    if status in ("detached", "corrupted"):
+        changes["detached"] = now
     if status == "gone":
         changes |= {"snapshot_folder": None, "snapshot_digest": None, "snapshot_size": None}
     query = update(models).where(models.c.tenant == tenant, models.c.id == model)
@@ -108,6 +110,13 @@ class Models:
         return await self._database.read(
             lambda connection: [_model(row) for row in connection.execute(query.order_by(models.c.created))]
         )
+
+    async def try_again(self, now: float) -> int:
+        """Across tenants: let models that could not be made again be tried once more; returns how many there are."""
+        query = update(models).where(models.c.status == "corrupted")
+        since = func.coalesce(models.c.detached, now)
+        changed = query.values(status="detached", reason=None, detached=since)
+        return await self._database.write(lambda connection: connection.execute(changed).rowcount)
 
     async def gone(self, tenant: str, model: str, now: float, reason: str) -> list[str]:
         """Let go of a model and of its snapshot; returns folders that are no longer needed.

@@ -78,14 +78,14 @@ DROP_RESULT: Final = "DELETE FROM results WHERE operation = ?"
 FORGET_RESULT: Final = "UPDATE operations SET result = NULL, error = NULL, dropped = 1 WHERE id = ?"
 OVER: Final = """
     SELECT operations.id, operations.payload FROM operations JOIN models ON models.id = operations.lane
-    WHERE models.status IN ('gone', 'corrupted') AND operations.payload IS NOT NULL
+    WHERE models.status = 'gone' AND operations.payload IS NOT NULL
     AND operations.status <> 'pending' LIMIT ?
 """
 OLD: Final = """
     DELETE FROM operations WHERE id IN (
         SELECT operations.id FROM operations LEFT JOIN models ON models.id = operations.lane
         WHERE operations.finished < ? AND operations.dropped = 1 AND operations.payload IS NULL
-        AND (models.id IS NULL OR models.status IN ('gone', 'corrupted')
+        AND (models.id IS NULL OR models.status = 'gone'
              OR operations.number <= models.snapshot_number)
         LIMIT ?
     )
