@@ -160,6 +160,34 @@ def test_what_is_under_way_is_told_again_after_decode_steps_inside_a_pass(
     assert [message.head["ids"] for message in told if message.type == messages.BEGIN] == [[1, 2], [7], [1, 2]]
 
 
+def test_what_kills_the_engine_while_it_is_taken_in_is_blamed_and_nobody_else(
+    sampling: Sampling,
+    decoder: Decoder,
+    interleaving: Interleaving,
+    told: list[Message],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blamed: dict[int, list[int]] = {}
+    monkeypatch.setattr(decoder, "sample", lambda key, sample, source: blamed.update({key: _under_way(told)}))
+    sampling.add(request(1))
+    sampling.add(request(2))
+    sampling.admit()
+    interleaving.decode()
+    assert _under_way(told) == [1, 2]
+    sampling.add(request(3))
+    interleaving.begin([8, 9])
+    interleaving.train(interleaving.between)
+    assert _under_way(told) == [8, 9]
+    sampling.add(request(4))
+    sampling.admit()
+    assert blamed == {1: [1], 2: [2], 3: [3], 4: [4]}
+
+
+def _under_way(told: list[Message]) -> list[int]:
+    found: list[int] = [message.head["ids"] for message in told if message.type == messages.BEGIN][-1]
+    return found
+
+
 def test_without_requests_nothing_is_told_between_the_parts_of_a_pass(
     interleaving: Interleaving, told: list[Message]
 ) -> None:

@@ -65,6 +65,31 @@ def test_nothing_is_due_before_there_were_enough_steps(bench: Bench) -> None:
     assert bench.snapshots.next() is None
 
 
+def test_no_operation_is_to_blame_for_what_copying_a_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, told = Bench(tmp_path, steps=1), list[str]()
+    bench.snapshots = Snapshots(
+        bench.backend,
+        tmp_path,
+        bench.said.put,
+        bench.told.append,
+        bench.left.append,
+        1,
+        3600.0,
+        lambda: told.append(""),
+    )
+    bench.create("m")
+    bench.snapshots.tend()
+    assert told == []
+    bench.apply("m")
+    copy = bench.backend.snapshot
+    monkeypatch.setattr(bench.backend, "snapshot", lambda lane: (told.append(lane), copy(lane))[1])
+    bench.snapshots.tend()
+    bench.hear()
+    assert told == ["", "m"]
+
+
 def test_the_model_that_waits_longest_is_next_whatever_its_name(bench: Bench) -> None:
     for lane in ("c", "b", "a"):
         bench.create(lane)

@@ -54,6 +54,7 @@ class Host:
             later=self._inbox.put,
             report=link.send,
             left=self._left,
+            begins=lambda: self._interleaving.begin(()),
             steps=settings.snapshot_steps,
             seconds=settings.times.snapshot,
         )
@@ -180,6 +181,7 @@ class Host:
         elif first.kind == SNAPSHOT:
             self._snapshots.want(first.lane)
         elif first.kind == DETACH:
+            self._interleaving.begin(())
             self._detach(first.lane)
         else:
             self._turns.run(tasks)

@@ -28,6 +28,7 @@ class Interleaving:
         self._accounted = 0.0  # on `clock`
         self._under_way: frozenset[int] = frozenset()
         self._figures = _Figures()
+        sampling.begins = self._only
 
     def clock(self) -> float:
         """Return seconds that stand still during decode steps."""
@@ -38,6 +39,12 @@ class Interleaving:
         if not self._under_way.issuperset(ids) or (self._under_way and not ids):
             self._under_way = frozenset(ids)
             self._report(Message(messages.BEGIN, {"ids": sorted(ids)}))
+
+    def _only(self, operation: int) -> None:
+        """Tell the service that an operation is under way, and nothing else."""
+        if self._under_way != {operation}:
+            self._under_way = frozenset((operation,))
+            self._report(Message(messages.BEGIN, {"ids": [operation]}))
 
     def next_is_decoding(self, training: bool) -> bool:
         """Return whether a decode step is next; either it or training has work."""
@@ -52,9 +59,9 @@ class Interleaving:
     def between(self) -> None:
         """Take decode steps in the middle of a pass, if it is their turn."""
         self._account()
+        before = self._under_way
         self._arrive()
         self._sampling.admit()
-        before = self._under_way
         while self._sampling.running and self._alternation.decodes(True, True):
             self.decode()
         self.begin(before)

@@ -22,11 +22,15 @@ class Sampling:
         backend: decodes.
         source: gives the folder of a checkpoint, checked.
         report: sends messages to the service.
+
+    Attributes:
+        begins: is told of a request right before the backend is given it, which takes memory.
     """
 
     def __init__(
         self, backend: Backend, source: Callable[[str | None], Path | None], report: Callable[[Message], None]
     ) -> None:
+        self.begins: Callable[[int], None] = lambda operation: None
         self._backend, self._source, self._report = backend, source, report
         self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
         self._sequences: Counter[str] = Counter()  # that run, by tenant
@@ -58,6 +62,7 @@ class Sampling:
             self._unqueue(task.tenant, task.id)
             try:
                 sample = Sample.parse(task.payload)
+                self.begins(task.id)
                 self._backend.sample(task.id, sample, self._source(sample.source))
             except Fatal:
                 raise

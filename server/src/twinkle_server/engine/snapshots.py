@@ -42,6 +42,7 @@ class Snapshots:
         later: runs a function on the caller's thread; called by the writing thread.
         report: sends a message to the service.
         left: called for a model that may go, now that its snapshot is on the disk.
+        begins: called before a model is copied: if the process dies of that, no operation is to blame.
         steps: optimizer steps after which a snapshot is due.
         seconds: after which one is due for a model that changed.
     """
@@ -55,7 +56,9 @@ class Snapshots:
         left: Callable[[str], None],
         steps: int,
         seconds: float,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
+        self._begins = begins
         self._backend, self._data, self._later, self._report, self._left = backend, data, later, report, left
         self._steps, self._seconds = steps, seconds
         self._lanes: dict[str, _Lane] = {}
@@ -141,6 +144,7 @@ class Snapshots:
         number = state.number
         self._writing = lane
         try:
+            self._begins()
             copy = self._backend.snapshot(lane)
         except Fatal:
             raise
