@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from server_fuzz import as_json, routes, seeds
 
 from twinkle_server.cli.server import main as server
 
-from ..armour.test_fuzz import as_json, routes, seeds
 from .conftest import Process
 
 FORM = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
