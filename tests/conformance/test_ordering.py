@@ -57,12 +57,9 @@ def test_line_56_a_repeated_request_has_one_future_and_runs_once(counted: Raw) -
     again = counted.send("/forward_backward", body).json()["request_id"]
     assert counted.result(again, "pass")
     other = counted.send("/forward_backward", pass_body(model.id, 1, [row(ROWS[1])]))
-    if other.status_code == 200:
-        with pytest.raises(Failed):
-            counted.result(other.json()["request_id"], "pass")
-    else:
-        assert other.status_code == 409
-        assert other.json()["detail"]
+    assert other.status_code == 409
+    assert "1" in other.json()["detail"]
+    assert other.headers["x-should-retry"] == "false"
     step = submit_step(model, model.next())
     assert counted.result(step) is not None
     pending, applied = ledger_of(model)
@@ -79,20 +76,11 @@ def ledger_of(model: RawModel) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("body", [b"\x0a\x03abc", b"nonsense", b""])
 def test_line_57_a_number_that_was_refused_counts_as_used(counted: Raw, body: bytes) -> None:
     model = counted.model()
-    number = model.next()
-    answers = [
-        counted.send("/optim_step", {"model_id": model.id, "seq_id": number, "adam_params": {"learning_rate": "much"}}),
-    ]
-    for answer in answers:
-        if answer.status_code == 200:
-            with pytest.raises(Failed):
-                counted.result(answer.json()["request_id"])
-        else:
-            assert answer.status_code in (400, 422), answer.text
-    counted.send("/forward_backward", body)  # without a number that could be read it uses none up
-    start = time.monotonic()
+    step = {"model_id": model.id, "seq_id": model.next(), "adam_params": {"learning_rate": "much"}}
+    assert "learning_rate" in counted.refusal("/optim_step", step)
+    assert counted.send("/forward_backward", body).status_code == (422 if b"abc" in body else 400)
+    # Had the number not been used up, this would fail behind the gap; what had no number used none up.
     assert model.forward_backward([row(ROWS[0])])
-    assert time.monotonic() - start < 1.8, "it waited for the number until the gap failed"
 
 
 def test_line_58_what_waits_for_a_number_that_never_comes_fails(counted: Raw) -> None:
@@ -106,14 +94,20 @@ def test_line_58_what_waits_for_a_number_that_never_comes_fails(counted: Raw) ->
 
 
 def test_line_60_models_trained_at_once_are_as_if_alone(raw: Raw) -> None:
-    def train(models: list[RawModel]) -> list[Any]:
+    def train(models: list[tuple[RawModel, list[int]]]) -> list[Any]:
         requests = []
-        for _, (model, tokens) in itertools.product(range(3), zip(models, ROWS, strict=False)):
+        for _, (model, tokens) in itertools.product(range(3), models):
             requests += [(model.submit_pass([row(tokens)]), "pass"), (submit_step(model, model.next()), "json")]
         for request, kind in requests:
             raw.result(request, kind)
-        return [model.logprobs(ROWS[3]) for model in models]
+        return [model.logprobs(ROWS[3]) for model, _ in models]
 
-    together = train([raw.model(lora={"rank": 4 * (1 + at), "seed": at}) for at in range(3)])
-    alone = [train([raw.model(lora={"rank": 4, "seed": 0})])[0]]
-    np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
+    def made(at: int) -> RawModel:
+        return raw.model(lora={"rank": 4 * (1 + at), "seed": at})
+
+    rows = dict(enumerate(ROWS[:3]))
+    together = train([(made(at), rows[at]) for at in rows])
+    for at in rows:
+        (alone,) = train([(made(at), rows[at])])
+        np.testing.assert_allclose(together[at], alone, atol=1e-5)
+    assert all(not np.allclose(together[0], other, atol=1e-3) for other in together[1:])

@@ -1,19 +1,27 @@
 """Lines 14 to 20: sessions and telemetry."""
 
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from subprocess import PIPE
 
+import httpx
 import pytest
 import server_sdk as sdk
 import tinker
-from server_raw import Raw, row
+from server_raw import Raw, RawModel, row
 from serving import Served, ledger
+
+LEFT = 'twinkle_swaps_total{direction="out"}'
 
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service whose sessions end after two seconds without a heartbeat."""
-    service = ledger(tmp_path_factory.mktemp("hasty") / "data", {"times": {"session": 2.0, "poll": 2.0}}).start()
+    """A service whose sessions end after four seconds without a heartbeat."""
+    service = ledger(tmp_path_factory.mktemp("hasty") / "data", {"times": {"session": 4.0, "poll": 2.0}}).start()
     yield service
     service.stop()
 
@@ -22,15 +30,15 @@ def beat(raw: Raw, session: str) -> int:
     return raw.send("/session_heartbeat", {"session_id": session, "type": "session_heartbeat"}).status_code
 
 
-def silent(raw: Raw, kept: str, left: str) -> int:
-    """Keep one session alive, and ask for the other's after times longer than the service waits."""
-    for _ in range(8):
-        for _ in range(6):
-            time.sleep(0.5)
-            assert beat(raw, kept) == 200
-        if (status := beat(raw, left)) != 200:
-            return status
-    return 200
+def until_freed(raw: Raw, kept: str, swaps: float) -> None:
+    """Keep one session alive until no model is in the engine, and more have left it than so many."""
+    for _ in range(120):
+        assert beat(raw, kept) == 200
+        models, left = raw.status()["models"], raw.figures().get(LEFT, 0.0)
+        if left > swaps and "live" not in models:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"{left - swaps} models have left, and there are {models}")
 
 
 def test_line_14_every_session_has_an_id_of_its_own(counted: Raw) -> None:
@@ -48,21 +56,60 @@ def test_line_15_a_heartbeat_knows_the_living_from_the_dead(counted: Raw) -> Non
     assert beat(counted, session) == 410
 
 
-def test_lines_16_115_a_session_without_heartbeat_ends_and_its_checkpoints_stay(hasty: Served) -> None:
+def test_line_16_a_session_without_heartbeat_ends_and_its_checkpoints_stay(hasty: Served) -> None:
     with Raw(hasty.url) as raw:
+        swaps = raw.figures().get(LEFT, 0.0)
         kept, left = raw.session(), raw.session()
         model = raw.model(left)
         model.forward_backward([row([1, 2, 3])])
         path = model.save("mine")
         sampler = raw.sampler(left, model_path=model.save_sampler("sampled"))
-        assert silent(raw, kept, left) == 410
-        late = raw.send("/optim_step", {"model_id": model.id, "seq_id": model.last + 1, "adam_params": {}})
-        assert late.status_code in (200, 400, 404, 410)
-        if late.status_code == 200:  # a run may be taken up again, and then nothing of it is missing
-            assert raw.result(late.json()["request_id"])["metrics"]["grad_norm:mean"] == 1
-        assert raw.send("/asample", sampler.body([1, 2])).status_code in (400, 404, 410)
+        until_freed(raw, kept, swaps)
+        assert beat(raw, left) == 410
+        assert raw.send("/create_model", raw.create_body(left, 1)).status_code == 410
+        assert raw.send("/asample", sampler.body([1, 2])).status_code == 410
         assert raw.load(path, kept).forward([row([1, 2, 3])])
-        assert raw.http.get("/get_server_capabilities").status_code == 200
+        # A run is taken up again by asking for more, and nothing of it is missing: the gradient waits for its step.
+        assert raw.result(model.submit("optim_step", adam_params={}))["metrics"]["grad_norm:mean"] == 1
+
+
+CLIENT = """
+import sys, time, tinker
+client = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-x")
+training = client.create_lora_training_client(base_model="ledger/model", rank=4).result()
+datum = tinker.Datum(
+    model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]}
+)
+training.forward_backward([datum], "cross_entropy").result()
+print("model", training.model_id, flush=True)
+time.sleep(600)
+"""
+
+
+def test_line_115_a_client_that_is_killed_between_a_pass_and_its_step_leaves_a_healthy_service(hasty: Served) -> None:
+    with Raw(hasty.url) as raw:
+        kept, swaps = raw.session(), raw.figures().get(LEFT, 0.0)
+        model = RawModel(raw, killed_client(hasty.url), 1)
+        until_freed(raw, kept, swaps)
+        assert beat(raw, model.session) == 410
+        assert (raw.status()["open_futures"], raw.status()["in_engine"]) == (0, 0)
+        assert httpx.get(f"{hasty.url}/readyz", trust_env=False).status_code == 200
+        assert raw.model(kept).forward_backward([row([1, 2, 3])])
+        assert model.step()["metrics"]["grad_norm:mean"] == 1, "another client goes on where it was killed"
+
+
+def killed_client(url: str) -> str:
+    """Let the SDK, in a process of its own, do a pass; kill it, and return its model's id."""
+    environment = {**os.environ, "TINKER_TELEMETRY": "0", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    with subprocess.Popen([sys.executable, "-c", CLIENT, url], env=environment, stdout=PIPE, text=True) as process:
+        assert process.stdout
+        watch = threading.Timer(60, process.kill)
+        watch.start()
+        said = process.stdout.readline().split()
+        watch.cancel()
+        process.kill()
+    assert said[:1] == ["model"], "the client did not get so far"
+    return said[1]
 
 
 @pytest.mark.parametrize("reason", ["success", "errored", "interrupted"])

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import httpx
 import numpy as np
+import pytest
 
 from twinkle_server.wire import tinker_pb2 as wire
 
@@ -129,6 +130,26 @@ class Raw:
     def get(self, path: str, **query: Any) -> dict[str, Any]:
         """Ask, demand 200, and return the JSON."""
         return _good(self.http.get(path, params=query))
+
+    def refusal(self, path: str, body: Any) -> str:
+        """Send what has a number that must be used up, demand that it fails as the user's fault, and return the words.
+
+        Such a request is accepted and its future fails: the numbers behind it go on.
+        """
+        with pytest.raises(Failed) as failed:
+            self.result(self.post(path, body)["request_id"])
+        assert failed.value.category == "user"
+        return failed.value.error
+
+    def figures(self) -> dict[str, float]:
+        """Return the service's figures for Prometheus, by name and labels as they stand there."""
+        lines = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=SECONDS).text.splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def status(self) -> dict[str, Any]:
+        """Return what the service says of itself."""
+        return _good(httpx.get(f"{self.url}/twinkle/status", trust_env=False, timeout=SECONDS))
 
     def poll(self, request: str, proto: bool = False) -> httpx.Response:
         """Ask once for a future's result."""
