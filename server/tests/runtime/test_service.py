@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -270,6 +271,44 @@ def test_heartbeats_keep_a_session_and_an_unknown_one_is_gone(tmp_path: Path) ->
             for session, tenant in (("t", "ada"), ("s", "bob")):
                 with pytest.raises(Gone):
                     await at.service.heartbeat(session, tenant)
+
+    within(SOON, scenario)
+
+
+def test_a_heartbeat_does_not_wait_for_a_busy_disk_and_is_written_in_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, times=Times(session=1.0)) as at:
+            await at.begin()
+            await at.service.heartbeat("s", "ada")
+            release = threading.Event()
+            busy = asyncio.create_task(at.store.database.write(lambda connection: release.wait(SOON)))
+            try:
+                before = time.time()
+                await at.service.heartbeat("s", "ada")
+                with pytest.raises(TimeoutError):  # another tenant's is asked for in the table, which is busy
+                    await asyncio.wait_for(at.service.heartbeat("s", "bob"), 0.1)
+                assert not busy.done()
+            finally:
+                release.set()
+            await busy
+            await until(lambda: _heard(at, before))
+
+    within(SOON, scenario)
+
+
+async def _heard(at: House, since: float) -> bool:
+    return (await at.store.sessions.get("ada", "s")).last_heartbeat >= since
+
+
+def test_a_session_that_was_heard_of_and_is_finished_is_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path) as at:
+            await at.begin()
+            await at.service.heartbeat("s", "ada")
+            await at.store.sessions.end("ada", "s", "finished", time.time())
+            await at.service.finish_session("s")
+            with pytest.raises(Gone):
+                await at.service.heartbeat("s", "ada")
 
     within(SOON, scenario)
 

@@ -140,6 +140,7 @@ ASKED: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "journal.submit": lambda store: store.journal.submit(Submission("eve", "s:train:0", "create", b"{}", 0)),
 }
 EMPTY: dict[str, Callable[[Store], Awaitable[Any]]] = {
+    "sessions.heard": lambda store: store.sessions.heard([("eve", "s", 2.0)]),
     "sessions.page": lambda store: store.sessions.page("eve", 10, 0),
     "sessions.search": lambda store: store.sessions.search("eve", SessionSearch(session="s")),
     "models.page": lambda store: store.models.page("eve", 10, 0),

@@ -65,6 +65,10 @@ class Service(Runtime):
         """
         await self._sessions.heartbeat(session, tenant)
 
+    async def finish_session(self, session: str) -> None:
+        """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
+        self._sessions.finish(session)
+
     async def status(self) -> dict[str, Any]:
         """Return what the service does at the moment, and what the database knows."""
         return {**await super().status(), **await read_figures(self._store.database)}

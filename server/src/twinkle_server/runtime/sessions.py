@@ -4,9 +4,9 @@ import logging
 import time
 from typing import Protocol
 
-from twinkle_server.errors import Gone, NotFound
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.ending import Ending
+from twinkle_server.runtime.heartbeats import Heartbeats
 from twinkle_server.runtime.ports import Effects
 from twinkle_server.runtime.tracks import Closed
 from twinkle_server.settings import Times
@@ -50,6 +50,7 @@ class SessionKeeper:
         self._ending = ending
         self._effects = effects
         self._times = times
+        self._heartbeats = Heartbeats(store.sessions)
         self._since = self._looked = time.time()
 
     async def heartbeat(self, session: str, tenant: str) -> None:
@@ -58,17 +59,16 @@ class SessionKeeper:
         Raises:
             Gone: it is unknown, another tenant's, finished or expired.
         """
-        try:
-            await self._store.sessions.heartbeat(tenant, session, time.time())
-        except NotFound as error:
-            raise Gone(error.message) from error
+        await self._heartbeats.hear(tenant, session)
 
     def finish(self, session: str) -> None:
         """Let go of what a session has."""
+        self._heartbeats.forget(session)
         self._ending.leave(f"{session}:", "its session was finished")
 
     async def expire(self) -> None:
         """End the sessions that were silent too long, unless something of them runs."""
+        await self._heartbeats.write()
         now = time.time()
         if abs(now - self._looked) > self._times.session:
             self._since = now  # this process stood still, or the clock was set
@@ -76,10 +76,11 @@ class SessionKeeper:
         if now - self._since < self._times.session:
             return  # nobody could be heard while this process was not there
         for session in await self._store.sessions.silent(now - self._times.session):
-            if self._runs(session.id):
+            if self._runs(session.id) or self._heartbeats.since_written(session.id):
                 continue
             if await self._store.sessions.end(session.tenant, session.id, "expired", now, "expired"):
                 _log.info("session %s expired", session.id)
+                self._heartbeats.forget(session.id)
                 await self._store.samplers.end(session.tenant, session.id, now)
                 self._ending.leave(f"{session.id}:", "its session expired: no heartbeat came")
 

@@ -1,15 +1,16 @@
 """Sessions of clients."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, exists, func, literal, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.runtime.ports import Database
 from twinkle_server.store import rows
 from twinkle_server.store.records import Page, Session, read_cursor, write_cursor
-from twinkle_server.store.tables import sessions
+from twinkle_server.store.tables import samplers, sessions
 
 
 @dataclass(slots=True)
@@ -85,10 +86,24 @@ class Sessions:
         if not changed:
             raise Gone(f"session {session[:80]!r} is not active: create another one")
 
+    async def heard(self, heard: Iterable[tuple[str, str, float]]) -> None:
+        """Note when sessions were last heard of; those that have ended stay as they are.
+
+        Args:
+            heard: tenant, session and time of each.
+        """
+        query = update(sessions).where(
+            sessions.c.tenant == bindparam("of"), sessions.c.id == bindparam("session"), sessions.c.status == "active"
+        )
+        values = [{"of": tenant, "session": session, "at": at} for tenant, session, at in heard]
+        await self._database.write(
+            lambda connection: connection.execute(query.values(last_heartbeat=bindparam("at")), values)
+        )
+
     async def end(
         self, tenant: str, session: str, status: str, now: float, reason: str | None = None, detail: str | None = None
     ) -> bool:
-        """End a session.
+        """End a session and its sampling sessions, together.
 
         Args:
             tenant: whose it is.
@@ -110,8 +125,10 @@ class Sessions:
             query = update(sessions).where(
                 sessions.c.tenant == tenant, sessions.c.id == session, sessions.c.status == "active"
             )
-            found = connection.execute(query.values(status=status, ended=now, reason=reason, detail=detail))
-            return found.rowcount > 0
+            ended = connection.execute(query.values(status=status, ended=now, reason=reason, detail=detail))
+            mine = (samplers.c.tenant == tenant, samplers.c.session == session, samplers.c.ended.is_(None))
+            connection.execute(update(samplers).where(*mine).values(ended=now))
+            return ended.rowcount > 0
 
         return await self._database.write(work)
 
