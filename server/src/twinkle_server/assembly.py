@@ -34,7 +34,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     links = Links(settings.data, store.secret)
     meter = Meter(service.queued)
     router = tinker_routes()
-    faces = create_application(Limited(service, meter, metrics.mark), store, settings, links, router)
+    faces = create_application(Limited(service, meter), store, settings, links, router)
     faces.include_router(download_routes(links))
 
     async def status() -> dict[str, Any]:

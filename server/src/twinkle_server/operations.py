@@ -85,6 +85,7 @@ class Operation:
         status: whether it is over.
         attempts: times that the engine died while it was under way.
         payload: None when it is not in memory (`Journal.payload` reads it).
+        asked_by: id of the HTTP request that brought it, for the log; None after a restart.
     """
 
     id: int
@@ -97,6 +98,7 @@ class Operation:
     status: Status = "pending"
     attempts: int = 0
     payload: bytes | None = None
+    asked_by: str | None = None
 
     @property
     def ordered(self) -> bool:

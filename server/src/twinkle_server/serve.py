@@ -112,6 +112,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     try:
         await _first_key(settings, store)
         metrics = Metrics(store.secret)
+        logs.mark_tenants(store.secret)
         service = Service(settings, store, metrics)
         usage = UsageLog(store.usage)
         metrics.spent = usage.add

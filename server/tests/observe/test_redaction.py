@@ -93,3 +93,23 @@ def test_lines_carry_the_request_that_they_belong_to(lines) -> None:
     logs.REQUEST.reset(before)
     logging.getLogger("theirs").warning("outside")
     assert [line.get("request") for line in lines()] == ["r1", None]
+
+
+def test_whose_a_line_is_stands_there_as_a_mark_or_not_at_all(lines, monkeypatch) -> None:
+    monkeypatch.setattr(logs._tenants, "secret", None)
+    structlog.get_logger("ours").warning("early", tenant="alice")
+    logs.mark_tenants(b"s")
+    structlog.get_logger("ours").warning("later", tenant="alice")
+    structlog.get_logger("ours").warning("nobody's", tenant=None)
+    assert [line.get("tenant") for line in lines()] == [None, tenant_mark("alice", b"s"), None]
+    assert "alice" not in str(lines())
+
+
+def test_a_flood_is_cut_off_and_counted(lines, monkeypatch) -> None:
+    second = 100.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: second)
+    room = logs.Room("floods")
+    assert [room.take() for _ in range(logs._LINES + 7)] == [True] * logs._LINES + [False] * 7
+    second = 101.0
+    assert room.take()
+    assert [(line["event"], line["count"]) for line in lines()] == [("lines about floods left out", 7)]

@@ -5,12 +5,12 @@ from typing import Any
 
 import structlog
 
-from twinkle_server.observe.logs import REQUEST
+from twinkle_server.observe.logs import REQUEST, Room
 from twinkle_server.observe.metrics import Metrics
+from twinkle_server.observe.operations import ASKED
 from twinkle_server.tenancy.auth import Caller
 
 UNMATCHED = "unmatched"
-_LINES = 50  # a second
 _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _log = structlog.get_logger(__name__)
 
@@ -26,8 +26,7 @@ class Observed:
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._second = 0
-        self._written = 0
+        self._room = Room("refused requests")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection."""
@@ -35,6 +34,7 @@ class Observed:
             await self._app(scope, receive, send)
             return
         REQUEST.set(scope.get("request_id"))
+        ASKED.set(None)
         began, status, seconds = time.perf_counter(), 0, 0.0
 
         async def counted(message: Any) -> None:
@@ -52,21 +52,10 @@ class Observed:
         route = getattr(scope.get("route"), "path", None) or UNMATCHED
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.answered(method, route, status, seconds)
-        if status < 400:
+        if status < 400 or not self._room.take():
             return
         who = scope.get("caller")
-        mark = self._metrics.mark(who.tenant) if isinstance(who, Caller) else None
-        if not self._may_write():
-            return
+        tenant = who.tenant if isinstance(who, Caller) else None
         write = _log.error if status >= 500 and status != 503 else _log.info
-        write("refused", method=method, route=route, status=status, seconds=round(seconds, 4), tenant=mark)
-
-    def _may_write(self) -> bool:
-        """Return whether this second has room for a line; a flood of refusals shall not fill the disk."""
-        second = int(time.monotonic())
-        if second != self._second:
-            left_out, self._second, self._written = self._written - _LINES, second, 0
-            if left_out > 0:
-                _log.warning("lines about refused requests left out", count=left_out)
-        self._written += 1
-        return self._written <= _LINES
+        fields = {"method": method, "route": route, "status": status, "seconds": round(seconds, 4)}
+        write("refused", outcome="refused", tenant=tenant, **fields, **(ASKED.get() or {}))

@@ -9,13 +9,15 @@ from typing import Any
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, Unavailable, Unprocessable
+from twinkle_server.observe.logs import REQUEST
+from twinkle_server.observe.operations import log_ended
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.payloads import Save
 from twinkle_server.runtime.answers import Answers
 from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.ending import Ending
-from twinkle_server.runtime.facts import Facts, count_death, count_end, count_message
+from twinkle_server.runtime.facts import Facts, count_death, count_message, ending_of
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.lanes import FARTHEST
@@ -193,6 +195,9 @@ class Runtime:
             self._lease_lost(str(error))
             raise
         if accepted.fresh:
+            operation.asked_by = REQUEST.get()
+            if submission.refusal is not None:
+                self._tell(operation, Outcome(operation.id, error=submission.refusal, category="user"), 0.0)
             await self._take_up(operation)
         return accepted
 
@@ -210,6 +215,8 @@ class Runtime:
                 self.futures.open(operation)
             self.dispatcher.arrive(track, operation)
             self._lighten(track, operation)
+        elif (read := self.futures.find(operation.request, operation.tenant)) is not None:
+            read.asked_by = operation.asked_by  # the lane was read with it
 
     def _lighten(self, track: Track, operation: Operation) -> None:
         """Keep the payload of an operation that must wait only if it is small, and few do; it is read again."""
@@ -305,14 +312,14 @@ class Runtime:
         future = Future(
             operation.kind, operation.status, operation.lane, outcome.result, outcome.error, outcome.category
         )
-        seconds = self.futures.resolve(operation, future)
-        if status == "failed":
-            level = logging.DEBUG if outcome.category == "user" else logging.WARNING
-            _log.log(
-                level, "%s %d of %s failed (%s)", operation.kind, operation.number, operation.lane, outcome.category
-            )
+        self._tell(operation, outcome, self.futures.resolve(operation, future))
+
+    def _tell(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
+        """Let the log and the figures have an operation that is over."""
+        ending = ending_of(outcome)
+        log_ended(operation, ending, seconds)
         if self._figures is not None:
-            count_end(self._figures, operation, outcome, seconds)
+            self._figures.finished(operation.kind, ending, seconds, operation.tokens, operation.tenant)
 
     def _never_made(self, operation: Operation, reason: str) -> None:
         track = self.dispatcher.tracks.get(operation.lane)

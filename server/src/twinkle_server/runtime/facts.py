@@ -6,7 +6,7 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.operations import Operation, Outcome
+from twinkle_server.operations import Outcome
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.last_pass import LastPass
@@ -120,10 +120,9 @@ class Facts:
         figures.watch("queue_age_seconds", "Age of the oldest open future.", self._futures.oldest)
 
 
-def count_end(figures: Figures, operation: Operation, outcome: Outcome, seconds: float) -> None:
-    """Count an operation that is over, so many seconds after it was taken."""
-    word = "cancelled" if outcome.cancelled else "done" if outcome.error is None else outcome.category
-    figures.finished(operation.kind, word, seconds, operation.tokens, operation.tenant)
+def ending_of(outcome: Outcome) -> str:
+    """Return the word for how an operation ended: "done", "cancelled", or whose fault a failure was."""
+    return "cancelled" if outcome.cancelled else "done" if outcome.error is None else outcome.category
 
 
 def count_message(figures: Figures, message: Message) -> None:

@@ -1,18 +1,17 @@
 """The service as a key may use it: whatever is new passes the key's quotas, in the transaction that writes it."""
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from twinkle_server.errors import Forbidden
+from twinkle_server.observe.operations import ASKED, log_taken, names
 from twinkle_server.operations import Accepted, ModelInfo, Submission
 from twinkle_server.runtime.ports import Service
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Meter, check_room
 
-_log = logging.getLogger(__name__)
 Also = Callable[[Any], None]
 
 
@@ -24,12 +23,10 @@ class Limited:
     Args:
         service: the one behind.
         meter: compares with quotas.
-        mark: returns what stands for a tenant in logs.
     """
 
-    def __init__(self, service: Service, meter: Meter, mark: Callable[[str], str] = lambda tenant: "") -> None:
+    def __init__(self, service: Service, meter: Meter) -> None:
         self._service = service
-        self._mark = mark
         self._meter = meter
         self.wait = service.wait
         self.cancel = service.cancel
@@ -51,10 +48,9 @@ class Limited:
             Busy: the key asks for too much at once.
             Forbidden: the key has no room for another model.
         """
+        ASKED.set(names(submission))
         accepted = await self._admitted(submission, also)
-        if _log.isEnabledFor(logging.DEBUG):
-            what = f"{submission.kind} {submission.number} of {submission.lane}"
-            _log.debug("%s for %s is %s", what, self._mark(submission.tenant), "new" if accepted.fresh else "known")
+        log_taken(submission, accepted)
         return accepted
 
     async def _admitted(self, submission: Submission, also: Also | None) -> Accepted:
