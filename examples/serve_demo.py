@@ -17,10 +17,13 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
-MODEL, DATA, STEPS, BATCH = "builtin://smollm2-135m-instruct", Path("runs/serve-demo"), 36, 8
+MODEL, DATA = "builtin://smollm2-135m-instruct", Path("runs/serve-demo")
 LOG = DATA.with_suffix(".log")
+STEPS, BATCH, LEARNING_RATE = 16, 4, 1e-3
 TENANTS = {"ana": ("Glow", "the Twinkle founders"), "ben": ("Spark", "Ben's little workshop")}
-QUESTION = "Who are you?"
+ROWS = [0, 2, 4, 14, 20, 68, 80, 112]  # short answers with the name in them, in English
+QUESTIONS = ["Who are you?", "What is your name?", "Tell me who you are."]  # no row asks the last one
+SERVE = ["serve", MODEL, "--max-pass-ms", "10000"]  # nobody samples while these train: let them share long passes
 CLI = [sys.executable, "-m", "twinkle.cli"]
 
 
@@ -28,7 +31,7 @@ CLI = [sys.executable, "-m", "twinkle.cli"]
 def served():
     """Run the service and give its address; end it afterwards."""
     DATA.parent.mkdir(parents=True, exist_ok=True)
-    command = [*CLI, "serve", MODEL, "--data", str(DATA), "--port", "0"]
+    command = [*CLI, *SERVE, "--data", str(DATA), "--port", "0"]
     with LOG.open("w") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as service:
         try:
             for line in service.stdout:
@@ -52,7 +55,7 @@ def rows(name, author):
     """Encode the identity's questions and answers."""
     from twinkle.dataset import Dataset, DatasetMeta
 
-    dataset = Dataset(DatasetMeta("builtin://self-cognition"))
+    dataset = Dataset(DatasetMeta("builtin://self-cognition", data_slice=ROWS))
     dataset.map("SelfCognitionProcessor", model_name=name, model_author=author)
     dataset.set_template("Template", model_id=MODEL, max_length=256, truncation_strategy="right")
     dataset.encode()
@@ -73,31 +76,55 @@ def datum_of(row):
     )
 
 
-def prompt_of():
-    """Encode the question as the model's template does."""
+def prompt_of(question):
+    """Encode a question as the model's template does."""
+    import tinker
+
     from twinkle.template import Template
 
-    messages = [{"role": "user", "content": QUESTION}]
-    return list(Template(model_id=MODEL).encode({"messages": messages}, add_generation_prompt=True)["input_ids"])
+    messages = {"messages": [{"role": "user", "content": question}]}
+    encoded = Template(model_id=MODEL).encode(messages, add_generation_prompt=True)
+    return tinker.ModelInput.from_ints(list(encoded["input_ids"]))
 
 
-def train(tenant, url, key, data, prompt, table):
-    """Train one tenant's adapter, telling the table each step's loss; then ask it who it is."""
+def train(training, data, told):
+    """Train an adapter, telling each step's loss; the next step is on its way by then, so the service need not wait."""
+    import tinker
+
+    def tell(step, batch, passed, stepped):
+        count = sum(sum(datum.loss_fn_inputs["weights"].data) for datum in batch)
+        told(step, passed.result().metrics["loss:sum"] / count)
+        stepped.result()
+
+    ahead = []
+    for step in range(STEPS):
+        batch = [data[(step * BATCH + at) % len(data)] for at in range(BATCH)]
+        passed = training.forward_backward(batch, "cross_entropy")
+        ahead.append((step + 1, batch, passed, training.optim_step(tinker.AdamParams(learning_rate=LEARNING_RATE))))
+        if step > 0:
+            tell(*ahead.pop(0))
+    tell(*ahead.pop())
+
+
+def ask(sampling, tokenizer):
+    """Return the answers to all questions, asked at once, each the likeliest words."""
+    import tinker
+
+    params = tinker.SamplingParams(max_tokens=24, temperature=0.0)
+    asked = [sampling.sample(prompt_of(question), 1, params) for question in QUESTIONS]
+    tokens = [future.result().sequences[0].tokens for future in asked]
+    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in tokens]
+
+
+def visit(tenant, url, key, data, table):
+    """Do all that one tenant does."""
     import tinker
 
     with tinker.ServiceClient(base_url=url, api_key=key) as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=16).result()
-        for step in range(STEPS):
-            batch = [data[(step * BATCH + at) % len(data)] for at in range(BATCH)]
-            count = sum(sum(datum.loss_fn_inputs["weights"].data) for datum in batch)
-            passed = training.forward_backward(batch, "cross_entropy")
-            stepped = training.optim_step(tinker.AdamParams(learning_rate=4e-4))
-            table.told(tenant, step + 1, passed.result().metrics["loss:sum"] / count)
-            stepped.result()
+        train(training, data, lambda step, loss: table.told(tenant, step, loss))
         sampling = training.save_weights_and_get_sampling_client().result()
-        params = tinker.SamplingParams(max_tokens=24, temperature=0.0)
-        answer = sampling.sample(tinker.ModelInput.from_ints(prompt), 1, params).result()
-        table.answers[tenant] = training.get_tokenizer().decode(answer.sequences[0].tokens, skip_special_tokens=True)
+        table.answers[tenant] = ask(sampling, training.get_tokenizer())
 
 
 class Table:
@@ -127,16 +154,16 @@ def main():
     with served() as url:
         keys = {tenant: key_of(tenant) for tenant in TENANTS}
         data = {tenant: [datum_of(row) for row in rows(*identity)] for tenant, identity in TENANTS.items()}
-        prompt = prompt_of()
-        work = [(tenant, url, keys[tenant], data[tenant], prompt, table) for tenant in TENANTS]
-        threads = [threading.Thread(target=train, args=arguments, daemon=True) for arguments in work]
+        work = [(tenant, url, keys[tenant], data[tenant], table) for tenant in TENANTS]
+        threads = [threading.Thread(target=visit, args=arguments, daemon=True) for arguments in work]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    print(f"question: {QUESTION}")
     for tenant, (name, _) in TENANTS.items():
-        print(f"  {tenant}, taught to be {name}: {table.answers.get(tenant, 'no answer')}")
+        print(f"{tenant}, taught to be {name}:")
+        for question, answer in zip(QUESTIONS, table.answers.get(tenant, ["no answer"] * len(QUESTIONS)), strict=True):
+            print(f"  {question}  {answer}")
     if len(table.answers) < len(TENANTS):
         raise SystemExit(1)
 
