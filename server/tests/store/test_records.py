@@ -192,8 +192,19 @@ def test_inflight_sampling_sessions_move_together_and_snapshots_do_not(store: St
     assert run(write(lambda connection: samplers.inflight_folder(connection, "ada", model.id))) == "checkpoints/2"
     folders = [each.folder for each in run(store.samplers.of_session("ada", "ada-s"))]
     assert folders == ["checkpoints/frozen", "checkpoints/2", "checkpoints/2"]
-    assert set(run(store.samplers.end("ada", "ada-s", NOW))) == {"checkpoints/frozen", "checkpoints/2"}
-    assert run(store.samplers.count("ada")) == 0
+
+
+def test_a_session_and_its_sampling_sessions_end_in_one_commit(store: Store, run: Run) -> None:
+    for owner in ("ada-s", "ada-t"):
+        run(store.sessions.create(Session(owner, "ada", NOW, NOW)))
+        run(store.samplers.create(Sampler(f"{owner}:sample:0", "ada", owner, 0, "base", NOW, folder="checkpoints/x")))
+    before = store.database.commits
+    assert run(store.sessions.end("ada", "ada-s", "finished", NOW + 1))
+    assert store.database.commits == before + 1
+    ended = [run(store.samplers.get("ada", f"{owner}:sample:0")).ended for owner in ("ada-s", "ada-t")]
+    assert ended == [NOW + 1, None]
+    assert not run(store.sessions.end("ada", "ada-s", "finished", NOW + 2))
+    assert run(store.samplers.get("ada", "ada-s:sample:0")).ended == NOW + 1
 
 
 def test_a_checkpoint_is_read_as_it_was_written(store: Store, run: Run) -> None:

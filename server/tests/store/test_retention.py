@@ -12,7 +12,7 @@ from twinkle_server.ids import CheckpointPath
 from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
 from twinkle_server.payloads import Create, Sample, Save
 from twinkle_server.store import Store, retention, samplers
-from twinkle_server.store.records import Checkpoint, Model, Sampler
+from twinkle_server.store.records import Checkpoint, Model, Sampler, Session
 
 Run = Callable[[Awaitable[Any]], Any]
 START = 1_000_000.0
@@ -96,12 +96,13 @@ def test_rows_of_checkpoints_and_samplers_go_a_week_after_their_end(store: Store
         run(store.checkpoints.create(Checkpoint("ada", LANE, "weights", name, name, 1, "d", "base", 8, START)))
     run(store.checkpoints.delete("ada", CheckpointPath(LANE, "weights", "deleted"), START))
     run(store.samplers.create(Sampler("ada-s:sample:0", "ada", "ada-s", 0, "base", START)))
-    run(store.samplers.end("ada", "ada-s", START))
-    run(store.samplers.create(Sampler("ada-s:sample:1", "ada", "ada-s", 1, "base", START)))
+    run(store.sessions.end("ada", "ada-s", "finished", START))
+    run(store.sessions.create(Session("ada-t", "ada", START, START)))
+    run(store.samplers.create(Sampler("ada-t:sample:1", "ada", "ada-t", 1, "base", START)))
     early, late = (run(store.retention.purge(START + 7 * DAY + more)) for more in (-1, 1))
     assert (early.checkpoints, early.samplers, late.checkpoints, late.samplers) == (0, 0, 1, 1)
     assert [each.name for each in run(store.checkpoints.page("ada", START)).rows] == ["kept"]
-    assert [each.number for each in run(store.samplers.of_session("ada", "ada-s"))] == [1]
+    assert [run(store.samplers.of_session("ada", session)) == [] for session in ("ada-s", "ada-t")] == [True, False]
 
 
 def test_payloads_of_a_model_that_is_gone_go(store: Store, run: Run, model: Model) -> None:
@@ -134,7 +135,7 @@ def test_every_folder_that_something_needs_is_known(store: Store, run: Run, mode
     run(done(store, 1, payload=Sample([1], source=path("sampled")).dump(), kind="sample", lane="ada-s:sample:0"))
     expected = {path(name) for name in ("live", "published", "sampler", "source", "saving", "sampling")}
     assert run(store.retention.referenced()) == expected | {"snapshots/a"}
-    run(store.samplers.end("ada", "ada-s", START))
+    run(store.sessions.end("ada", "ada-s", "finished", START))
     assert run(store.retention.referenced()) == (expected | {"snapshots/a"}) - {path("sampler")}
 
 

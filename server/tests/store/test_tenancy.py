@@ -147,7 +147,6 @@ EMPTY: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "models.of_session": lambda store: store.models.of_session("eve", "s"),
     "models.count": lambda store: store.models.count("eve"),
     "samplers.of_session": lambda store: store.samplers.of_session("eve", "s"),
-    "samplers.end": lambda store: store.samplers.end("eve", "s", 2.0),
     "samplers.count": lambda store: store.samplers.count("eve"),
     "checkpoints.page": lambda store: store.checkpoints.page("eve", 2.0, run="s:train:0"),
     "checkpoints.latest": lambda store: store.checkpoints.latest("eve", ["s:train:0"], 2.0),

@@ -11,7 +11,6 @@ from twinkle_server.runtime.ports import Effects
 from twinkle_server.runtime.tracks import Closed
 from twinkle_server.settings import Times
 from twinkle_server.store.models import Models
-from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.sessions import Sessions
 
 _log = logging.getLogger(__name__)
@@ -27,10 +26,6 @@ class Tables(Protocol):
     @property
     def models(self) -> Models:
         """See `store.models`."""
-
-    @property
-    def samplers(self) -> Samplers:
-        """See `store.samplers`."""
 
 
 class SessionKeeper:
@@ -81,7 +76,6 @@ class SessionKeeper:
             if await self._store.sessions.end(session.tenant, session.id, "expired", now, "expired"):
                 _log.info("session %s expired", session.id)
                 self._heartbeats.forget(session.id)
-                await self._store.samplers.end(session.tenant, session.id, now)
                 self._ending.leave(f"{session.id}:", "its session expired: no heartbeat came")
 
     def _runs(self, session: str) -> bool:

@@ -96,18 +96,6 @@ class Samplers:
             raise NotFound(f"no sampling session {sampler[:120]!r}")
         return int(number)
 
-    async def end(self, tenant: str, session: str, now: float) -> list[str]:
-        """End a session's sampling sessions; returns folders that they used."""
-        mine = (samplers.c.tenant == tenant, samplers.c.session == session, samplers.c.ended.is_(None))
-
-        def work(connection: Connection) -> list[str]:
-            used = connection.execute(select(samplers.c.folder).where(*mine).distinct()).scalars()
-            folders = [name for name in used if name is not None]
-            connection.execute(update(samplers).where(*mine).values(ended=now))
-            return folders
-
-        return await self._database.write(work)
-
     async def count(self, tenant: str) -> int:
         """Return how many sampling sessions a tenant has that have not ended."""
         query = select(func.count()).where(samplers.c.tenant == tenant, samplers.c.ended.is_(None))

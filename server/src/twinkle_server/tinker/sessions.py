@@ -171,7 +171,8 @@ async def finish(request: Request, session_id: str) -> Response:
     body = await read(request, Finish)
     reason = (body.reason or _Reason()).type
     if await house.store.sessions.end(who.tenant, session_id, "finished", now(), reason, body.detail):
-        await _let_go(house, who, session_id)
+        house.samplers.forget()
+        await house.service.finish_session(session_id)
     return answer({})
 
 
@@ -196,12 +197,6 @@ def _session_id(who: Caller, body: CreateSession, key: str | None) -> str:
     if key is None:
         return new_id()
     return hashlib.sha256(f"{who.tenant}\0{key}\0{body.model_dump_json()}".encode()).hexdigest()[:32]
-
-
-async def _let_go(house: House, who: Caller, session_id: str) -> None:
-    await house.store.samplers.end(who.tenant, session_id, now())
-    house.samplers.forget()
-    await house.service.finish_session(session_id)
 
 
 def _statuses(body: Search) -> list[str] | None:
