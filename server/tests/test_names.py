@@ -8,6 +8,7 @@ from twinkle_server.engine.messages import SIZES, Message
 from twinkle_server.errors import BadRequest
 from twinkle_server.ids import KINDS, CheckpointPath, check_name, model_id, new_id, sampler_id
 from twinkle_server.payloads import Create, Sample, Save
+from twinkle_server.tenancy.keys import new_key
 
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=128).filter(lambda name: name.strip("."))
 
@@ -43,6 +44,12 @@ def test_anything_else_is_no_path(text: str) -> None:
 def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
     with pytest.raises(BadRequest, match="is no name of a checkpoint"):
         check_name(name)
+
+
+def test_a_name_with_a_key_in_it_is_refused() -> None:
+    assert check_name("tml-first-run") == "tml-first-run"
+    with pytest.raises(BadRequest, match="holds an API key"):
+        check_name(f"of-{new_key()}")
 
 
 @pytest.mark.parametrize(

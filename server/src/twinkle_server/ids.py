@@ -5,6 +5,7 @@ import secrets
 from dataclasses import dataclass
 
 from twinkle_server.errors import BadRequest
+from twinkle_server.observe.redaction import holds_key
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 """Kinds of checkpoints, as they stand in a `tinker://` path."""
@@ -30,8 +31,12 @@ def check_name(name: str) -> str:
     """Return the name of a checkpoint.
 
     Raises:
-        BadRequest: it is empty, too long, has other characters than `[A-Za-z0-9._-]`, or is only dots.
+        BadRequest: it is empty, too long, has other characters than `[A-Za-z0-9._-]`, is only dots, or holds a key.
     """
+    if holds_key(name):
+        raise BadRequest(
+            f"{name[:140]!r} holds an API key, which everybody who reads the name would have: take another"
+        )
     if not _NAME.fullmatch(name) or not name.strip("."):
         raise BadRequest(
             f"{name[:140]!r} is no name of a checkpoint: 1 to 128 letters, digits, '.', '_' and '-', and not dots alone"

@@ -20,6 +20,7 @@ Journal = SqliteJournal | MemoryJournal
 Run = Callable[[Awaitable[Any]], Any]
 LANE = "ada-s:train:0"
 LARGE = bytes(range(256)) * 1000
+KEY = f"tml-{'k' * 43}"
 
 
 @pytest.fixture(params=["sqlite", "memory"])
@@ -183,6 +184,14 @@ def test_the_first_outcome_stands(journal: Journal, run: Run) -> None:
     assert run(journal.future(accepted.request, "ada")).result == b"first"
     with pytest.raises(LookupError, match="no operation 99"):
         run(journal.finish([Outcome(99, b"{}")]))
+
+
+def test_the_words_of_a_failure_are_kept_without_keys(store: Store, run: Run) -> None:
+    refused, _ = run(store.journal.submit(step(0, refusal=f"no {KEY!r}")))
+    failed, operation = run(store.journal.submit(step(1)))
+    run(store.journal.finish([Outcome(operation.id, error=f"X-API-Key: {KEY}")]))
+    words = [run(store.journal.future(each.request, "ada")).error for each in (refused, failed)]
+    assert words == ["no '[hidden]'", "X-API-Key: [hidden]"]
 
 
 def test_a_refusal_of_what_comes_with_an_outcome_fails_that_operation_alone(

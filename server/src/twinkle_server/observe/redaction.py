@@ -1,4 +1,4 @@
-"""Takes secrets out of text: the last thing that happens to a line of a log."""
+"""Takes secrets out of text: the last thing that happens to a line of a log, and to the words of a failure."""
 
 import hmac
 import re
@@ -10,12 +10,18 @@ _SECRETS = re.compile(
     r"|(?P<header>(?:x-api-key|authorization|cookie)[\"'\]]*\s*[:=,]\s*[b\"'\\]*)[^\"'\s,}\\]+",
     re.IGNORECASE,
 )
+_KEY = re.compile(r"tml-[A-Za-z0-9_-]{43}")
 HIDDEN = "[hidden]"
 
 
 def redact(text: str) -> str:
     """Return a text without keys, tokens, signed links and the headers that carry them."""
     return _SECRETS.sub(lambda found: (found["header"] or "") + HIDDEN, text)
+
+
+def holds_key(text: str) -> bool:
+    """Return whether a text has an API key in it: no name may, for names are shown and kept."""
+    return _KEY.search(text) is not None
 
 
 def tenant_mark(tenant: str, secret: bytes) -> str:

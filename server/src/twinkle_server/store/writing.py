@@ -8,6 +8,7 @@ from typing import Any, Final
 from sqlalchemy import Connection
 
 from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
+from twinkle_server.observe.redaction import redact
 from twinkle_server.operations import Accepted, Operation, Outcome, Status, Submission
 from twinkle_server.store import statements as sql
 from twinkle_server.store.connections import driver
@@ -96,7 +97,7 @@ class Submit:
         asked, now = self.submission, self.context.clock()
         refused = asked.refusal is not None
         columns = (request, asked.tenant, asked.lane, number, asked.kind, asked.tokens, self.digest)
-        outcome = ("failed", asked.refusal, "user") if refused else ("pending", None, None)
+        outcome = ("failed", redact(asked.refusal), "user") if asked.refusal is not None else ("pending", None, None)
         where = (self.context.epoch, self.stored.where, now, now if refused else None)
         row = raw.execute(sql.INSERT, columns + outcome + where).fetchone()
         if row is None:
@@ -191,7 +192,7 @@ def _end(outcome: Outcome) -> tuple[Status, str | None, str | None]:
     if outcome.cancelled:
         return "cancelled", outcome.error or "the request was cancelled", "user"
     if outcome.error is not None:
-        return "failed", outcome.error.encode("utf-8", "replace").decode(), outcome.category
+        return "failed", redact(outcome.error.encode("utf-8", "replace").decode()), outcome.category
     return "done", None, None
 
 

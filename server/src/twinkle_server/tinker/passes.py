@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import BadRequest, Unprocessable
+from twinkle_server.observe.redaction import holds_key
 from twinkle_server.operations import Submission
 from twinkle_server.settings import Limits
 from twinkle_server.tinker.answers import promise
@@ -140,6 +141,8 @@ def _measured(message: Any, number: int, payload: bytes, limits: Limits) -> Pass
         refusal = f"the pass has {rows} rows; this service takes {limits.datums} at a time"
     elif tokens > limits.request_tokens:
         refusal = f"the pass has {tokens} tokens; this service takes {limits.request_tokens} at a time"
+    elif holds_key(message.loss_fn):
+        refusal = f"{message.loss_fn[:140]!r} is no name of a loss: it holds an API key"
     if refusal:
         payload = _mark(payload)
     return PassBody(message.model_id, number, payload, tokens, message.forward_only, refusal)

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, Field
 
 from twinkle_server.ids import new_id
+from twinkle_server.observe.redaction import redact
 from twinkle_server.store.records import Session, write_cursor
 from twinkle_server.store.sessions import SessionSearch
 from twinkle_server.tinker.answers import answer, moment, present
@@ -170,7 +171,8 @@ async def finish(request: Request, session_id: str) -> Response:
     who, house = caller(request), house_of(request)
     body = await read(request, Finish)
     reason = (body.reason or _Reason()).type
-    if await house.store.sessions.end(who.tenant, session_id, "finished", now(), reason, body.detail):
+    detail = None if body.detail is None else redact(body.detail)  # often an exception's text, headers included
+    if await house.store.sessions.end(who.tenant, session_id, "finished", now(), reason, detail):
         house.samplers.forget()
         await house.service.finish_session(session_id)
     return answer({})
