@@ -7,6 +7,7 @@ from typing import Any
 from twinkle_server.armour.answers import refuse
 from twinkle_server.armour.budget import Budget, Share
 from twinkle_server.armour.depth import check_depth, is_flat
+from twinkle_server.armour.turnstile import Turnstile
 from twinkle_server.armour.zstd import decompress
 from twinkle_server.errors import BadRequest, ServiceError, TooLarge
 from twinkle_server.settings import Limits
@@ -37,6 +38,7 @@ class Bodies:
     def __init__(self, app: Any, limits: Limits, budget: Budget | None = None) -> None:
         self._app = app
         self._limits = limits
+        self._turnstile = Turnstile()
         self.budget = budget or Budget(limits.inflight_bytes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -55,6 +57,8 @@ class Bodies:
             share.close()
             return
         try:
+            if len(body) > _ON_A_THREAD:
+                await self._turnstile.through()
             await self._app(scope, _replay(body, receive), send)
         finally:
             share.close()
@@ -85,6 +89,8 @@ class Bodies:
         began = time.monotonic()
         while True:
             allowed = _GRACE + share.taken / _SLOWEST
+            if pieces:
+                await self._turnstile.through()
             try:
                 async with asyncio.timeout(began + allowed - time.monotonic()):
                     message = await receive()
