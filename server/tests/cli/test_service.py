@@ -69,8 +69,8 @@ def test_keys_made_and_revoked_while_it_runs_count_at_once(service: Process) -> 
     assert "revoked" in run("keys", "list", "--all", "--data", str(service.data))
 
 
-def test_quotas_of_a_key_hold(service: Process) -> None:
-    arguments = ["--adapters", "1", "--tokens-per-second", "50", "--json"]
+def test_a_key_has_no_more_adapters_than_it_may(service: Process) -> None:
+    arguments = ["--adapters", "1", "--json"]
     made = json.loads(run("keys", "create", "small", "--data", str(service.data), *arguments))
     with service.client(made["key"]) as client:
         session = client.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
@@ -124,13 +124,6 @@ def test_status_asks_the_server(service: Process) -> None:
     assert said["engine"] == "up"
     shown = run("status", "--data", str(service.data))
     assert shown.startswith(f"serves ledger/model at {service.url} (pid ")
-
-
-def test_figures_are_there(service: Process) -> None:
-    with httpx.Client(base_url=service.url, trust_env=False) as client:
-        text = client.get("/metrics").text
-    for name in ("operations_total", "queue_age_seconds", "pass_seconds", "swaps_total", "replays_total", "body_bytes"):
-        assert f"# TYPE twinkle_{name.removesuffix('_total')}" in text
 
 
 def test_what_changes_something_is_in_the_audit(service: Process) -> None:
