@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import httpx
@@ -21,12 +23,31 @@ class Lost(AssertionError):
     """Something that the service acknowledged, or must acknowledge, was not done."""
 
 
+@dataclass(frozen=True)
+class Wait:
+    """How long one future was open, on the clock of `time.monotonic`.
+
+    Attributes:
+        what: was asked for.
+        begin: when its id came.
+        end: when its result came.
+    """
+
+    what: str
+    begin: float
+    end: float
+
+
 class Client:
     """One tenant's connection that never gives up.
 
     Args:
         url: of the service, or of a proxy before it.
         key: of the tenant.
+
+    Attributes:
+        sent: requests, those that came to nothing counted.
+        waits: for every future that is over.
     """
 
     def __init__(self, url: str, key: str = "tml-local") -> None:
@@ -35,6 +56,7 @@ class Client:
             base_url=f"{url}/api/v1", headers={"X-API-Key": key}, trust_env=False, timeout=20, limits=limits
         )
         self.sent = 0
+        self.waits: list[Wait] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -42,10 +64,10 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self.http.aclose()
 
-    async def ask(self, path: str, body: Any, accept: str = "") -> httpx.Response:
+    async def ask(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """Send until there is an answer that is one."""
         end, pause = time.monotonic() + PATIENCE, 0.01
-        headers = {"Accept": accept} if accept else {}
+        headers = headers or {}
         while time.monotonic() < end:
             self.sent += 1
             try:
@@ -67,8 +89,9 @@ class Client:
         """Wait for a future until it is over."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            accept = "" if kind == "json" else PROTOBUF
-            answer = await self.ask("/retrieve_future", {"request_id": request, "allow_metadata_only": False}, accept)
+            headers = {} if kind == "json" else {"Accept": PROTOBUF}
+            body = {"request_id": request, "allow_metadata_only": False}
+            answer = await self.ask("/retrieve_future", body, headers)
             if answer.headers["content-type"].startswith(PROTOBUF):
                 made = wire.SampleResponse() if kind == "sample" else wire.ForwardBackwardOutput()
                 made.ParseFromString(answer.content)
@@ -82,11 +105,21 @@ class Client:
 
     async def do(self, path: str, body: Any, kind: str = "json") -> Any:
         """Submit, and wait for the result."""
-        return await self.result((await self.ask(path, body)).json()["request_id"], kind)
+        request = (await self.ask(path, body)).json()["request_id"]
+        begin = time.monotonic()
+        found = await self.result(request, kind)
+        self.waits.append(Wait(path, begin, time.monotonic()))
+        return found
 
     async def session(self) -> str:
-        """Open a session; if the answer is lost, another one."""
-        return str((await self.ask("/create_session", {})).json()["session_id"])
+        """Open a session; if the answer is lost, it is asked for again, as the SDK does."""
+        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
+        return str((await self.ask("/create_session", {}, headers)).json()["session_id"])
+
+    async def copy(self, session: str, number: int, path: str) -> str:
+        """Copy a checkpoint into a run of a session, and return the copy's path."""
+        body = {"source_path": path, "session_id": session, "model_seq_id": number}
+        return str((await self.ask("/copy_weights", body)).json()["tinker_path"])
 
 
 class Trainer:
@@ -180,11 +213,12 @@ async def follow(trainer: Trainer, program: Sequence[str], ahead: int = 4) -> No
 
     Args:
         trainer: the model.
-        program: words of "train", "big", "read", "step", "save", "sample", "load".
+        program: words of "train", "big", "read", "step", "save", "sample", "copy" (of what was saved last) and "load"
+            (of what was saved or copied last); where nothing was saved, these two do nothing.
         ahead: operations that are under way at once.
     """
     gate = asyncio.Semaphore(ahead)
-    samplers = itertools.count()
+    samplers, copies = itertools.count(), itertools.count(1)
     saved: list[tuple[str, State]] = []
 
     async def guarded(work: Awaitable[Any]) -> None:
@@ -201,7 +235,11 @@ async def follow(trainer: Trainer, program: Sequence[str], ahead: int = 4) -> No
                     path, state = await trainer.save_sampler()
                     tasks.create_task(sampled(trainer.client, trainer.session, next(samplers), path, state))
                     continue
-                if word == "load" and not saved:
+                if word in ("copy", "load") and not saved:
+                    continue
+                if word == "copy":
+                    path, state = saved[-1]
+                    saved.append((await trainer.client.copy(trainer.session, next(copies), path), state))
                     continue
                 made = {
                     "train": trainer.train, "big": lambda: trainer.train(40), "read": trainer.read,

@@ -53,6 +53,11 @@ class History:
         self.events[event.number] = event
         return event
 
+    @property
+    def changes(self) -> int:
+        """Number of operations that were asked for and do more than read."""
+        return sum(event.kind != "read" for event in self.events.values())
+
     def expected(self, number: int) -> State:
         """Return the model's state after an operation, if all before it were done once and in order."""
         state = self.start

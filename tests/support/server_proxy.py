@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,6 +39,10 @@ class Proxy:
         upstream: URL of the service.
         plan: says what befalls a request, from its number and its path.
         prefix: that clients put before every path.
+
+    Attributes:
+        seen: requests that came.
+        befell: how many of them each fault, by its field's name.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class Proxy:
         self.plan = plan
         self.prefix = prefix
         self.seen = 0
+        self.befell: Counter[str] = Counter()
         self.url = ""
         self._late: set[asyncio.Task[bytes | None]] = set()
 
@@ -66,6 +73,7 @@ class Proxy:
         method, path, version = line.split(b" ")
         fault = self.plan(self.seen, path.decode())
         self.seen += 1
+        self.befell.update(name for name, value in vars(fault).items() if value)
         if fault.delay:
             await asyncio.sleep(fault.delay)
         if fault.lost:
@@ -106,6 +114,31 @@ def _length(head: bytes) -> int:
         if name.lower() == b"content-length":
             return int(value)
     return 0
+
+
+def weather(seed: int, *, mute: float, repeats: float, delay: float, lost: float = 0.0) -> Proxy:
+    """Return a proxy before no service yet, with the shares of all requests that each fault befalls.
+
+    Args:
+        seed: of the draw.
+        mute: they are done, and their answers are lost.
+        repeats: they come two or three times.
+        delay: they come 5 to 300 ms late, behind others.
+        lost: they never come.
+    """
+    draw = random.Random(seed)
+    faults = ["mute", "repeats", "delay", "lost", "none"]
+    shares = [mute, repeats, delay, lost, 1.0 - mute - repeats - delay - lost]
+
+    def plan(number: int, path: str) -> Fault:
+        late, times = draw.uniform(0.005, 0.3), draw.randint(1, 2)
+        made = {
+            "mute": Fault(mute=True), "repeats": Fault(repeats=times), "delay": Fault(delay=late),
+            "lost": Fault(lost=True), "none": NONE,
+        }  # fmt: skip
+        return made[draw.choices(faults, shares)[0]]
+
+    return Proxy("", plan)
 
 
 @asynccontextmanager

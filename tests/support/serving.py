@@ -22,6 +22,8 @@ SCRIPT = Path(__file__).with_name("server_process.py")
 READY = re.compile(r"at (http://127\.0\.0\.1:\d+)")
 KEY = re.compile(r"tml-[\w-]{20,}")
 START_SECONDS = 60.0
+DRAIN_SECONDS = 30.0
+"""In which SIGTERM ends a service, whatever it is doing."""
 
 
 @dataclass
@@ -108,10 +110,16 @@ class Served:
                 return int(entry.name)
         return None
 
-    def kill_engine(self) -> None:
-        """Kill the engine at once."""
-        if pid := self.engine():
+    def kill_engine(self) -> bool:
+        """Kill the engine at once; False if there is none at the moment."""
+        pid = self.engine()
+        if pid is None:
+            return False
+        try:
             os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has just ended by itself
+            return False
+        return True
 
     def kill(self) -> None:
         """Kill the service at once, as a power cut does; its engine follows by itself."""
@@ -119,8 +127,8 @@ class Served:
             self.process.kill()
             self._ended()
 
-    def stop(self, seconds: float = 40.0) -> int | None:
-        """End the service with SIGTERM and return its exit code; kill it if it does not end."""
+    def stop(self, seconds: float = DRAIN_SECONDS) -> int | None:
+        """End the service with SIGTERM and return its exit code; kill it, and fail, if it does not end in time."""
         if self.process is None:
             return None
         if self.process.poll() is None:
