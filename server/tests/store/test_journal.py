@@ -215,6 +215,41 @@ def test_a_refusal_of_what_comes_with_an_outcome_fails_that_operation_alone(
     assert run(store.models.get("ada", model.id)).status == "creating"
 
 
+@pytest.mark.parametrize("fault", [Unavailable("full"), ZeroDivisionError()])
+def test_results_that_are_not_written_leave_no_files(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    operations = [run(store.journal.submit(step(number)))[1] for number in range(1, 4)]
+    large = [Outcome(operation.id, bytes([operation.id]) * 200_000) for operation in operations]
+    put, count = store.journal.results.put, 0
+
+    async def third_fails(data: bytes) -> str:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise fault
+        return await put(data)
+
+    monkeypatch.setattr(store.journal.results, "put", third_fails)
+    with pytest.raises(type(fault)):
+        run(store.journal.finish(large))
+    assert list((store.data / "results").iterdir()) == []
+    monkeypatch.setattr(store.journal.results, "put", put)
+    monkeypatch.setattr(store.database, "write", _raise(fault))
+    with pytest.raises(type(fault)):
+        run(store.journal.finish(large))
+    with pytest.raises(type(fault)):
+        run(store.journal.submit(replace(step(9), payload=b"p" * 200_000)))
+    assert [list((store.data / place).iterdir()) for place in ("results", "payloads")] == [[], []]
+
+
+def _raise(fault: Exception) -> Any:
+    async def write(work: Any) -> None:
+        raise fault
+
+    return write
+
+
 def test_an_unexpected_error_in_what_comes_with_an_outcome_writes_none_of_them(store: Store, run: Run) -> None:
     answers = [run(store.journal.submit(step(number))) for number in range(2)]
 

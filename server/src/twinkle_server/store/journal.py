@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from twinkle_server.errors import Gone, NotFound, ServiceError
+from twinkle_server.errors import Gone, NotFound
 from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snapshot, Submission
 from twinkle_server.settings import Limits
 from twinkle_server.store import statements as sql
@@ -78,7 +78,7 @@ class SqliteJournal:
             stored = await self._store(submission.payload, self.payloads)
         try:
             accepted, operation = await self._database.write(Submit(self.context, submission, digest, stored, also))
-        except ServiceError:
+        except Exception:
             await self.payloads.drop(stored.files)
             raise
         if not accepted.fresh:
@@ -96,12 +96,15 @@ class SqliteJournal:
             LeaseLost: another process writes here now.
             Unavailable: the disk is full or fails; nothing is written.
         """
-        stored = [await self._store(outcome.result, self.results) for outcome in outcomes]
-        names = [name for each in stored for name in each.files]
-        write = Finish(self.context, list(zip(outcomes, stored, strict=True)))
+        stored: list[tuple[Outcome, Stored]] = []
+        names: list[str] = []
         try:
+            for outcome in outcomes:
+                stored.append((outcome, await self._store(outcome.result, self.results)))
+                names += stored[-1][1].files
+            write = Finish(self.context, stored)
             written = await self._database.write(write)
-        except (ServiceError, LookupError):
+        except Exception:
             await self.results.drop(names)
             raise
         await self.results.drop([name for name in names if name not in write.used])
