@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 from server_runtime import SOON, Database, within
 
 from twinkle_server.errors import Unavailable
@@ -19,13 +20,14 @@ class Disk(MemoryJournal):
         super().__init__(Database(), b"secret")
         self.faults: list[Exception] = []
         self.never: int | None = None
+        self.not_even_failed = False
         self.commits: list[list[int]] = []
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         await asyncio.sleep(0)
         if self.faults:
             raise self.faults.pop(0)
-        if any(each.operation == self.never and each.error is None for each in outcomes):
+        if any(each.operation == self.never and (each.error is None or self.not_even_failed) for each in outcomes):
             raise ValueError("a defect")
         self.commits.append([each.operation for each in outcomes])
         return await super().finish(outcomes)
@@ -91,16 +93,43 @@ def test_a_full_disk_delays_outcomes_and_loses_none() -> None:
     within(SOON, scenario)
 
 
-def test_an_outcome_that_cannot_be_written_fails_alone() -> None:
+@pytest.mark.parametrize("not_even_failed", [False, True])
+def test_an_outcome_that_cannot_be_written_fails_alone_and_is_told(not_even_failed: bool) -> None:
     async def scenario() -> None:
-        disk, told = Disk(), {}
-        disk.never = 2
+        disk, told, unwritten = Disk(), {}, []
+        disk.never, disk.not_even_failed = 2, not_even_failed
         outcomes = Outcomes(disk, lambda operation, outcome: told.update({operation.id: outcome.error}), print)
+        outcomes.unwritten = lambda operation: unwritten.append(operation.id)
         outcomes.start()
         for operation in await _operations(disk, 3):
             outcomes.put(operation, Outcome(operation.id, result=b""))
         await outcomes.flush()
         assert told == {1: None, 2: "its result could not be written", 3: None}
+        assert unwritten == [2]
+        await outcomes.stop(SOON)
+
+    within(SOON, scenario)
+
+
+def test_who_cannot_be_told_of_one_outcome_is_told_of_the_others() -> None:
+    async def scenario() -> None:
+        disk, told = Disk(), []
+
+        def tell(operation: Operation, outcome: Outcome) -> None:
+            if operation.id == 1:
+                raise ZeroDivisionError
+            told.append(operation.id)
+
+        outcomes = Outcomes(disk, tell, print)
+        outcomes.start()
+        first, second, third = await _operations(disk, 3)
+        outcomes.put(first, Outcome(1, result=b""))
+        outcomes.put(second, Outcome(2, result=b""))
+        outcomes.then(lambda: asyncio.sleep(0))
+        outcomes.put(third, Outcome(3, result=b""))
+        await outcomes.flush()
+        assert told == [2, 3]
+        assert (await disk.future(third.request, "ada")).status == "done"
         await outcomes.stop(SOON)
 
     within(SOON, scenario)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
 from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable, Unprocessable
-from twinkle_server.operations import Operation, Submission
+from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
 from twinkle_server.runtime.lanes import FARTHEST
 from twinkle_server.runtime.replay import DEATHS
 from twinkle_server.settings import Limits, Times
@@ -305,6 +306,41 @@ def test_a_model_for_which_there_is_no_memory_at_the_moment_is_made_again_later(
         assert applied(await answer(runtime, asked[-1][1].request)) == [1, 2, 3, 4, 5]
         assert not world.plan.scarce
         assert "corrupted" not in [what for what, _ in world.effects.said]
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_what_the_log_says_failed_is_taken_out_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(Plan(snapshot_every=100))
+        finish = world.journal.finish
+
+        async def broken(outcomes: Sequence[Outcome]) -> list[Outcome]:
+            if any(b"[1, 2]" in (each.result or b"") for each in outcomes):
+                raise ValueError("a defect")
+            return await finish(outcomes)
+
+        monkeypatch.setattr(world.journal, "finish", broken)
+        runtime = await world.runtime()
+        asked = [await ask(runtime, n, "create" if n == 0 else "forward_backward") for n in range(3)]
+        assert applied(await answer(runtime, asked[1].request)) == [1]
+        assert (await answer(runtime, asked[2].request)).error == "its result could not be written"
+        assert applied(await answer(runtime, (await ask(runtime, 3)).request)) == [1, 3]
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_an_operation_that_a_snapshot_contains_and_whose_outcome_is_lost_fails() -> None:
+    async def scenario() -> None:
+        world = World()
+        lost, _ = await world.journal.submit(Submission("ada", LANE, "forward_backward", b"{}", 1))
+        world.plan.disk["snapshots/a"] = (2, [1, 2])
+        await world.journal.snapshotted(Snapshot(LANE, 2, "snapshots/a", "", 1))
+        runtime = await world.runtime()
+        assert (await answer(runtime, lost.request)).error == "its result could not be written"
+        assert applied(await answer(runtime, (await ask(runtime, 3)).request)) == [1, 2, 3]
         await runtime.close()
 
     within(SOON, scenario)

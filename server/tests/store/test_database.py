@@ -13,7 +13,8 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from twinkle_server import failpoints
 from twinkle_server.errors import BadRequest, Unavailable
-from twinkle_server.store.connections import driver
+from twinkle_server.store import database as store_database
+from twinkle_server.store.connections import driver, worded
 from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.faults import StoreError
 from twinkle_server.store.filesystem import check_local
@@ -221,3 +222,42 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "twinkle.db").write_bytes(b"something else entirely" * 100)
     with pytest.raises(StoreError, match="cannot be opened"):
         SqliteDatabase(tmp_path / "twinkle.db")
+
+
+def test_a_connection_that_cannot_be_opened_anew_is_tried_again_at_each_write(
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [StoreError("no"), StoreError("no")]
+    connect = store_database.connect
+
+    def fails_twice(path: Path) -> sqlite3.Connection:
+        if faults:
+            raise faults.pop()
+        return connect(path)
+
+    monkeypatch.setattr(store_database, "connect", fails_twice)
+    database._writer._raw.close()
+    for name in ("a", "b", "c"):  # the first finds the connection closed, the others cannot open another
+        with pytest.raises(Unavailable):
+            database.write_now(put(name))
+        assert not database.healthy
+    database.write_now(put("d"))
+    assert database.healthy
+    assert database.write_now(names) == ["d"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_the_stores"),
+    [
+        (sqlite3.SQLITE_LOCKED, True),
+        (sqlite3.SQLITE_PROTOCOL, True),
+        (sqlite3.SQLITE_PERM, True),
+        (sqlite3.SQLITE_INTERRUPT, True),
+        (sqlite3.SQLITE_IOERR_FSYNC, True),
+        (sqlite3.SQLITE_CONSTRAINT_UNIQUE, False),
+    ],
+)
+def test_what_is_the_stores_fault_may_come_again(error: int, is_the_stores: bool) -> None:
+    found = sqlite3.DatabaseError("no")
+    found.sqlite_errorcode = error
+    assert isinstance(worded(found), Unavailable) == is_the_stores

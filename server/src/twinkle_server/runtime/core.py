@@ -77,6 +77,7 @@ class Runtime:
         self.ending = Ending(self.dispatcher, journal, self.outcomes, self._farthest)
         self.janitor = Janitor()
         self._postponing = Postponing(self.dispatcher)
+        self.outcomes.unwritten = self._unwritten
         self._answers = Answers(self.dispatcher, journal, self.outcomes, effects, self._postponing)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
         self.facts = Facts(self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause)
@@ -106,6 +107,9 @@ class Runtime:
             if not track.ordered:
                 self.futures.open(operation)
                 self.dispatcher.arrive(track, operation)
+            elif operation.number <= track.behind:  # its outcome was never written, and a snapshot contains it
+                self.futures.open(operation)
+                self.dispatcher.fail(operation, "its result could not be written")
 
     async def wait_ready(self) -> None:
         """Wait until the engine is ready.
@@ -320,6 +324,12 @@ class Runtime:
         log_ended(operation, ending, seconds)
         if self._figures is not None:
             self._figures.finished(operation.kind, ending, seconds, operation.tokens, operation.tenant)
+
+    def _unwritten(self, operation: Operation) -> None:
+        """Let a model that has what the log does not know be made again from the log."""
+        track = self.dispatcher.tracks.get(operation.lane)
+        if track is not None and track.ordered:
+            self._postponing.put_off(track, "the result of an operation could not be written")
 
     def _never_made(self, operation: Operation, reason: str) -> None:
         track = self.dispatcher.tracks.get(operation.lane)

@@ -25,11 +25,17 @@ class Outcomes:
         journal: where to.
         written: is told of each when it is durable.
         lost: is told when the journal may not be written any more (another process owns it).
+
+    Attributes:
+        trouble: why nothing can be written at the moment.
+        unwritten: is told of an operation that was done and stands in the log as failed, because its outcome is
+            nothing that can be written; it is called before `written`.
     """
 
     def __init__(
         self, journal: Journal, written: Callable[[Operation, Outcome], None], lost: Callable[[str], None]
     ) -> None:
+        self.unwritten: Callable[[Operation], None] = lambda operation: None
         self._journal = journal
         self._written = written
         self._lost = lost
@@ -82,10 +88,7 @@ class Outcomes:
             await self._wake.wait()
             self._wake.clear()
             queue, self._queue = self._queue, []
-            try:
-                await self._write(queue)
-            except Exception:
-                _log.exception("outcomes are written, and not all were told")
+            await self._write(queue)
 
     async def _write(self, queue: list[Entry | Job]) -> None:
         batch: list[Entry] = []
@@ -107,19 +110,30 @@ class Outcomes:
             return
         reach("outcomes.before_told")
         for (operation, _), outcome in zip(batch, written, strict=True):
-            self._written(operation, outcome)
+            self._tell(operation, outcome)
         reach("outcomes.after_told")
 
     async def _one_by_one(self, batch: list[Entry]) -> None:
         for operation, outcome in batch:
             written = await self._persist(lambda outcome=outcome: self._journal.finish([outcome]))  # type: ignore[misc]
             if written is None:
-                failed = replace(
-                    outcome, result=None, error="its result could not be written", category="server", also=None
-                )
-                written = await self._persist(lambda failed=failed: self._journal.finish([failed]))  # type: ignore[misc]
-            if written is not None:
-                self._written(operation, written[0])
+                await self._fail(operation, outcome)
+            else:
+                self._tell(operation, written[0])
+
+    async def _fail(self, operation: Operation, outcome: Outcome) -> None:
+        """Let an operation fail whose outcome is nothing that can be written; at the worst, only who waits is told."""
+        failed = replace(outcome, result=None, error="its result could not be written", category="server", also=None)
+        written = await self._persist(lambda: self._journal.finish([failed]))
+        if outcome.error is None:
+            self.unwritten(operation)
+        self._tell(operation, failed if written is None else written[0])
+
+    def _tell(self, operation: Operation, outcome: Outcome) -> None:
+        try:
+            self._written(operation, outcome)
+        except Exception:
+            _log.exception("the outcome of operation %d is written, and not everybody was told", operation.id)
 
     async def _job(self, job: Job) -> None:
         async def run() -> list[Outcome]:

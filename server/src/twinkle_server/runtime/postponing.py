@@ -23,8 +23,8 @@ class Postponing:
 
     def put_off(self, track: Track, why: str) -> None:
         """Take back what the engine has of a model, let it forget the rest, and make the model again later."""
-        if track.closed is not None or track.postponed is not None:
-            return
+        if track.closed is not None or track.postponed is not None or self._dispatcher.child is None:
+            return  # without an engine there is nothing to be forgotten, and the model is made again anyway
         _log.warning("model %s is made again later: %s", track.name, why)
         track.postponed = why
         if track.pump is not None:

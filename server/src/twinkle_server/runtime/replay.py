@@ -61,6 +61,7 @@ class Replay:
         behind = snapshot.number if snapshot else -1
         rows = await self._journal.after(lane, behind)
         track = Track(lane, tenant, ordered=True, order=Lane(behind + 1), closed=Closed(*closed) if closed else None)
+        track.behind = behind
         track.seen = max((row.id for row in rows), default=0)
         if any(row.kind == "create" and row.status in ("failed", "cancelled") for row in rows):
             track.closed = track.closed or NEVER_MADE

@@ -41,6 +41,7 @@ class Track:
         tenant: whose it is.
         ordered: its numbers are an order; False for a sampling session.
         order: what may run, and what waits.
+        behind: the number that its snapshot had when the lane was read from the log; -1 is none.
         seen: the newest row of the log when the lane was read from there.
         attached: the engine has the model's state.
         closed: why nothing runs here any more.
@@ -58,6 +59,7 @@ class Track:
     tenant: str
     ordered: bool
     order: Lane[Operation] = field(default_factory=lambda: Lane[Operation]())
+    behind: int = -1
     seen: int = 0
     attached: bool = False
     closed: Closed | None = None

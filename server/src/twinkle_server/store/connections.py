@@ -19,9 +19,13 @@ _DISK: Final = frozenset(
         sqlite3.SQLITE_CANTOPEN,
         sqlite3.SQLITE_CORRUPT,
         sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_INTERRUPT,
         sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
         sqlite3.SQLITE_NOMEM,
         sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_PROTOCOL,
         sqlite3.SQLITE_READONLY,
     }
 )
@@ -83,7 +87,8 @@ def worded(error: Exception) -> Exception:
     found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(found, "sqlite_errorcode", None)
     failed = isinstance(found, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK
-    if failed or isinstance(found, OSError):
+    closed = isinstance(found, sqlite3.ProgrammingError) and "closed database" in str(found)
+    if failed or closed or isinstance(found, OSError | StoreError):
         fault = Unavailable("the store cannot write at the moment (disk full or failing): try again", retry_after=5.0)
         fault.__cause__ = error
         return fault

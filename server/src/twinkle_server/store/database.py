@@ -195,6 +195,7 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lost = False
         self._open()
 
     def _open(self) -> None:
@@ -205,6 +206,8 @@ class _Writer:
     def commit(self, batch: list[_Job]) -> bool:
         """Run jobs in one transaction, and note their values or errors; returns whether the database works."""
         try:
+            if self._lost:
+                self._reopen()
             self._raw.execute("BEGIN IMMEDIATE")
             if len(batch) == 1:
                 self._alone(batch[0])
@@ -215,11 +218,12 @@ class _Writer:
             reach("store.after_commit")
         except _Undone:
             self._undo()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, StoreError) as error:
             _LOG.error("the store could not commit %d writes: %s", len(batch), error)
             for job in batch:
                 job.error = worded(error)
-            self._undo()
+            if not self._lost:
+                self._undo()
         return not any(isinstance(job.error, Unavailable) for job in batch)
 
     def _alone(self, job: _Job) -> None:
@@ -250,15 +254,13 @@ class _Writer:
             if self._raw.in_transaction:
                 self._raw.execute("ROLLBACK")
         except sqlite3.Error:
-            _LOG.exception("the store could not roll back; its connection is opened anew")
-            self._reopen()
+            _LOG.exception("the store could not roll back; its connection is opened anew before the next commit")
+            self._lost = True
 
     def _reopen(self) -> None:
-        try:
-            self._raw.close()
-            self._open()
-        except (sqlite3.Error, StoreError):
-            _LOG.exception("the store could not be opened anew")
+        self._raw.close()
+        self._open()
+        self._lost = False
 
     def close(self) -> None:
         try:

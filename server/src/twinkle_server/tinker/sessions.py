@@ -12,7 +12,7 @@ from twinkle_server.store.records import Session, write_cursor
 from twinkle_server.store.sessions import SessionSearch
 from twinkle_server.tinker.answers import answer, moment, present
 from twinkle_server.tinker.bodies import Body, Id, Metadata, Text, read, takes
-from twinkle_server.tinker.house import Caller, House, caller, house_of, now
+from twinkle_server.tinker.house import Caller, caller, house_of, now
 from twinkle_server.tinker.paging import Limit, Offset
 
 router = APIRouter()
