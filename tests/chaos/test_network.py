@@ -2,17 +2,21 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from server_clients import Client, Trainer, follow
-from server_history import none_foreign
-from server_proxy import NONE, Fault, Proxy, proxied
+from server_clients import Client, Trainer
+from server_fates import Fate, Killer, counting_service, survive, survive_all
+from server_history import History
+from server_proxy import weather
 from serving import Served, ledger
 
-WORDS = ("train", "train", "train", "step", "step", "read", "save", "sample", "load", "big")
+WORDS = ("train", "train", "train", "step", "step", "read", "save", "sample", "load", "big", "copy")
+SHARES = {"mute": 0.10, "repeats": 0.05, "delay": 0.05}
 Programs = Sequence[Sequence[str]]
 
 
@@ -24,45 +28,8 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     service.stop()
 
 
-def weather(seed: int, bad: float) -> Proxy:
-    """Return a proxy that is bad to so large a part of all requests: half of it lost answers."""
-    draw = random.Random(seed)
-
-    def plan(number: int, path: str) -> Fault:
-        if draw.random() >= bad:
-            return NONE
-        kind = draw.random()
-        if kind < 0.5:
-            return Fault(mute=True)
-        if kind < 0.65:
-            return Fault(lost=True)
-        if kind < 0.8:
-            return Fault(repeats=draw.randint(1, 2))
-        return Fault(delay=draw.uniform(0.005, 0.08))
-
-    return Proxy("", plan)
-
-
-async def live(url: str, programs: Programs, proxy: Proxy, ahead: int) -> int:
-    """Let clients do their programs through a proxy, check all histories, and return how many requests were sent."""
-    proxy.upstream = url
-    async with proxied(proxy):
-        clients = [Client(proxy.url) for _ in programs]
-        trainers = [Trainer(client, await client.session(), 0, 1000 * (at + 1)) for at, client in enumerate(clients)]
-        async with asyncio.TaskGroup() as tasks:
-            for trainer, program in zip(trainers, programs, strict=True):
-                tasks.create_task(run(trainer, program, ahead))
-        for trainer in trainers:
-            trainer.history.check()
-        none_foreign([trainer.history for trainer in trainers])
-        for client in clients:
-            await client.http.aclose()
-        return sum(client.sent for client in clients)
-
-
-async def run(trainer: Trainer, program: Sequence[str], ahead: int) -> None:
-    await trainer.create()
-    await follow(trainer, program, ahead)
+def changes(histories: Sequence[History]) -> int:
+    return sum(history.changes for history in histories)
 
 
 programs = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=14), min_size=2, max_size=4)
@@ -71,26 +38,50 @@ bound = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 @settings(bound, max_examples=12)
 @given(programs=programs, seed=st.integers(0, 2**32), ahead=st.integers(2, 8))
-@example(programs=[["train", "step"] * 6, ["train", "save", "step", "load", "read"]], seed=1, ahead=8)
+@example(programs=[["train", "step"] * 6, ["train", "save", "step", "copy", "load", "read"]], seed=1, ahead=8)
 @example(programs=[["train", "sample", "step", "sample", "read"]] * 3, seed=2, ahead=6)
 def test_every_operation_is_done_once_in_order_and_for_its_model_alone(
     counting: Served, programs: Programs, seed: int, ahead: int
 ) -> None:
-    asyncio.run(live(counting.url, programs, weather(seed, 0.4), ahead))
+    bad = weather(seed, mute=0.2, lost=0.06, repeats=0.06, delay=0.08)
+    asyncio.run(survive(counting, programs, Fate(), bad, ahead))
+
+
+def test_a_bad_network_before_a_service_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+    chosen = [["train", "step", "save", "copy", "big", "sample", "train", "step", "load", "read"] * 2] * 3
+    with counting_service(tmp_path) as service:
+        service.wait_ready()
+        proxy = weather(3, **SHARES)
+        survive_all(service, chosen, Killer(3, 3), proxy=proxy)
+    assert min(proxy.befell[name] for name in SHARES) > 0, "the network was good"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_ten_thousand_operations_on_a_bad_network(counting: Served) -> None:
-    draw = random.Random(0)
-    done = 0
-    for seed in range(200):
+    draw, befell, seen, done, fate = random.Random(0), Counter[str](), 0, 0, Fate()
+    for seed in range(400):
         if done >= 10_000:
             break
         chosen = [[draw.choice(WORDS) for _ in range(40)] for _ in range(4)]
-        done += sum(map(len, chosen))
-        asyncio.run(live(counting.url, chosen, weather(seed, 0.2), 8))
+        proxy = weather(seed, **SHARES)
+        done += changes(asyncio.run(survive(counting, chosen, fate, proxy, 8)))
+        befell, seen = befell + proxy.befell, seen + proxy.seen
+    shares = {name: befell[name] / seen for name in SHARES}
+    print(f"{done} operations in {seen} requests, {shares}; every future over after {fate.longest:.1f} s at most")
     assert done >= 10_000
+    assert shares == pytest.approx(SHARES, rel=0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_kills_behind_a_bad_network(tmp_path: Path) -> None:
+    done, fate, draw = 0, Killer(17, 40), random.Random(17)
+    with counting_service(tmp_path) as service:
+        service.wait_ready()
+        chosen = [[draw.choice(WORDS) for _ in range(40)] for _ in range(4)]
+        done = survive_all(service, chosen, fate, rounds=40, proxy=weather(17, **SHARES))
+    print(f"{done} operations; ready after {fate.slowest:.1f} s, futures over after {fate.longest:.1f} s at most")
 
 
 def permuted(count: int, examples: int) -> list[list[int]]:
