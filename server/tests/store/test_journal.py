@@ -250,6 +250,28 @@ def _raise(fault: Exception) -> Any:
     return write
 
 
+def test_a_creation_that_fails_leaves_no_model_that_counts(
+    store: Store, run: Run, a_model: Callable[..., Awaitable[tuple[Model, Operation]]]
+) -> None:
+    made = {word: run(a_model(name=word)) for word in ("done", "failed", "cancelled", "pending")}
+    outcomes = {"done": {"result": b"{}"}, "failed": {"error": "no room"}, "cancelled": {"cancelled": True}}
+    before = store.database.commits
+    run(store.journal.finish([Outcome(made[word][1].id, **more) for word, more in outcomes.items()]))  # type: ignore[arg-type]
+    assert store.database.commits == before + 1
+    found = {word: run(store.models.get("ada", model.id)) for word, (model, _) in made.items()}
+    assert {word: model.status for word, model in found.items()} == {
+        "done": "creating",  # what comes with its outcome says "live"
+        "failed": "gone",
+        "cancelled": "gone",
+        "pending": "creating",
+    }
+    assert found["failed"].reason == "no room"
+    assert run(store.models.count("ada")) == 2
+    run(store.models.set_status("ada", made["failed"][0].id, "creating", 1.0))  # as it was left by earlier versions
+    assert run(store.models.end_never_made()) == 1
+    assert run(store.models.count("ada")) == 2
+
+
 def test_an_unexpected_error_in_what_comes_with_an_outcome_writes_none_of_them(store: Store, run: Run) -> None:
     answers = [run(store.journal.submit(step(number))) for number in range(2)]
 

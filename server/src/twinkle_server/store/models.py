@@ -9,7 +9,7 @@ from twinkle_server.operations import Snapshot
 from twinkle_server.runtime.ports import Database
 from twinkle_server.store import rows, sessions
 from twinkle_server.store.records import Model, ModelStatus, Page
-from twinkle_server.store.tables import models
+from twinkle_server.store.tables import models, operations
 
 
 def add(connection: Connection, model: Model) -> None:
@@ -116,6 +116,14 @@ class Models:
         query = update(models).where(models.c.status == "corrupted")
         since = func.coalesce(models.c.detached, now)
         changed = query.values(status="detached", reason=None, detached=since)
+        return await self._database.write(lambda connection: connection.execute(changed).rowcount)
+
+    async def end_never_made(self) -> int:
+        """Across tenants: let models be gone whose creation failed; returns how many there were."""
+        failed = operations.c.status.in_(("failed", "cancelled"))
+        creation = select(operations.c.id).where(operations.c.lane == models.c.id, operations.c.number == 0, failed)
+        query = update(models).where(models.c.status == "creating", creation.exists())
+        changed = query.values(status="gone", reason="its creation failed")
         return await self._database.write(lambda connection: connection.execute(changed).rowcount)
 
     async def gone(self, tenant: str, model: str, now: float, reason: str) -> list[str]:

@@ -42,8 +42,9 @@ PUT_RESULT: Final = "INSERT INTO results (operation, data) VALUES (?, ?)"
 
 FINISH: Final = """
     UPDATE operations SET status = ?, error = ?, category = ?, result = ?, epoch = ?, finished = ?
-    WHERE id = ? AND status = 'pending' RETURNING kind, payload
+    WHERE id = ? AND status = 'pending' RETURNING kind, payload, lane, tenant
 """
+NEVER_MADE: Final = "UPDATE models SET status = 'gone', reason = ? WHERE id = ? AND tenant = ? AND status = 'creating'"
 FORGET_PAYLOAD: Final = "UPDATE operations SET payload = NULL WHERE id = ?"
 OUTCOME: Final = """
     SELECT operations.status, operations.error, operations.category, results.data

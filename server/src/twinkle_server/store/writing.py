@@ -175,7 +175,9 @@ class Finish:
         if kept.data is not None:
             raw.execute(sql.PUT_RESULT, (outcome.operation, kept.data))
         self.used.update(kept.files)
-        kind, payload = row
+        kind, payload, lane, tenant = row
+        if kind == "create" and status != "done":
+            raw.execute(sql.NEVER_MADE, (error, lane, tenant))
         if (status != "done" or kind in _NEVER_REPLAYED) and payload is not None:
             self.needless += drop_payloads(raw, [(outcome.operation, payload)])
         return outcome
