@@ -10,6 +10,7 @@ import pytest
 from twinkle_server.checkpoints.sweep import orphans, sweep
 from twinkle_server.checkpoints.upkeep import Upkeep
 from twinkle_server.engine.files import publish
+from twinkle_server.errors import Unavailable
 from twinkle_server.store.opening import open_store
 from twinkle_server.store.records import Checkpoint
 from twinkle_server.tenancy.issue import issue
@@ -46,6 +47,24 @@ def test_only_what_is_old_and_unknown_goes(data: Path) -> None:
     assert {"checkpoints/kept/weights", "snapshots/kept/weights", "payloads/kept", "twinkle.db"} <= left
     assert not [name for name in left if "orphan" in name or ".tmp" in name]
     assert not list(orphans(data, KEPT, now=now + 2 * HOUR))
+
+
+def test_a_full_disk_is_swept_and_what_waits_for_its_row_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    try:
+        for name in ("orphan", "unrecorded"):
+            folder(tmp_path, f"snapshots/{name}")
+
+        async def full(now: float) -> list[Checkpoint]:
+            raise Unavailable("full")
+
+        monkeypatch.setattr(store.checkpoints, "expire", full)
+        upkeep = Upkeep(tmp_path, store.database, store.checkpoints, store.keys, store.retention)
+        upkeep.held = lambda: {"snapshots/unrecorded"}
+        asyncio.run(upkeep.run(time.time() + 2 * HOUR))
+        assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["unrecorded"]
+    finally:
+        store.close()
 
 
 def test_a_link_is_removed_and_not_followed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from server_runtime import SOON, FakeEngine, Plan, answer, applied, within
 
-from twinkle_server.errors import Gone
+from twinkle_server.errors import Gone, Unavailable
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.operations import Accepted, Future, Kind, Submission
+from twinkle_server.operations import Accepted, Future, Kind, Outcome, Submission
 from twinkle_server.payloads import Create, Load, Save
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings, Times
@@ -243,6 +243,35 @@ def test_what_a_model_did_is_kept_until_it_is_given_up_for_good(tmp_path: Path) 
     within(SOON, scenario)
 
 
+def test_while_the_disk_takes_no_outcome_chores_go_on_and_no_snapshot_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, Plan(snapshot_every=1)) as at:
+            await at.begin()
+            finish, full = at.store.journal.finish, asyncio.Event()
+
+            async def fails(outcomes: Sequence[Outcome]) -> list[Outcome]:
+                if not full.is_set():
+                    raise Unavailable("full")
+                return await finish(outcomes)
+
+            monkeypatch.setattr(at.store.journal, "finish", fails)
+            waits = await at.ask("forward_backward")
+            async with asyncio.timeout(SOON):
+                while at.service.outcomes.trouble is None or not at.service.unrecorded:
+                    await asyncio.sleep(0.001)
+                await at.service._drop_idle()
+            assert list(at.service._upkeep.held()) == list(at.plan.disk)[-1:]
+            full.set()
+            assert (await answer(at.service, waits.request)).status == "done"
+            await at.service.outcomes.flush()
+            assert not at.service.unrecorded
+            assert await _has_snapshot(at)
+
+    within(SOON, scenario)
+
+
 def test_a_silent_session_expires_and_its_model_can_still_be_used(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path, times=Times(session=0.3)) as at:
@@ -315,9 +344,9 @@ def test_a_session_that_was_heard_of_and_is_finished_is_gone(tmp_path: Path) -> 
 
 def test_no_session_expires_while_its_operation_runs(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with house(tmp_path, times=Times(session=0.1)) as at:
+        async with house(tmp_path, times=Times(session=0.5)) as at:
             await at.begin()
-            at.plan.seconds = 0.8
+            at.plan.seconds = 1.5
             assert (await at.do("forward_backward")).status == "done"
             assert not at.plan.detached
             at.plan.seconds = 0.0

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import structlog
 from sqlalchemy import Connection, func, select
 
 from twinkle_server.checkpoints.sweep import AGE, Swept, sweep
+from twinkle_server.errors import Unavailable
 from twinkle_server.runtime.ports import Database
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.keys import Keys
@@ -44,6 +45,9 @@ class Upkeep:
         table: its checkpoints.
         keys: its keys, whose quotas say how many checkpoints are kept.
         retention: knows what is needed.
+
+    Attributes:
+        held: returns folders that no row names yet, and that are needed all the same.
     """
 
     def __init__(self, data: Path, database: Database, table: Checkpoints, keys: Keys, retention: Retention) -> None:
@@ -52,6 +56,7 @@ class Upkeep:
         self._database = database
         self._table = table
         self._keys = keys
+        self.held: Callable[[], Collection[str]] = frozenset
 
     async def run(self, now: float | None = None, age: float = AGE) -> Upkept:
         """Do one round.
@@ -61,9 +66,12 @@ class Upkeep:
             age: see `sweep`.
         """
         now = time.time() if now is None else now
-        expired = len(await self._table.expire(now))
-        surplus = await self._keep_newest(_kept(await self._keys.all()), now)
-        needed = await self._needed()
+        try:
+            expired = len(await self._table.expire(now))
+            surplus = await self._keep_newest(_kept(await self._keys.all()), now)
+        except Unavailable:  # a full disk: what the sweep removes may be what it lacks
+            expired = surplus = 0
+        needed = set(self.held()) | await self._needed()
         swept = await asyncio.to_thread(sweep, self._data, needed, age, now)
         if expired or surplus or swept.entries:
             _log.info("upkeep", expired=expired, surplus=surplus, removed=swept.entries, bytes=swept.size)

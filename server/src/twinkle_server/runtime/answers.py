@@ -28,6 +28,9 @@ class Answers:
         outcomes: writes.
         effects: the rest of the store.
         postponing: puts models off.
+
+    Attributes:
+        unrecorded: folders of snapshots whose rows are not written yet.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Answers:
     ) -> None:
         self._dispatcher = dispatcher
         self._postponing = postponing
+        self.unrecorded: set[str] = set()
         self._journal = journal
         self._outcomes = outcomes
         self._effects = effects
@@ -96,6 +100,7 @@ class Answers:
     def snapshotted(self, message: Message) -> None:
         """Write that a snapshot is there, behind the outcomes of what it contains."""
         snapshot = Snapshot(**message.head)
+        self.unrecorded.add(snapshot.folder)
 
         async def record() -> None:
             track = self._dispatcher.tracks.get(snapshot.lane)
@@ -103,6 +108,7 @@ class Answers:
                 await self._effects.remove([snapshot.folder])
             else:
                 await self._effects.remove(await self._journal.snapshotted(snapshot))
+            self.unrecorded.discard(snapshot.folder)
 
         self._outcomes.then(record)
 

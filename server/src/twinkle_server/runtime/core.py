@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from twinkle_server.engine import messages
@@ -256,6 +257,11 @@ class Runtime:
 
     # what others look at
 
+    @property
+    def unrecorded(self) -> Collection[str]:
+        """Folders of snapshots that are on the disk and not in the log yet."""
+        return self._answers.unrecorded
+
     def queued(self, tenant: str) -> int:
         """Return how many operations of a tenant wait or run."""
         return self.futures.waiting[tenant]
@@ -277,7 +283,7 @@ class Runtime:
 
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Begin to send."""
-        self.info = info
+        self.info = replace(info, tokenizer=self._settings.tokenizer or info.tokenizer)
         self.facts.last_pass.begin_anew()
         self.dispatcher.engine_up(child)
 
@@ -344,7 +350,11 @@ class Runtime:
         self.lost.set()
 
     async def _drop_idle(self) -> None:
-        await self.outcomes.flush()
+        """Forget idle lanes behind what is still to be written; while that cannot be, nothing waits for it."""
+        if self.outcomes.trouble is None:
+            self.outcomes.then(self._forget_idle)
+
+    async def _forget_idle(self) -> None:
         self.dispatcher.drop_idle()
 
 

@@ -43,9 +43,11 @@ class Service(Runtime):
         self.facts.store_works = lambda: store.database.healthy
         self._sessions = SessionKeeper(store, self.dispatcher, self.ending, effects, settings.times)
         self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention)
+        self._upkeep.held = lambda: self.unrecorded
 
     async def start(self) -> None:
         """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
+        await self._store.models.end_never_made()
         if found := await self._store.models.try_again(time.time()):
             _log.warning("%d models could not be made again; what was kept of them is tried once more", found)
         times = self._settings.times
