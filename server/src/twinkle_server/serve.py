@@ -73,7 +73,7 @@ def check(settings: Settings) -> None:
 
 
 def resolve(settings: Settings) -> Settings:
-    """Return settings whose model is a local folder; what clients call it stays what was asked for.
+    """Return settings whose model is a local folder; what clients call it, and its tokenizer, stays what was asked for.
 
     Raises:
         ModelLoadError: nothing is there, or what is there is not a model.
@@ -84,7 +84,26 @@ def resolve(settings: Settings) -> Settings:
     from twinkle.hub import local_model
 
     folder = local_model(settings.model)
-    return replace(settings, model=str(folder), name=settings.served_name)
+    return replace(settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model))
+
+
+def public_id(model: str) -> str | None:
+    """Return the id by which clients on other machines find a model's tokenizer as the SDK looks for it.
+
+    Args:
+        model: as it was asked for.
+
+    Returns:
+        `owner/name` of Hugging Face's hub; None where the model came from elsewhere, or is of a certain revision, which
+        the SDK cannot ask for.
+    """
+    from twinkle.hub.local import alias_of, reference_of, scheme_of
+
+    place = alias_of(model)
+    if scheme_of(place) is None and Path(place).expanduser().exists():
+        return None
+    scheme, _, name = (reference_of(place) or "").partition("://")
+    return name if scheme.lower() == "hf" and "@" not in name else None
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -75,6 +75,7 @@ class Settings:
         model: folder or Hub id of the base model.
         data: directory of the database, payloads, snapshots and checkpoints.
         name: what clients call the model; by default `model` as given.
+        tokenizer: where clients find its tokenizer; None is the model's folder, for those on this machine.
         host: to listen on.
         port: to listen on; 0 takes a free one.
         auth: False serves everybody; on loopback only.
@@ -93,6 +94,7 @@ class Settings:
     model: str
     data: Path
     name: str | None = None
+    tokenizer: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     auth: bool = True
