@@ -99,7 +99,8 @@ class Bench:
     def save(self, lane: str, kind: str = "external_weights") -> Path:
         """Save a checkpoint and return its folder."""
         folder = self._folder()
-        self.backend.save(lane, Save(folder.name, kind), folder)
+        copied, _ = self.backend.save(lane, Save(folder.name, kind))
+        copied.write(folder)
         return folder
 
     def snapshot(self, lane: str) -> Path:

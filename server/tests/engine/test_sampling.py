@@ -135,7 +135,7 @@ def test_what_the_backend_refuses_is_told_and_takes_no_room(
 
 @pytest.fixture
 def interleaving(sampling: Sampling, told: list[Message]) -> Interleaving:
-    return Interleaving(sampling, lambda: None, told.append)
+    return Interleaving(sampling, lambda: None, told.append, seconds=0.5)
 
 
 def test_the_clock_stands_still_while_others_decode(
@@ -194,3 +194,20 @@ def test_without_requests_nothing_is_told_between_the_parts_of_a_pass(
     interleaving.begin([1, 2])
     interleaving.train(interleaving.between)
     assert len(told) == 1
+
+
+def test_a_long_pass_in_which_nobody_sampled_is_not_made_up_for(
+    sampling: Sampling, decoder: Decoder, interleaving: Interleaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = 0
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0 * pieces + 0.25 * decoder.steps)
+
+    def work() -> None:
+        nonlocal pieces
+        for pieces in range(1, 21):
+            if pieces == 20:
+                sampling.add(request(1))
+            interleaving.between()
+
+    interleaving.train(work)
+    assert 4 <= decoder.steps <= 5, "as long as the last piece took, and not as long as the pass"

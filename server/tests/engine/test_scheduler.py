@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
-from twinkle_server.engine.scheduler import FIRST_BUDGET, Alternation, Budget, Scheduler
+from twinkle_server.engine.scheduler import FIRST_BUDGET, FIRST_STEPS, Alternation, Budget, Scheduler
 
 KINDS = ["create", "forward", "forward_backward", "forward_backward", "optim_step", "save", "load", "unload"]
 
@@ -230,7 +230,7 @@ def test_a_pass_lasts_as_long_as_sampling_may_wait_once_it_is_known_how_fast_pas
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(0.001, 0.5), st.floats(0.001, 0.1)), min_size=50, max_size=50))
 def test_training_has_half_of_the_time_and_a_decode_step_waits_for_one_turn(times: list[tuple[float, float]]) -> None:
-    alternation = Alternation()
+    alternation = Alternation(seconds=0.5)
     training = decoding = waited = 0.0
     for train, decode in times:
         if alternation.decodes(training=True, sampling=True):
@@ -243,8 +243,55 @@ def test_training_has_half_of_the_time_and_a_decode_step_waits_for_one_turn(time
         assert decoding <= training + 0.1
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.floats(0.01, 0.25), st.floats(0.001, 5.0)), min_size=50, max_size=50))
+def test_a_decode_step_waits_no_longer_however_long_the_ones_before_it_took(times: list[tuple[float, float]]) -> None:
+    alternation = Alternation(seconds=0.5)
+    waited = 0.0
+    for train, decode in times:
+        if alternation.decodes(training=True, sampling=True):
+            alternation.took(decode, decoding=True)
+            waited = 0.0
+        else:
+            alternation.took(train, decoding=False)
+            waited += train
+        assert waited <= 0.5 + 0.25, "that a piece takes longer than the one before it is known only afterwards"
+
+
+def test_training_has_a_turn_between_any_two_long_decode_steps() -> None:
+    alternation, turns = Alternation(seconds=0.5), []
+    for _ in range(20):
+        decodes = alternation.decodes(training=True, sampling=True)
+        alternation.took(5.0 if decodes else 0.4, decoding=decodes)
+        turns.append(decodes)
+    assert turns == [True, False] * 10
+
+
+def test_no_more_models_step_together_than_sampling_may_wait_for() -> None:
+    lanes = Lanes()
+    for lane in range(10):
+        lanes.add(task(f"{lane}", 0, "optim_step"))
+        lanes.add(task(f"{lane}", 1, tokens=10))
+    scheduler, turns = Scheduler(lanes), []
+    while turn := scheduler.next(100, steps=4):
+        turns.append(turn)
+    assert [(turn[0].kind, len(turn)) for turn in turns] == [
+        ("optim_step", 4), ("optim_step", 4), ("optim_step", 2), ("forward_backward", 10)
+    ]  # fmt: skip
+
+
+def test_steps_are_as_many_as_fit_into_the_time_and_at_least_one() -> None:
+    steps = Budget(seconds=0.5, first=FIRST_STEPS, smallest=1)
+    assert steps.tokens(sampling=True) == 16
+    steps.measured(16, 1.6)
+    assert steps.tokens(sampling=True) == 5
+    for _ in range(30):
+        steps.measured(1, 3.0)
+    assert steps.tokens(sampling=True) == 1
+
+
 def test_who_works_alone_owes_nothing_later() -> None:
-    alternation = Alternation()
+    alternation = Alternation(seconds=0.5)
     for _ in range(100):
         assert alternation.decodes(training=False, sampling=True)
         alternation.took(1.0, decoding=True)

@@ -19,7 +19,7 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     default=500.0,
     show_default=True,
     type=click.FloatRange(1),
-    help="How long sampling may wait for training, about.",
+    help="How long a step of sampling may wait for training, about; a row is never cut.",
 )
 @click.option(
     "--loss",

@@ -64,7 +64,7 @@ class Cost:
 
 
 class State(Protocol):
-    """A copy of a model's state, which later operations do not change."""
+    """A copy of a model's state, or of what a checkpoint has of it, which later operations do not change."""
 
     def write(self, folder: Path) -> None:
         """Write it; the folder is there and empty. Any thread may."""
@@ -85,8 +85,8 @@ class Backend(Protocol):
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
         """Update models together, each once; each gives its metrics or its error."""
 
-    def save(self, lane: str, save: Save, folder: Path) -> Mapping[str, Any]:
-        """Write a checkpoint's files into an empty folder, and return what its row says (`size_bytes`, ...)."""
+    def save(self, lane: str, save: Save) -> tuple[State, Mapping[str, Any]]:
+        """Copy what a checkpoint is to hold, and return with it what the checkpoint's row says (`rank`, ...)."""
 
     def load(self, lane: str, load: Load, source: Path) -> None:
         """Put a checkpoint in place of a model's weights."""

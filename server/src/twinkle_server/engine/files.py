@@ -86,47 +86,21 @@ def publish(folder: Path, write: Callable[[Path], object], facts: Mapping[str, A
         OSError: the disk took no more, or failed; nothing is left under the name.
         ValueError: `write` left something else than regular files.
     """
-    return Draft(folder, write).publish(facts)
-
-
-class Draft:
-    """A folder that was written and is not on the disk yet; `publish` may be called on another thread.
-
-    Args:
-        folder: see `publish`.
-        write: see `publish`.
-
-    Raises:
-        OSError: the disk took no more, or failed; nothing is left.
-    """
-
-    def __init__(self, folder: Path, write: Callable[[Path], object]) -> None:
-        _make_parent(folder)
-        self._folder = folder
-        self._work, self._aside = (folder.with_name(TEMPORARY + new_id()) for _ in range(2))
-        self._work.mkdir(mode=0o700)
-        try:
-            reach("files.before_write")
-            write(self._work)
-        except BaseException:
-            self._clear()
-            raise
-
-    def publish(self, facts: Mapping[str, Any] | None = None) -> Published:
-        """Put it on the disk under its name; see `publish`."""
-        try:
-            published = _seal(self._work, facts or {})
-            if os.path.lexists(self._folder):
-                self._folder.rename(self._aside)
-            _put(self._work, self._folder)
-        finally:
-            self._clear()
-        reach("files.after_publish")
-        return published
-
-    def _clear(self) -> None:
-        for left in (self._work, self._aside):
+    _make_parent(folder)
+    work, aside = (folder.with_name(TEMPORARY + new_id()) for _ in range(2))
+    work.mkdir(mode=0o700)
+    try:
+        reach("files.before_write")
+        write(work)
+        published = _seal(work, facts or {})
+        if os.path.lexists(folder):
+            folder.rename(aside)
+        _put(work, folder)
+    finally:
+        for left in (work, aside):
             shutil.rmtree(left, ignore_errors=True)
+    reach("files.after_publish")
+    return published
 
 
 def read_manifest(folder: Path) -> Manifest:

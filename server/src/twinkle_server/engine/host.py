@@ -19,7 +19,7 @@ from twinkle_server.engine.lanes import DETACH, RESTORE, SNAPSHOT, Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import cancelled
 from twinkle_server.engine.sampling import Sampling
-from twinkle_server.engine.scheduler import Budget, Scheduler
+from twinkle_server.engine.scheduler import FIRST_STEPS, Budget, Scheduler
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.engine.turns import Sources, Turns
 from twinkle_server.runtime.link import BlockingLink, LinkClosed
@@ -47,6 +47,7 @@ class Host:
         self._lanes = Lanes()
         self._scheduler = Scheduler(self._lanes)
         self._budget = Budget(settings.max_pass_seconds)
+        self._steps = Budget(settings.max_pass_seconds, first=FIRST_STEPS, smallest=1)
         sources = Sources(settings.data)
         self._snapshots = Snapshots(
             backend=backend,
@@ -59,7 +60,7 @@ class Host:
             seconds=settings.times.snapshot,
         )
         self._sampling = Sampling(backend, sources, link.send)
-        self._interleaving = Interleaving(self._sampling, self._arrive, link.send)
+        self._interleaving = Interleaving(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
         self._turns = Turns(
             backend=backend,
             sources=sources,
@@ -171,7 +172,8 @@ class Host:
             raise RuntimeError(f"the engine knows no message {item.type!r}")
 
     def _train(self) -> None:
-        tasks = self._scheduler.next(self._budget.tokens(sampling=bool(self._sampling)))
+        tokens = self._budget.tokens(sampling=bool(self._sampling))
+        tasks = self._scheduler.next(tokens, self._steps.tokens(sampling=True))  # a step cannot be cut once it runs
         if not tasks:
             return
         first = tasks[0]
@@ -184,7 +186,10 @@ class Host:
             self._interleaving.begin(())
             self._detach(first.lane)
         else:
+            begin = self._interleaving.clock()
             self._turns.run(tasks)
+            if first.kind == "optim_step":
+                self._steps.measured(len(tasks), self._interleaving.clock() - begin)
 
     def _detach(self, lane: str) -> None:
         if self._snapshots.leave(lane):

@@ -19,11 +19,14 @@ class Interleaving:
         sampling: the requests.
         arrive: takes sampling requests that came meanwhile, and nothing else.
         report: sends a message to the service.
+        seconds: that a decode step may wait for training.
     """
 
-    def __init__(self, sampling: Sampling, arrive: Callable[[], None], report: Callable[[Message], None]) -> None:
+    def __init__(
+        self, sampling: Sampling, arrive: Callable[[], None], report: Callable[[Message], None], seconds: float
+    ) -> None:
         self._sampling, self._arrive, self._report = sampling, arrive, report
-        self._alternation = Alternation()
+        self._alternation = Alternation(seconds)
         self._decoding = 0.0  # seconds, in all
         self._accounted = 0.0  # on `clock`
         self._under_way: frozenset[int] = frozenset()
@@ -62,7 +65,7 @@ class Interleaving:
         before = self._under_way
         self._arrive()
         self._sampling.admit()
-        while self._sampling.running and self._alternation.decodes(True, True):
+        while self._alternation.decodes(True, bool(self._sampling.running)):
             self.decode()
         self.begin(before)
 

@@ -118,11 +118,10 @@ class LedgerBackend:
         time.sleep(self._chaos.seconds_per_step)
         return [_tried(self._step_one, lane) for lane, _ in steps]
 
-    def save(self, lane: str, save: Save, folder: Path) -> Mapping[str, Any]:
+    def save(self, lane: str, save: Save) -> tuple[Ledger, Mapping[str, Any]]:
         """See `Backend`."""
         saved = replace(self._model(lane).copy(), pending=[])
-        saved.write(folder)
-        return {"rank": saved.rank, "has_optimizer": save.kind == "weights"}
+        return saved, {"rank": saved.rank, "has_optimizer": save.kind == "weights"}
 
     def load(self, lane: str, load: Load, source: Path) -> None:
         """See `Backend`."""

@@ -10,20 +10,24 @@ from twinkle_server.engine.lanes import Lanes, Task
 
 FIRST_BUDGET = 2048
 """Tokens of a pass while nothing was measured."""
-_SMALLEST, _LARGEST = 16, 2**20
-_PATIENCE = 4.0  # passes may be so much longer while nobody samples; a request that comes meanwhile waits for that
+FIRST_STEPS = 16
+"""Models whose optimizers step together while nothing was measured."""
+_LARGEST = 2**20
+_PATIENCE = 4.0  # passes may be so much longer while nobody samples: they are cut where a request that comes can go on
 _FORGET = 0.8
 
 
 class Budget:
-    """Tokens that a pass should have, from how fast passes were.
+    """Tokens that a pass should have, from how fast passes were; or models that a fused optimizer step should have.
 
     Args:
         seconds: that a pass should take while sampling requests wait for it.
+        first: tokens while nothing was measured.
+        smallest: tokens of a pass however slow passes are.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, first: int = FIRST_BUDGET, smallest: int = 16) -> None:
+        self._seconds, self._first, self._smallest = seconds, first, smallest
         self._tokens_done = 0.0
         self._seconds_done = 0.0
 
@@ -35,27 +39,42 @@ class Budget:
     def tokens(self, sampling: bool) -> int:
         """Return the tokens of the next pass."""
         if not self._seconds_done:
-            return FIRST_BUDGET
+            return self._first
         seconds = self._seconds * (1.0 if sampling else _PATIENCE)
-        return max(_SMALLEST, min(_LARGEST, int(seconds * self._tokens_done / self._seconds_done)))
+        return max(self._smallest, min(_LARGEST, int(seconds * self._tokens_done / self._seconds_done)))
 
 
 class Alternation:
-    """Whose turn it is while training and sampling both have work: each gets half of the time."""
+    """Whose turn it is while training and sampling both have work.
 
-    def __init__(self) -> None:
+    Each gets half of the time; but a decode step waits no longer than it may, whatever steps before it took.
+
+    Args:
+        seconds: that a decode step may wait for training.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._balance = 0.0
+        self._waited = 0.0  # since the last decode step
+        self._last = 0.0  # what training took the last time; it will take about as long again
 
     def decodes(self, training: bool, sampling: bool) -> bool:
         """Return whether a decode step is next rather than training; one of the two has work."""
         if not (training and sampling):
-            self._balance = 0.0
+            self._balance = self._waited = 0.0
             return sampling
-        return self._balance >= 0.0
+        return self._balance >= 0.0 or (self._waited > 0.0 and self._waited + self._last > self._seconds)
 
     def took(self, seconds: float, decoding: bool) -> None:
         """Take into account how long something took."""
-        self._balance += -seconds if decoding else seconds
+        if decoding:
+            self._balance = max(-self._seconds, self._balance - seconds)  # more is never made up for
+            self._waited = 0.0
+        else:
+            self._balance += seconds
+            self._waited += seconds
+            self._last = seconds
 
 
 class DeficitRoundRobin:
@@ -157,14 +176,18 @@ class Scheduler:
         self._served: set[str] = set()
         self._stepped: set[str] = set()
 
-    def next(self, budget: int) -> list[Task]:
+    def next(self, budget: int, steps: int = _LARGEST) -> list[Task]:
         """Take the tasks of the next turn out of the lanes; empty if nothing can be done.
 
         They are several passes, in each lane in order; or several optimizer steps, one a lane; or one task of any kind.
+
+        Args:
+            budget: tokens that passes may have together.
+            steps: models whose optimizers may step together.
         """
         heads = list(self._lanes.heads())
         for _ in range(2):
-            if tasks := self._single(heads) or self._steps(heads):
+            if tasks := self._single(heads) or self._steps(heads, steps):
                 return tasks
             tasks = self._pass(heads, budget)
             self._served.clear()
@@ -182,8 +205,8 @@ class Scheduler:
         self._served.add(oldest.tenant)
         return [self._lanes.take(oldest)]
 
-    def _steps(self, heads: list[Task]) -> list[Task]:
-        steps = [task for task in heads if task.steps and task.lane not in self._stepped]
+    def _steps(self, heads: list[Task], most: int) -> list[Task]:
+        steps = [task for task in heads if task.steps and task.lane not in self._stepped][:most]
         self._stepped.update(task.lane for task in steps)
         return [self._lanes.take(task) for task in steps]
 

@@ -13,13 +13,12 @@ from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory, is_passing
+from twinkle_server.engine.saves import Background, Saves
 from twinkle_server.engine.scheduler import Budget
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
 from twinkle_server.operations import PASSES
-from twinkle_server.payloads import Create, Load, OptimStep, Save
-
-Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
+from twinkle_server.payloads import Create, Load, OptimStep
 
 _REMEMBERED = 4096
 
@@ -95,7 +94,7 @@ class Turns:
         self._backend, self._sources, self._snapshots = backend, sources, snapshots
         self._budget, self._report = budget, report
         self._interleaving = interleaving
-        self._waiting, self._background = waiting, background
+        self._saves = Saves(backend, sources, waiting, background, self._end)
         self._broken: set[str] = set()
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -238,7 +237,7 @@ class Turns:
     def _barrier(self, task: Task) -> None:
         try:
             if task.kind == "save":
-                self._save(task)
+                self._saves.add(task)
                 return
             self._do(task)
         except Fatal:
@@ -264,24 +263,6 @@ class Turns:
             self._backend.remove(task.lane)
         else:
             raise ValueError(f"the engine knows no operation {task.kind!r}")
-
-    def _save(self, task: Task) -> None:
-        """Write a checkpoint; other lanes go on while it reaches the disk."""
-        save = Save.parse(task.payload)
-        row: dict[str, Any] = {}
-        place = self._sources.place(save.folder)
-        draft = files.Draft(place, lambda folder: row.update(self._backend.save(task.lane, save, folder)))
-
-        def saved(published: files.Published | Exception) -> None:
-            self._waiting.release(task.lane)
-            if isinstance(published, Exception):
-                self._end(task, published)
-                return
-            self._sources.trust(save.folder)
-            self._end(task, b"{}", {"size_bytes": published.size, **row, "digest": published.digest})
-
-        self._waiting.hold(task.lane)
-        self._background(lambda: draft.publish({"kind": save.kind, "number": task.number}), saved)
 
     def _passed(self, kind: str, tasks: Sequence[Task], seconds: float, cost: Cost) -> None:
         head = {

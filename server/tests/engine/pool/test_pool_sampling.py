@@ -334,11 +334,16 @@ def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monk
     rows = [datum(40, at) for at in range(6)]
     expected, said = shared.run("a", rows, forward=True)
     over = []
-    training, pool = shared.backend._training, shared.backend.model.pool
+    pool = shared.backend.model.pool
     monkeypatch.setattr(pool, "between", pool.between)
-    shared.backend.interrupt(lambda: over.append(shared.backend.decode()))
-    shared.backend.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
-    monkeypatch.setattr(training, "_speed", 100.0)  # tokens a second: half a second is a row and a bit
+    monkeypatch.setattr(shared.backend._training._pace, "tokens", lambda training: 50)  # a row and a bit
+
+    def between() -> None:
+        if not over:  # it comes in the middle of the pass
+            shared.backend.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
+        over.append(shared.backend.decode())
+
+    shared.backend.interrupt(between)
     found, metrics = shared.run("a", rows)
     assert len(over) == 5
     [sampled] = [item for items in over for item in items]
@@ -348,18 +353,3 @@ def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monk
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
-    over.clear()
-    shared.run("a", rows)
-    assert not over  # nobody samples: the pass is in one piece
-
-
-def test_before_any_speed_is_known_a_pass_is_cut_row_by_row_while_somebody_samples(shared, source, monkeypatch):
-    over = []
-    training, pool = shared.backend._training, shared.backend.model.pool
-    monkeypatch.setattr(pool, "between", lambda: over.append(1))
-    monkeypatch.setattr(training, "_speed", None)
-    shared.backend.sample(1, Sample(PROMPT, max_tokens=4), source)
-    shared.run("a", [datum(5, at) for at in range(4)], forward=True)
-    shared.backend.cancel(1)
-    assert len(over) == 3
-    assert training._speed > 0

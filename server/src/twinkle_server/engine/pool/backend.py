@@ -12,6 +12,7 @@ from twinkle_server.engine.pool.checkpoints import Checkpoints
 from twinkle_server.engine.pool.faults import telling
 from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.engine.pool.sampling import Sampling
 from twinkle_server.engine.pool.training import Training
 from twinkle_server.operations import ModelInfo
@@ -31,7 +32,6 @@ class PoolBackend:
     """
 
     def __init__(self, options: BackendOptions) -> None:
-        self._piece_seconds = float(options.extra.get("max_pass_seconds", 0.5))
         precision = "bf16" if torch.cuda.is_available() else "no"
         given: dict[str, Any] = {"mixed_precision": precision, **options.extra.get("model", {})}
         self.model: Any = registry().build("MultiLoraTransformersModel", "model", model_id=options.model, **given)
@@ -49,7 +49,8 @@ class PoolBackend:
             losses=losses.names(),
         )
         self._lanes = Lanes(self.model)
-        self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary)
+        pace = Pace(float(options.extra.get("max_pass_seconds", 0.5)))
+        self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary, pace)
         self._training.custom = bool(options.extra.get("custom_losses"))
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
@@ -65,8 +66,7 @@ class PoolBackend:
             self._checkpoints.create(lane, create, source)
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
-        """Do passes of many models together; while somebody samples, in pieces between which a step can be taken."""
-        self._training.hurry(self._piece_seconds if self.sampling else None)
+        """Do passes of many models together, in pieces between which a step of sampling can be taken."""
         return self._training.run(passes)
 
     def interrupt(self, between: Callable[[], None]) -> None:
@@ -77,10 +77,10 @@ class PoolBackend:
         """Update models together, each once."""
         return self._training.step(steps)
 
-    def save(self, lane: str, save: Save, folder: Path) -> Mapping[str, Any]:
-        """Write a checkpoint's files into an empty folder."""
+    def save(self, lane: str, save: Save) -> tuple[State, Mapping[str, Any]]:
+        """Copy what a checkpoint is to hold."""
         with telling():
-            return self._checkpoints.save(lane, save, folder)
+            return self._checkpoints.save(lane, save)
 
     def load(self, lane: str, load: Load, source: Path) -> None:
         """Put a checkpoint in place of a model's weights."""

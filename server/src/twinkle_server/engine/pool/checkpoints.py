@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from twinkle.errors import ArgumentError, CheckpointError
-from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.backend import State, UserError
 from twinkle_server.engine.pool.faults import damaged
 from twinkle_server.engine.pool.lanes import Lane, Lanes
 from twinkle_server.engine.pool.states import ReadState, SavedState, is_state
@@ -17,6 +19,19 @@ from twinkle_server.payloads import Create, Load, Save
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """PEFT's names of its files."""
 _SHAPE = ("rank", "train_attn", "train_mlp", "train_unembed")
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """A copy of a model's weights, and the configuration that PEFT wants beside them."""
+
+    tensors: dict[str, Tensor]
+    config: Any
+
+    def write(self, folder: Path) -> None:
+        """Write PEFT's files; see `State`."""
+        save_file(self.tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        self.config.save_pretrained(str(folder))
 
 
 class Checkpoints:
@@ -46,19 +61,17 @@ class Checkpoints:
         """Put a checkpoint in place of a model's weights; it is as it was where that fails."""
         self._fill(lane, self._lanes[lane], source, load.optimizer)
 
-    def save(self, lane: str, save: Save, folder: Path) -> Mapping[str, Any]:
-        """Write a checkpoint's files into an empty folder; see `Backend.save`."""
+    def save(self, lane: str, save: Save) -> tuple[State, Mapping[str, Any]]:
+        """Copy what a checkpoint is to hold; see `Backend.save`."""
         found = self._lanes[lane]
+        copied: State
         if save.kind == "weights":
-            self._without_gradient(found).write(folder)
+            copied = self._without_gradient(found)
         elif save.kind in ("sampler_weights", "external_weights"):
-            self._write_peft(found, folder)
+            copied = self._adapter(found)
         else:
             raise UserError(f"there is no kind of checkpoint {save.kind!r}")
-        return {
-            "size_bytes": sum(path.stat().st_size for path in folder.iterdir()),
-            **{name: getattr(found.create, name) for name in _SHAPE},
-        }
+        return copied, {name: getattr(found.create, name) for name in _SHAPE}
 
     def snapshot(self, lane: str) -> SavedState:
         """Copy all of a model's state, pending gradients included."""
@@ -111,9 +124,7 @@ class Checkpoints:
         except (CheckpointError, ArgumentError, OSError) as error:
             raise damaged(CheckpointError(str(error))) from error
 
-    def _write_peft(self, lane: Lane, folder: Path) -> None:
-        tensors = self._model.get_state_dict(adapter_name=lane.name)
-        save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    def _adapter(self, lane: Lane) -> _Adapter:
         config = copy.deepcopy(self._model.optimizer_group[lane.name].adapter_config)
         config.base_model_name_or_path, config.inference_mode = self._base, True
-        config.save_pretrained(str(folder))
+        return _Adapter(dict(self._model.get_state_dict(adapter_name=lane.name)), config)

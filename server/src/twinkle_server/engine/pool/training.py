@@ -12,11 +12,12 @@ from twinkle_server.engine.pool import custom, data
 from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.losses import Losses, takes
+from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.payloads import OptimStep
 from twinkle_server.wire import codec
 
-_MEMORY = 2.0
-"""Seconds of passes after which an earlier speed counts for a third: short passes say little of what long ones take."""
+_PROBE = 32
+"""Tokens that tell how fast the model is before anything else does."""
 
 
 class Training:
@@ -28,6 +29,7 @@ class Training:
         losses: what a request may name.
         context: tokens that a row may have.
         vocabulary: number of token ids.
+        pace: decides how much goes through the model at one time. A row is never cut.
 
     Attributes:
         custom: clients may send losses of their own.
@@ -35,20 +37,12 @@ class Training:
 
     custom = False
 
-    def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int) -> None:
+    def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int, pace: Pace) -> None:
         self._pool, self._lanes, self._losses = pool, lanes, losses
         self._context, self._vocabulary = context, vocabulary
         self._most: int = pool.tokens_per_pass
-        self._speed: float | None = None  # tokens a second of late
+        self._pace = pace
         self._elsewhere = 0.0  # seconds that others took in the pass that runs
-
-    def hurry(self, seconds: float | None) -> None:
-        """Cut what goes through the model at one time so that a piece takes about so long; None cuts for speed alone.
-
-        A row is never cut.
-        """
-        wanted = None if seconds is None else int((self._speed or 0.0) * seconds)  # at first, row by row
-        self._pool.tokens_per_pass = self._most if wanted is None else max(1, min(self._most, wanted))
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
         """Do passes together; see `Backend.run`."""
@@ -61,16 +55,15 @@ class Training:
                 found[index] = told(error)
         cost = Cost()
         if asked:
-            begin = time.perf_counter()
-            results = self._run([operation for _, operation, _ in asked])
-            seconds = time.perf_counter() - begin
+            if not self._pace.known:
+                self._probe()
+            results = self._timed([operation for _, operation, _ in asked])
             for (index, _, rows), result in zip(asked, results, strict=True):
                 found[index] = _answer(result, rows)
                 if isinstance(result, OperationResult):
                     cost.tokens += result.usage.tokens
                     cost.padded += result.usage.padded
                     cost.flops += result.usage.flops
-            self._measured(cost.tokens, seconds - self._elsewhere)
         return found, cost
 
     def interrupt(self, between: Callable[[], None]) -> None:
@@ -86,11 +79,28 @@ class Training:
 
         self._pool.between = timed
 
-    def _measured(self, tokens: int, seconds: float) -> None:
+    def _probe(self) -> None:
+        """Measure the model; the first of two times says more of what a process does once."""
+        ids = [0] * min(_PROBE, self._context)
+        for _ in range(2):
+            self._pace.forget()
+            self._timed([Operation(None, "forward", [{"input_ids": ids, "labels": ids}])])
+
+    def _timed(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
+        training = any(operation.kind == "forward_backward" for operation in operations)
+        self._pool.tokens_per_pass = min(self._most, self._pace.tokens(training))
         self._elsewhere = 0.0
-        if tokens and seconds > 0:
-            now, share = tokens / seconds, 1.0 - math.exp(-seconds / _MEMORY)
-            self._speed = now if self._speed is None else self._speed + share * (now - self._speed)
+        begin = time.perf_counter()
+        results = self._run(operations)
+        seconds = time.perf_counter() - begin - self._elsewhere
+        done = [
+            (operation.kind == "forward_backward", result.usage)
+            for operation, result in zip(operations, results, strict=True)
+            if isinstance(result, OperationResult)
+        ]
+        if len(done) == len(results):  # else time went into what nobody counted
+            self._pace.measured(done, seconds)
+        return results
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations, each of which succeeds or fails whole.
