@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import importlib
 import ipaddress
@@ -35,6 +36,7 @@ _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for answers that are under way when the drain is over
 _FLUSH = 10.0  # seconds
 _LOST = 3  # exit code of a service whose data directory another one has taken over
+_ENGINE_PARTS = (("MultiLoraTransformersModel", "model"), ("TorchSampler", "sampler"))
 
 
 def serve(settings: Settings, log_level: str = "INFO") -> int:
@@ -76,6 +78,8 @@ def resolve(settings: Settings) -> Settings:
     """Return settings whose model is a local folder; what clients call it, and its tokenizer, stays what was asked for.
 
     Raises:
+        ComponentNotFound: a plugin that trains or samples is not installed.
+        RequirementMissing: a package that it needs is not.
         ModelLoadError: nothing is there, or what is there is not a model.
         HubError: the hub does not have it, or cannot be reached.
     """
@@ -83,8 +87,11 @@ def resolve(settings: Settings) -> Settings:
         return settings
     from twinkle.hub import local_model
 
-    folder = local_model(settings.model)
-    return replace(settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model))
+    check_installed()
+    folder = local_model(settings.model).absolute()
+    return replace(
+        settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model)
+    )
 
 
 def public_id(model: str) -> str | None:
@@ -106,6 +113,20 @@ def public_id(model: str) -> str | None:
     return name if scheme.lower() == "hf" and "@" not in name else None
 
 
+def check_installed() -> None:
+    """Refuse to start an engine that could not import what it needs; nothing is imported here.
+
+    Raises:
+        ComponentNotFound: no plugin offers what trains or samples.
+        RequirementMissing: it needs a package that is not installed.
+    """
+    from twinkle import registry
+    from twinkle_registry import check_requirements
+
+    for name, kind in _ENGINE_PARTS:
+        check_requirements(registry().find(name, kind))
+
+
 def listen(settings: Settings) -> socket.socket:
     """Return a socket that listens nowhere yet, bound to the address.
 
@@ -119,9 +140,9 @@ def listen(settings: Settings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        raise OutputError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; --port 0 takes a free one"
-        ) from error
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        way = "--port 0 takes a free one" if taken else "--host is an address of this machine, such as 127.0.0.1"
+        raise OutputError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {way}") from error
     return listener
 
 
@@ -129,7 +150,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     stop = _stop_on_signals()
     store = open_store(settings.data, limits=settings.limits, times=settings.times, take_over=settings.take_over)
     try:
-        await _first_key(settings, store)
+        await _check_keys(settings, store)
         metrics = Metrics(store.secret)
         logs.mark_tenants(store.secret)
         service = Service(settings, store, metrics)
@@ -142,7 +163,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
                 importlib.import_module, "twinkle_server.assembly"
             )  # while the engine starts
             application = assembly.assemble(settings, store, service, metrics)
-            return await _answer(settings, application, service, listener, stop)
+            return await _answer(settings, application, service, store, listener, stop)
         finally:
             presence.withdraw(settings.data)
             await service.close()
@@ -154,7 +175,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
 
 
 async def _answer(
-    settings: Settings, application: Any, service: Service, listener: socket.socket, stop: asyncio.Event
+    settings: Settings, application: Any, service: Service, store: Store, listener: socket.socket, stop: asyncio.Event
 ) -> int:
     """Answer requests until a signal comes, then until what runs is over; returns the exit code."""
     server = _server(application)
@@ -167,6 +188,7 @@ async def _answer(
             await ready
             gc.freeze()
             gc.enable()
+            await _first_key(settings, store)
             _say_ready(settings, listener)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not service.lost.is_set():
@@ -228,19 +250,21 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _first_key(settings: Settings, store: Store) -> None:
-    """Make an operator's key in a directory that never had one, and show it once."""
-    if not settings.auth:
-        return
+async def _check_keys(settings: Settings, store: Store) -> None:
+    """Refuse to serve others with a directory whose keys are all revoked."""
     known = await store.keys.all(revoked=True)
-    if not known:
-        key = await issue(store, "operator", role="operator")
-        _say(f"Operator's key, shown this once: {key}")
-    elif not is_loopback(settings.host) and all(key.revoked for key in known):
+    if settings.auth and known and not is_loopback(settings.host) and all(key.revoked for key in known):
         raise ConfigError(
             f"every key of this directory is revoked, and {settings.host} would serve nobody: "
             f"`twinkle server keys create NAME --data {settings.data}` makes one"
         )
+
+
+async def _first_key(settings: Settings, store: Store) -> None:
+    """Make an operator's key in a directory that never had one, and show it once, when nothing can fail any more."""
+    if settings.auth and not await store.keys.all(revoked=True):
+        key = await issue(store, "operator", role="operator")
+        _say(f"Operator's key, shown this once: {key}")
 
 
 def _say_ready(settings: Settings, listener: socket.socket) -> None:

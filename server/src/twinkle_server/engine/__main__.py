@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 
+from twinkle.errors import TwinkleError
 from twinkle_server.engine.backend import Backend, BackendOptions
 from twinkle_server.engine.host import Host
 from twinkle_server.runtime.link import BlockingLink
@@ -24,7 +25,11 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     settings = Settings.parse(arguments[1])
     link = BlockingLink.from_descriptor(int(arguments[0]))
-    Host(make_backend(settings), link, settings).serve()
+    try:
+        backend = make_backend(settings)
+    except TwinkleError as error:
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the service tells it, and nothing else
+    Host(backend, link, settings).serve()
 
 
 def make_backend(settings: Settings) -> Backend:

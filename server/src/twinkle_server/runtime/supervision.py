@@ -63,7 +63,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._first_ready: asyncio.Future[None] | None = None
-        self._ending = False
+        self._ending = self._hopeless = False
         self.up = False
         self.restarts = 0
         self.troubled: str | None = None
@@ -112,6 +112,8 @@ class Supervisor:
         while True:
             begin, self._worked = time.monotonic(), False
             await self._live(first=self.restarts == 0)
+            if self._hopeless:
+                return
             deaths = 1 if self._worked or time.monotonic() - begin > _STEADY else deaths + 1
             if self._ending:
                 self._drained.set()
@@ -159,10 +161,12 @@ class Supervisor:
 
     def _died(self, end: str, last_words: str) -> None:
         self.troubled = self._why or f"the engine died ({end})"
-        _log.error("%s, %s; %d operations were under way", self._why or DIED, end, len(self._under_way))
         if self._first_ready is not None and not self._first_ready.done():
+            self._hopeless = True  # another one would fail likewise
             self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}): {last_words}"))
             self._first_ready.exception()  # who waits raises it; nobody has to
+            return
+        _log.error("%s, %s; %d operations were under way", self._why or DIED, end, len(self._under_way))
 
     def _hear(self, message: Message) -> None:
         self._heard = time.monotonic()

@@ -1,0 +1,58 @@
+"""A start that cannot succeed: what is told, and what is left behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from twinkle.errors import OutputError
+from twinkle.testing import tiny_model
+from twinkle_server.cli.serve import main as serve
+from twinkle_server.cli.server import main as server
+from twinkle_server.serve import resolve
+from twinkle_server.settings import Settings
+
+
+def served(model: Path, data: Path) -> "subprocess.CompletedProcess[str]":
+    """Run `twinkle serve` on a model that it cannot load, to its end."""
+    command = [sys.executable, "-m", "twinkle_server", str(model), "--data", str(data), "--port", "0"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_sentence_and_no_key_is_lost(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    done = served(model, tmp_path / "data")
+    assert (done.returncode, done.stdout) == (2, "")
+    *log, last = done.stderr.splitlines()
+    assert last.startswith("Error: the engine cannot start: ")
+    assert "has a config.json but no weights" in last
+    assert [line for line in log if "Traceback" in line or "SIGKILL" in line] == []
+    assert len([line for line in log if "no weights" in json.loads(line)["event"]]) == 1  # tried once, not again
+    keys = CliRunner().invoke(server, ["keys", "list", "--all", "--data", str(tmp_path / "data")])
+    assert keys.output.strip() == "no keys"  # the start that succeeds shows the first one
+
+
+def test_a_model_in_a_relative_folder_is_found_by_clients_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    settings = resolve(Settings(model="tiny", data=tmp_path / "data"))
+    assert (settings.model, settings.served_name) == (str(folder), "tiny")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_an_address_that_is_none_of_this_machine_is_told_as_such(tmp_path: Path, host: str) -> None:
+    arguments = ["m", "--backend", "ledger", "--data", str(tmp_path / "data"), "--port", "0", "--host", host]
+    error = CliRunner().invoke(serve, arguments).exception
+    assert isinstance(error, OutputError)
+    assert re.search(rf"{re.escape(host)}:0: .*; --host is an address of this machine", str(error)), str(error)
+    assert not (tmp_path / "data").exists()
