@@ -519,6 +519,28 @@ def test_a_poll_holds_and_then_says_that_it_is_pending() -> None:
     within(SOON, scenario)
 
 
+def test_a_tenants_polls_take_no_room_from_another() -> None:
+    async def scenario() -> None:
+        runtime = await World(limits=Limits(queued=3)).runtime()
+        early = [await ask(runtime, 5, tenant=tenant, lane=f"{tenant}:train:0") for tenant in ("ada", "bob")]
+        polls = [asyncio.create_task(runtime.wait(early[0].request, "ada", SOON)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="3 requests of yours wait"):
+            await runtime.wait(early[0].request, "ada", SOON)
+        assert (await runtime.wait(early[1].request, "bob", 0.01)).status == "pending"
+        polls.pop().cancel()
+        await asyncio.sleep(0)
+        assert (await runtime.wait(early[0].request, "ada", 0.01)).status == "pending"
+        assert runtime.futures.polls == 2
+        for poll in polls:
+            poll.cancel()
+        await asyncio.wait(polls)
+        assert (runtime.futures.polls, runtime.futures._polls_of) == (0, {})
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
 def test_a_tenant_has_a_bound_on_what_waits() -> None:
     async def scenario() -> None:
         runtime = await World(limits=Limits(queued=2)).runtime()

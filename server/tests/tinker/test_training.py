@@ -1,5 +1,6 @@
 """Training over plain HTTP: models, passes, updates; what is wrong fails the operation and uses up its number."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -251,3 +252,27 @@ def test_a_future_is_its_owners_alone(served):
     promise = create(mine, session(mine))
     assert retrieve(other, promise).status_code == 404
     assert mine.post("/retrieve_future", json={"request_id": "none"}).status_code == 404
+
+
+def test_a_poll_ends_with_its_clients_connection(served, monkeypatch: pytest.MonkeyPatch):
+    settings, wait, held = served.house.settings, served.service.wait, []
+
+    async def counted(*arguments: Any) -> Any:
+        held.append(arguments)
+        try:
+            return await wait(*arguments)
+        finally:
+            held.pop()
+
+    monkeypatch.setattr(served.service, "wait", counted)
+    monkeypatch.setattr(served.house, "settings", replace(settings, times=replace(settings.times, poll=30.0)))
+    client = served.http()
+    served.service.held = True
+    request = create(client, session(client)).json()["request_id"]
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/retrieve_future", json={"request_id": request}, timeout=1.0)
+    client.close()
+    ends = time.monotonic() + 15.0  # half of what it would wait for
+    while held and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not held

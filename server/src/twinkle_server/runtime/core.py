@@ -70,7 +70,7 @@ class Runtime:
         self._effects = effects
         self._figures = figures
         self._taking: set[asyncio.Task[Any]] = set()
-        self.futures = Futures(journal)
+        self.futures = Futures(journal, each=settings.limits.queued)
         self.outcomes = Outcomes(journal, self._written, self._lease_lost)
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW)
         self.dispatcher.replay.opened = self.futures.open

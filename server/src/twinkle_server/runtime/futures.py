@@ -27,9 +27,12 @@ class Futures:
 
     Args:
         journal: knows all the others.
+        each: requests of one tenant that may wait at once.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, each: int = 4096) -> None:
+        self._each = each
+        self._polls_of: Counter[str] = Counter()
         self._journal = journal
         self._open: dict[str, _Open] = {}
         self._recent: OrderedDict[str, tuple[Operation, Future]] = OrderedDict()
@@ -72,7 +75,7 @@ class Futures:
         Raises:
             NotFound: it was never given to this tenant.
             Gone: it was, and is no longer kept.
-            Busy: too many wait already.
+            Busy: too many of the tenant's, or of all, wait already.
         """
         entry = self._open.get(request)
         if entry is None or entry.operation.tenant != tenant:
@@ -80,8 +83,8 @@ class Futures:
             if operation is None or recent is None or operation.tenant != tenant:
                 return await self._journal.future(request, tenant)
             return self._read(operation, recent)
-        if self._polls >= _POLLS:
-            raise Busy(f"{self._polls} requests wait for results already", retry_after=2.0)
+        if (mine := self._polls_of[tenant]) >= self._each or self._polls >= _POLLS:
+            raise Busy(f"{mine} requests of yours wait for results already, {self._polls} in all", retry_after=2.0)
         if not self._closed and seconds > 0:
             await self._hold(entry, seconds)
         operation = entry.operation
@@ -94,7 +97,9 @@ class Futures:
         return future
 
     async def _hold(self, entry: _Open, seconds: float) -> None:
+        tenant = entry.operation.tenant
         self._polls += 1
+        self._polls_of[tenant] += 1
         try:
             async with asyncio.timeout(seconds):
                 await entry.over.wait()
@@ -102,6 +107,9 @@ class Futures:
             pass
         finally:
             self._polls -= 1
+            self._polls_of[tenant] -= 1
+            if not self._polls_of[tenant]:
+                del self._polls_of[tenant]
 
     def close(self) -> None:
         """Let everyone who waits go with what there is, and hold nobody any more."""

@@ -16,6 +16,7 @@ from twinkle_server.tinker.house import House, caller, house_of
 router = APIRouter()
 PROTOBUF = "application/x-protobuf"
 _LONGEST = 40.0  # seconds; clients give up after 45
+_UNWATCHED = 0.5  # seconds of a poll in which nobody looks whether its client is still there
 _MESSAGES = ("sample", "forward", "forward_backward")
 
 
@@ -53,8 +54,7 @@ async def retrieve_future(request: Request) -> Response:
     body = await read(request, RetrieveFuture)
     if (made := custom_loss_answer(body.request_id)) is not None:
         return made
-    seconds = min(house.settings.times.poll, _LONGEST)
-    future = await house.service.wait(body.request_id, who.tenant, seconds)
+    future = await _wait(request, house, body.request_id, who.tenant)
     if future.status == "pending":
         return _try_again(house, body.request_id, future)
     if future.status == "cancelled":
@@ -89,6 +89,32 @@ async def retrieve_futures(request: Request) -> Response:
     seconds = min(house.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
     found, cursor = await completions(house, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
     return answer({"completions": found, "cursor": cursor})
+
+
+async def _wait(request: Request, house: House, request_id: str, tenant: str) -> Future:
+    """Wait for a future, for as long as its client does; most are over before it is worth a look whether it is there.
+
+    A client that has left gets an answer that nobody reads; what counts is that nothing waits for it any more.
+    """
+    seconds = min(house.settings.times.poll, _LONGEST)
+    future = await house.service.wait(request_id, tenant, min(seconds, _UNWATCHED))
+    if future.status != "pending" or seconds <= _UNWATCHED:
+        return future
+    wait = asyncio.create_task(house.service.wait(request_id, tenant, seconds - _UNWATCHED))
+    left = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({wait, left}, return_when=asyncio.FIRST_COMPLETED)
+        return wait.result() if wait.done() else future
+    finally:
+        wait.cancel()
+        left.cancel()
+        await asyncio.wait({wait, left})
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        await asyncio.sleep(_UNWATCHED)
 
 
 def _try_again(house: House, request_id: str, future: Future) -> Response:
