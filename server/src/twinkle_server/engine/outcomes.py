@@ -13,7 +13,8 @@ from twinkle_server.operations import Category
 
 _log = logging.getLogger(__name__)
 _LONGEST = 2000
-_PASSING = {getattr(errno, name) for name in "EAGAIN EDQUOT EINTR EIO EMFILE ENFILE ENOMEM ENOSPC".split()}
+_FULL = {errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC}
+_PASSING = _FULL | {errno.EAGAIN, errno.EINTR, errno.EIO}
 
 
 class Lost(Exception):
