@@ -1,8 +1,10 @@
 """A loss that somebody wrote as a plugin, named in a request of the unmodified Tinker SDK."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,18 +24,41 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # th
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial-first-loss.md"
 
 
+STUCK = '''"""A loss that takes its time."""
+
+import time
+
+from twinkle.data_format import InputBatch, LossOutput, ModelOutput
+from twinkle.loss import Loss
+
+
+class AcmeStuckLoss(Loss):
+    """Cross entropy, after some seconds of doing nothing."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:
+        time.sleep(self.seconds)
+        chosen = outputs["logps"][inputs["labels"] != -100]
+        return LossOutput(-chosen.sum(), chosen.numel())
+'''
+DEADLINE = 6.0
+
+
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip would install of the tutorial's plugin, in a folder of its own."""
+    """What pip would install of the tutorial's plugin, and of one that hangs, in a folder of its own."""
     folder = tmp_path_factory.mktemp("plugin")
-    command = [sys.executable, "-m", "twinkle.cli", "plugins", "new", "loss", "acme-focal"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
     text = TUTORIAL.read_text("utf-8")
-    code = text.partition('title="acme-focal/src/acme_focal/loss.py"\n')[2].partition("```")[0]
-    (folder / "acme-focal" / "src" / "acme_focal" / "loss.py").write_text(code, "utf-8")
-    (wheel,) = WheelBuilder(str(folder / "acme-focal")).build(directory=str(folder), versions=["standard"])
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
+    focal = text.partition('title="acme-focal/src/acme_focal/loss.py"\n')[2].partition("```")[0]
+    for name, code in (("acme-focal", focal), ("acme-stuck", STUCK)):
+        command = [sys.executable, "-m", "twinkle.cli", "plugins", "new", "loss", name]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+        (folder / name / "src" / name.replace("-", "_") / "loss.py").write_text(code, "utf-8")
+        (wheel,) = WheelBuilder(str(folder / name)).build(directory=str(folder / "wheels"), versions=["standard"])
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "site")
     return folder / "site"
 
 
@@ -44,7 +69,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model: Path, plugin: Path) -> Iterator[Served]:
-    served = pool(tmp_path_factory.mktemp("service") / "data", model, PYTHONPATH=str(plugin))
+    times = {"deadline": DEADLINE}
+    served = pool(tmp_path_factory.mktemp("service") / "data", model, {"times": times}, PYTHONPATH=str(plugin))
     served.start()
     yield served
     served.stop()
@@ -104,3 +130,29 @@ def test_what_is_wrong_is_said_and_the_model_stays_usable(
     assert os.sep + "site" not in str(failed.value)
     training.forward_backward([datum(DATA[0])], "AcmeFocalLoss").result(timeout=60)
     training.optim_step(tinker.AdamParams()).result(timeout=60)
+
+
+def test_a_loss_that_hangs_fails_its_own_operation_and_no_other(service: Served, model: Path) -> None:
+    with opened(service.url, service.key) as client:
+        first, hanging, other = (trainer(client, str(model), seed=seed) for seed in range(3))
+        before = hanging.forward([datum(DATA[0])], "cross_entropy").result(timeout=60).metrics
+        slow = first.forward_backward([datum(DATA[0])], "AcmeStuckLoss", {"seconds": 2.0})
+        time.sleep(0.5)  # while that runs, two come that the next pass will have both of
+        stuck = hanging.forward_backward([datum(DATA[0])], "AcmeStuckLoss", {"seconds": 3600.0})
+        beside = other.forward_backward([datum(DATA[1])], "cross_entropy")
+        assert slow.result(timeout=60).metrics["loss:sum"] > 0
+        done = beside.result(timeout=120).metrics
+        with pytest.raises(tinker.RequestFailedError, match=f"longer than {DEADLINE:g} s, twice") as failed:
+            stuck.result(timeout=120)
+        assert failed.value.category == tinker.types.RequestErrorCategory.Server
+        assert re.search(rf"longer than {DEADLINE:g} s, .*; [23] operations were under way", service.log()), (
+            "they shared"
+        )
+        hanging.optim_step(tinker.AdamParams(learning_rate=1.0)).result(timeout=60)  # of what hung, no gradient is left
+        assert hanging.forward([datum(DATA[0])], "cross_entropy").result(timeout=60).metrics == before
+        assert other.forward([datum(DATA[1])], "cross_entropy").result(timeout=60).metrics == pytest.approx(
+            done, rel=1e-5
+        )
+        assert hanging.forward_backward([datum(DATA[0])], "AcmeStuckLoss").result(timeout=60).metrics == pytest.approx(
+            before, rel=1e-5
+        )
