@@ -6,6 +6,7 @@ refused.
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -114,6 +115,58 @@ def test_line_110_reinforcement_learning_on_generated_sums(kitchen: Served, long
         "groups_per_batch=2", "max_steps=2", "loss_fn=importance_sampling", "lora_rank=4", "eval_every=0",
     )  # fmt: skip
     assert len(lines) >= 2
+
+
+SHOT = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
+END, ON = "\n\nUser:", "0" * 8
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that answers sums with numbers, and one time in five ends its answer as the recipe's format has it.
+
+    It is trained here, whole, in torch: what a recipe of reinforcement learning begins with is a model that sometimes
+    earns a reward.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tiny_model(tmp_path_factory.mktemp("taught") / "tiny" / "v1", "qwen3", max_position_embeddings=8192)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
+    for _ in range(160):
+        rows = []
+        for _ in range(16):
+            x, y = draw.randrange(101), draw.randrange(101)
+            prompt = tokenizer.encode(f"{SHOT}User: What is {x} + {y}?\n\nAssistant:")
+            answer = tokenizer.encode(f" {x + y}" + (END if draw.random() < 0.2 else ON))
+            rows.append(([*prompt, *answer], [-100] * len(prompt) + answer))
+        width = max(len(tokens) for tokens, _ in rows)
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows])
+        labels = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows])
+        model(input_ids=tokens, labels=labels).loss.backward()  # what is padded comes last, and has no label
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.soak
+def test_line_110_the_reward_of_a_small_model_that_was_taught_the_format_rises(taught: Path, tmp_path: Path) -> None:
+    service = pool(tmp_path / "data", taught).start()
+    try:
+        lines = cook(
+            service, "math_rl.train", tmp_path, f"model_name={taught}", "env=arithmetic", "group_size=8",
+            "groups_per_batch=8", "max_steps=15", "loss_fn=importance_sampling", "lora_rank=16", "eval_every=0",
+            "save_every=0", "learning_rate=2e-3", "max_tokens=12",
+        )  # fmt: skip
+    finally:
+        service.stop()
+    rewards = [line["env/all/reward/total"] for line in lines if "env/all/reward/total" in line]
+    formats = [line["env/all/format"] for line in lines if "env/all/format" in line]
+    assert len(rewards) == len(formats) == 15
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.01, rewards
+    assert sum(formats[-5:]) / 5 > max(0.6, formats[0] + 0.2), formats
 
 
 def test_line_111_asynchronous_reinforcement_learning(kitchen: Served, long: Path, tmp_path: Path) -> None:

@@ -60,9 +60,7 @@ def test_keys_made_and_revoked_while_it_runs_count_at_once(service: Process) -> 
         assert "alice  user  tenant alice" in shown
         assert key not in shown
         run("keys", "revoke", "alice", "--data", str(service.data))
-        end = time.monotonic() + 20
-        while status_of(alice) == 200 and time.monotonic() < end:
-            time.sleep(0.05)
+        time.sleep(1.0)  # so long may a key that was known go unasked for
         assert status_of(alice) == 401
         assert status_of(operator) == 200
     assert "alice" not in run("keys", "list", "--data", str(service.data))

@@ -178,12 +178,21 @@ def test_it_looks_after_its_checkpoints(served, client):
     assert [one.training_run_id for one in rest.list_training_runs().result(SECONDS).training_runs] == [run]
     copy = rest.copy_weights(path, destination_project_id="mine").result(SECONDS)
     assert copy != path
+    stored = {project: in_store(served, project) for project in (None, "mine", "yours")}
+    assert stored == {None: (2, 14), "mine": (1, 7), "yours": (0, 0)}
     rest.delete_checkpoint_from_tinker_path(path).result(SECONDS)
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(path).result(SECONDS)
     assert rest.get_weights_info_by_tinker_path(copy).result(SECONDS).lora_rank == 8
     sessions = rest.list_sessions().result(SECONDS).sessions
     assert rest.get_session(sessions[0]).result(SECONDS).training_run_ids == [run]
+
+
+def in_store(served, project):
+    admin = tinker.AdminClient(base_url=served.url, api_key=served.key())
+    [item] = admin.get_current_checkpoint_storage_usage(project_id=project).result(SECONDS).data
+    assert item.project_id == project
+    return item.checkpoint_count, item.size_bytes
 
 
 def test_it_takes_external_weights_away(served, client):

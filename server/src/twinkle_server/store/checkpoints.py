@@ -88,11 +88,18 @@ class Checkpoints:
         return await self._database.read(lambda connection: get(connection, tenant, path, now, public=True))
 
     async def page(
-        self, tenant: str, now: float, limit: int = 100, offset: int = 0, run: str | None = None
+        self,
+        tenant: str,
+        now: float,
+        limit: int = 100,
+        offset: int = 0,
+        run: str | None = None,
+        project: str | None = None,
     ) -> Page[Checkpoint]:
-        """Return a tenant's checkpoints, newest first; of one run if it is given."""
+        """Return a tenant's checkpoints, newest first; of one run or project if it is given."""
         where = [checkpoints.c.tenant == tenant, _there(now)]
         where += [checkpoints.c.run == run] if run is not None else []
+        where += [checkpoints.c.project == project] if project is not None else []
         return await self._database.read(
             lambda connection: rows.page(connection, Checkpoint, checkpoints, where, limit, offset)
         )
@@ -143,11 +150,13 @@ class Checkpoints:
         if not await self._database.write(lambda connection: connection.execute(where).rowcount):
             raise NotFound(f"no checkpoint {path}")
 
-    async def bytes(self, tenant: str, now: float) -> int:
-        """Return the bytes of a tenant's checkpoints."""
+    async def bytes(self, tenant: str, now: float, project: str | None = None) -> int:
+        """Return the bytes of a tenant's checkpoints; of one project if it is given."""
         query = select(func.coalesce(func.sum(checkpoints.c.size), 0)).where(
             checkpoints.c.tenant == tenant, _there(now)
         )
+        if project is not None:
+            query = query.where(checkpoints.c.project == project)
         return await self._database.read(lambda connection: int(connection.execute(query).scalar_one()))
 
     async def of_sessions(self, tenant: str, sessions: list[str], now: float) -> dict[str, tuple[int, int]]:

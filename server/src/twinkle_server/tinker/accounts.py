@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.store.records import AuditEntry, Usage
 from twinkle_server.store.usage import day_of
-from twinkle_server.tinker.answers import answer, moment
+from twinkle_server.tinker.answers import answer, moment, present
 from twinkle_server.tinker.house import caller, house_of, now
 
 router = APIRouter()
@@ -44,12 +44,12 @@ async def usage_events(request: Request, starting_on: Word, ending_before: Word 
 
 @router.get("/billing/usage/checkpoints/current")
 async def checkpoint_usage(request: Request, project_id: Word | None = None) -> Response:
-    """Return the bytes of the caller's checkpoints."""
+    """Return number and bytes of the caller's checkpoints: all of them, or those of a project."""
     who, house = caller(request), house_of(request)
-    page = await house.store.checkpoints.page(who.tenant, now(), limit=0)
-    size = await house.store.checkpoints.bytes(who.tenant, now())
-    item = {"checkpoint_count": page.total, "size_bytes": size, "size_gigabytes": size / 1e9}
-    return answer({"data": [] if project_id is not None else [item]})
+    page = await house.store.checkpoints.page(who.tenant, now(), limit=0, project=project_id)
+    size = await house.store.checkpoints.bytes(who.tenant, now(), project_id)
+    item = present(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
+    return answer({"data": [item]})
 
 
 @router.get("/auth/apikey/me")
