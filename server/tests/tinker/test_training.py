@@ -1,5 +1,6 @@
 """Training over plain HTTP: models, passes, updates; what is wrong fails the operation and uses up its number."""
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,8 @@ import httpx
 import orjson
 import pytest
 
+from twinkle_server.tinker import bodies, submitting
+from twinkle_server.tinker.bodies import LARGE, parse
 from twinkle_server.wire import tinker_pb2 as pb
 from twinkle_server.wire.arrays import write_tensor
 from twinkle_server.wire.codec import read_forward_backward_output
@@ -276,3 +279,21 @@ def test_a_poll_ends_with_its_clients_connection(served, monkeypatch: pytest.Mon
     while held and time.monotonic() < ends:
         time.sleep(0.02)
     assert not held
+
+
+@pytest.mark.parametrize("form", ["good", "refused", "unreadable"])
+@pytest.mark.parametrize("path", ["/optim_step", "/load_weights"])
+def test_large_bodies_are_read_off_the_loop(served, monkeypatch: pytest.MonkeyPatch, path: str, form: str):
+    client, on_the_loop = served.http(), list[bool]()
+    body: dict[str, Any] = {"model_id": model(client), "seq_id": 1, "path": "tinker://x/weights/y", "more": "x" * LARGE}
+    body |= {"refused": {"path": 5, "adam_params": 5}, "unreadable": {"seq_id": "x"}}.get(form, {})
+
+    def recorded(data: bytes, kind: Any) -> Any:
+        on_the_loop.append(asyncio._get_running_loop() is not None)
+        return parse(data, kind)
+
+    for module in (bodies, submitting):
+        monkeypatch.setattr(module, "parse", recorded)
+    assert client.post(path, json=body).status_code == (422 if form == "unreadable" else 200)
+    assert on_the_loop
+    assert not any(on_the_loop)

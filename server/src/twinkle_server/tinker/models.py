@@ -14,7 +14,7 @@ from twinkle_server.payloads import Create, Load, Unload
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.answers import answer, promise
-from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, parse, read, takes
+from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, read, takes
 from twinkle_server.tinker.house import Caller, House, caller, house_of, now
 from twinkle_server.tinker.submitting import Numbered, model_lane, submit, submit_body
 
@@ -130,7 +130,7 @@ async def get_info(request: Request) -> Response:
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint: into a model that exists, or as operation 0 of a new one."""
     who, house = caller(request), house_of(request)
-    if parse(await request.body(), _Addressed).model_id is not None:
+    if (await read(request, _Addressed)).model_id is not None:
         return await submit_body(request, LoadInto, "load", _load)
     body = await read(request, LoadNew)
     made: list[Create] = []

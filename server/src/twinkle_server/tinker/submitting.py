@@ -1,7 +1,9 @@
 """How a request becomes an operation of a model's lane, also where it must fail: its number is used up all the same."""
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -11,7 +13,7 @@ from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
 from twinkle_server.operations import Accepted, Kind, Submission
 from twinkle_server.store.records import Model
 from twinkle_server.tinker.answers import promise
-from twinkle_server.tinker.bodies import Body, Text, parse
+from twinkle_server.tinker.bodies import LARGE, Body, Text, parse
 from twinkle_server.tinker.house import Caller, House, caller, house_of
 
 B = TypeVar("B", bound="Numbered")
@@ -69,13 +71,11 @@ async def submit_body(
         Gone: it was unloaded.
     """
     who, house, data = caller(request), house_of(request), await request.body()
-    try:
-        body = parse(data, form)
-    except Unprocessable as error:
-        head = _head(data, error)
-        model = await model_lane(house, who, head.model_id)
-        asked = hashlib.sha256(data).digest()
-        refused = Submission(who.tenant, model.id, kind, b"{}", head.seq_id, refusal=error.message, asked=asked)
+    body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
+    if isinstance(body, _Refused):
+        model = await model_lane(house, who, body.head.model_id)
+        asked, number = body.asked, body.head.seq_id
+        refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, asked=asked)
         return promise(await house.service.submit(refused), model_id=model.id)
     model = await model_lane(house, who, body.model_id)
     accepted = await submit(house, who, model.id, body.seq_id, kind, body, lambda: make(house, who, model, body))
@@ -115,8 +115,20 @@ async def submit(
     return await house.service.submit(submission, also)
 
 
-def _head(data: bytes, error: Unprocessable) -> Numbered:
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    head: Numbered
+    reason: str
+    asked: bytes
+
+
+def _read(data: bytes, form: type[B]) -> B | _Refused:
+    """Read a body; of one that has another form, what says whose number it uses up."""
     try:
-        return parse(data, Numbered)
-    except Unprocessable:
-        raise error from None
+        return parse(data, form)
+    except Unprocessable as error:
+        try:
+            head = parse(data, Numbered)
+        except Unprocessable:
+            raise error from None
+        return _Refused(head, error.message, hashlib.sha256(data).digest())
