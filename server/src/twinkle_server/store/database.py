@@ -245,6 +245,8 @@ class _Writer:
     def _try(self, job: _Job) -> None:
         try:
             job.value = job.work(self._connection)
+        except StoreError as error:  # the job's own word, such as that somebody else has the directory
+            job.error = error
         except Exception as error:
             job.error = worded(error)
 
