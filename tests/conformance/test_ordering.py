@@ -105,8 +105,19 @@ def test_line_60_models_trained_at_once_are_as_if_alone(raw: Raw) -> None:
     def made(at: int) -> RawModel:
         return raw.model(lora={"rank": 4 * (1 + at), "seed": at})
 
+    def companions() -> float:
+        figures = raw.figures()
+        total, passes = (
+            figures.get(f'twinkle_pass_operations_{name}{{kind="pass"}}', 0.0) for name in ("sum", "count")
+        )
+        return total - passes
+
     rows = dict(enumerate(ROWS[:3]))
-    together = train([(made(at), rows[at]) for at in rows])
+    models, busy, before = [(made(at), rows[at]) for at in rows], raw.model(), companions()
+    long = busy.submit_pass([row(list(range(5, 125)))] * 50)  # while it runs, the others' passes come together
+    together = train(models)
+    raw.result(long, "pass")
+    assert companions() - before >= 2, "all three were in one pass"
     for at in rows:
         (alone,) = train([(made(at), rows[at])])
         np.testing.assert_allclose(together[at], alone, atol=1e-5)
