@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from server_failpoints import failpoints
-from server_history import datum_id, read_ledger
+from server_history import read_ledger
 from server_raw import Failed, Raw, RawModel, row
 from serving import Served, ledger
 
 POISON, ONCE, HANGING, GOOD = 66, 67, 68, 5
-DISKS = [name for name in failpoints() if not name.startswith(("outcomes.", "secret."))]
+# Behind a commit that worked nothing is written: a disk that fails there is no disk that there is.
+NO_DISKS = ("outcomes.", "secret.", "store.after_commit")
+DISKS = [name for name in failpoints() if not name.startswith(NO_DISKS)]
 
 
 @contextmanager
@@ -70,19 +72,22 @@ def test_a_disk_that_refuses_one_write_harms_that_write_at_most(tmp_path: Path, 
     with served(tmp_path, FAILPOINT=f"{name}:{30 if name.startswith('store') else 1}:{error}") as service:
         raw = Raw(service.url)
         model = raw.model()
-        tokens, saved = [], []
+        pending: list[int] = []
+        applied: list[int] = []
+        saved: dict[str, list[int]] = {}
         for at in range(6):
             data = [row([GOOD + at, *range(2, 60)])]
-            tokens += [datum_id(data[0]) >> 32] if done(raw, model, "forward_backward", data) else []
-            done(raw, model, "step")
-            saved += [f"c{at}"] if done(raw, model, "save", f"c{at}") else []
-        assert len(tokens) >= 5
+            pending += [GOOD + at] if done(raw, model, "forward_backward", data) else []
+            if done(raw, model, "step"):
+                applied, pending = applied + pending, []
+            if done(raw, model, "save", f"c{at}"):
+                saved[f"weights/c{at}"] = applied
+        assert len(applied) >= 5
         assert len(saved) >= 5
-        assert state_of(model) == ([], tokens)
+        assert state_of(model) == (pending, applied)
         listed = raw.get(f"/training_runs/{model.id}/checkpoints")["checkpoints"]
-        assert sorted(entry["checkpoint_id"] for entry in listed) == sorted(f"weights/{name}" for name in saved)
-        for at, entry in enumerate(sorted(listed, key=lambda entry: entry["checkpoint_id"])):
-            assert len(state_of(raw.load(entry["tinker_path"]))[1]) >= at
+        found = {entry["checkpoint_id"]: state_of(raw.load(entry["tinker_path"])) for entry in listed}
+        assert found == {name: ([], tokens) for name, tokens in saved.items()}
         raw.http.close()
 
 

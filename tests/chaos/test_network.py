@@ -63,7 +63,7 @@ def test_ten_thousand_operations_on_a_bad_network(counting: Served) -> None:
     for seed in range(400):
         if done >= 10_000:
             break
-        chosen = [[draw.choice(WORDS) for _ in range(40)] for _ in range(4)]
+        chosen = [[draw.choice(WORDS) for _ in range(40)] for _ in range(12)]
         proxy = weather(seed, **SHARES)
         done += changes(asyncio.run(survive(counting, chosen, fate, proxy, 8)))
         befell, seen = befell + proxy.befell, seen + proxy.seen
