@@ -200,6 +200,28 @@ def test_only_what_is_new_is_charged_or_refused() -> None:
     assert asyncio.run(story()) == [1, 1, 2, 2, 3, 4]
 
 
+def test_requests_that_cannot_be_done_are_bounded_like_others() -> None:
+    def bad(number: int, tenant: str = "a") -> Submission:
+        return Submission(tenant, "m", "optim_step", b"", number, refusal="eps is negative")
+
+    async def story() -> None:
+        world, service = World(), Service()
+        limited = Limited(service, world.meter)
+        for number in range(4096):
+            await limited.submit(bad(number))
+        with pytest.raises(Busy, match="cannot be done as they are asked") as caught:
+            await limited.submit(bad(4096))
+        service.gaps.add(4096)
+        await limited.submit(bad(4096))
+        await limited.submit(bad(5000, "b"))
+        await limited.submit(Submission("a", "m", "optim_step", b"", 4097))
+        world.now += caught.value.retry_after + 1.0
+        await limited.submit(bad(4098))
+        assert len(service.seen) == 4096 + 4
+
+    asyncio.run(story())
+
+
 def test_a_save_without_room_uses_up_its_number(monkeypatch) -> None:
     def full(connection: object, caller: Caller, kind: str, now: float) -> None:
         raise Forbidden("no room")

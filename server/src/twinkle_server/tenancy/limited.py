@@ -54,17 +54,29 @@ class Limited:
         return accepted
 
     async def _admitted(self, submission: Submission, also: Also | None) -> Accepted:
+        if submission.refusal is not None:
+            return await self._refused(submission)
         caller = CURRENT.get()
-        if caller is None or not caller.quotas or submission.refusal is not None or submission.kind == "unload":
+        if caller is None or not caller.quotas or submission.kind == "unload":
             return await self._service.submit(submission, also)
         try:
             accepted = await self._service.submit(submission, self._guarded(caller, submission, also))
         except Forbidden as error:
             if submission.kind == "create":
                 raise
-            return await self._service.submit(replace(submission, refusal=error.message))
+            return await self._refused(replace(submission, refusal=error.message))
         if accepted.fresh:
             self._meter.charge(caller, submission.tokens)
+        return accepted
+
+    async def _refused(self, submission: Submission) -> Accepted:
+        """Write an operation that fails; others may wait for its number, and then it is never too many."""
+        verdict = None if self._service.awaited(submission) else self._meter.refusals(submission.tenant)
+        if verdict is not None:
+            raise verdict
+        accepted = await self._service.submit(submission)
+        if accepted.fresh:
+            self._meter.refused(submission.tenant)
         return accepted
 
     def _guarded(self, caller: Caller, submission: Submission, also: Also | None) -> Also:

@@ -17,6 +17,7 @@ from twinkle_server.tenancy.auth import Caller
 
 _BURST = 10.0  # seconds' worth of tokens that may come at once
 _BUCKETS = 4096
+_REFUSALS, _REFUSALS_AT_ONCE = 20.0, 4096.0  # of a tenant, a second and at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Meter:
         quotas = Quotas.read(caller.quotas)
         if quotas.tokens_per_second is not None:
             rate = quotas.tokens_per_second
-            level = self._bucket(caller, rate).level
+            level = self._bucket(caller.key, rate, rate * _BURST).level
             if level < 0:
                 return Busy(f"this key may use {rate:g} tokens a second, and has used more", retry_after=-level / rate)
         if quotas.operations is not None and (found := self._pending(caller.tenant)) >= quotas.operations:
@@ -88,15 +89,28 @@ class Meter:
     def charge(self, caller: Caller, tokens: int) -> None:
         """Take the tokens of an operation that was accepted; a large one may leave a debt."""
         if rate := caller.quotas.get("tokens_per_second"):
-            self._bucket(caller, float(rate)).level -= tokens
+            self._bucket(caller.key, float(rate), rate * _BURST).level -= tokens
 
-    def _bucket(self, caller: Caller, rate: float) -> _Bucket:
-        now, full = self._clock(), rate * _BURST
-        bucket = self._buckets.get(caller.key)
+    def refused(self, tenant: str) -> None:
+        """Count an operation that was written into the log as one that fails."""
+        self._refusals(tenant).level -= 1
+
+    def refusals(self, tenant: str) -> Busy | None:
+        """Return why an operation that fails anyway must come later: each is a row, and costs nothing else."""
+        if (level := self._refusals(tenant).level) >= 1:
+            return None
+        return Busy("too many of your requests cannot be done as they are asked", retry_after=(1 - level) / _REFUSALS)
+
+    def _refusals(self, tenant: str) -> _Bucket:
+        return self._bucket(f"refusals of {tenant}", _REFUSALS, _REFUSALS_AT_ONCE)
+
+    def _bucket(self, name: str, rate: float, full: float) -> _Bucket:
+        now = self._clock()
+        bucket = self._buckets.get(name)
         if bucket is None:
             if len(self._buckets) >= _BUCKETS:  # full ones say nothing that a new one would not
                 self._buckets = {key: each for key, each in self._buckets.items() if each.level < 0}
-            bucket = self._buckets[caller.key] = _Bucket(full, now)
+            bucket = self._buckets[name] = _Bucket(full, now)
         bucket.level = min(full, bucket.level + (now - bucket.at) * rate)
         bucket.at = now
         return bucket
