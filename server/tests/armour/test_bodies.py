@@ -33,7 +33,7 @@ class App:
 
 
 async def ask(
-    app: Any, pieces: list[bytes], headers: dict[str, str] | None = None, wait: float = 0.0
+    app: Any, pieces: list[bytes], headers: dict[str, str] | None = None, wait: float = 0.0, path: str = "/"
 ) -> tuple[int, Any]:
     """Send pieces of a body and return status and JSON."""
     left, sent = list(pieces), []
@@ -48,7 +48,7 @@ async def ask(
         sent.append(message)
 
     made = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    await app({"type": "http", "headers": made}, receive, send)
+    await app({"type": "http", "path": path, "headers": made}, receive, send)
     if not sent:
         return 0, None
     body = b"".join(message.get("body", b"") for message in sent)
@@ -56,12 +56,12 @@ async def ask(
 
 
 def run(
-    pieces: list[bytes], headers: dict[str, str] | None = None, limits: Limits = LIMITS
+    pieces: list[bytes], headers: dict[str, str] | None = None, limits: Limits = LIMITS, path: str = "/"
 ) -> tuple[int, Any, App, Bodies]:
     """Ask once."""
     app = App()
     guarded = Bodies(app, limits)
-    status, said = asyncio.run(ask(guarded, pieces, headers))
+    status, said = asyncio.run(ask(guarded, pieces, headers, path=path))
     assert guarded.budget.used == 0, "what was taken is given back"
     return status, said, app, guarded
 
@@ -112,7 +112,9 @@ def test_deep_json_is_refused_whether_or_not_it_is_compressed() -> None:
     assert run([deep], {"content-type": "application/json"})[0] == 400
     headers = {"content-type": "application/json; charset=utf-8", "content-encoding": "zstd"}
     assert run([zstandard.compress(deep)], headers)[0] == 400
-    assert run([deep], {"content-type": "application/x-protobuf"})[0] == 200
+    binary = {"content-type": "application/x-protobuf"}
+    assert run([deep], binary)[0] == 400, "a path that takes JSON alone reads it whatever it is called"
+    assert run([deep], binary, path="/api/v1/forward_backward")[0] == 200
 
 
 def test_who_comes_when_memory_is_used_up_is_asked_to_come_again_and_is_served_then() -> None:

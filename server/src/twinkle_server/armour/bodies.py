@@ -7,7 +7,9 @@ from typing import Any
 from twinkle_server.armour.answers import refuse
 from twinkle_server.armour.budget import Budget, Share
 from twinkle_server.armour.depth import check_depth, is_flat
+from twinkle_server.armour.parts import check_parts
 from twinkle_server.armour.turnstile import Turnstile
+from twinkle_server.armour.weight import check_weight
 from twinkle_server.armour.zstd import decompress
 from twinkle_server.errors import BadRequest, ServiceError, TooLarge
 from twinkle_server.settings import Limits
@@ -16,6 +18,9 @@ from twinkle_server.tenancy.auth import header
 _GRACE = 30.0  # seconds that a body may take, whatever its size
 _SLOWEST = 64 * 2**10  # bytes a second beyond that
 _ON_A_THREAD = 64 * 2**10  # larger ones would hold up the loop
+_PARTS = 64  # of a row; those that are meant have up to 30
+PASSES = frozenset({"/api/v1/forward_backward", "/api/v1/forward"})
+"""Paths whose bodies may be protobuf; all others are JSON, whatever they call themselves."""
 
 
 class _Timeout(ServiceError):
@@ -79,10 +84,18 @@ class Bodies:
             ]
             packed, body = body, await asyncio.to_thread(decompress, body, self._limits.decompressed_bytes, share.take)
             share.give(len(packed))
-        is_json = "json" in (header(scope, b"content-type") or "")
-        if is_json and (len(body) > _ON_A_THREAD or not is_flat(body)):
-            await asyncio.to_thread(check_depth, body)
+        large = len(body) > _ON_A_THREAD
+        if scope["path"] in PASSES and "protobuf" in (header(scope, b"content-type") or ""):
+            if large:
+                await asyncio.to_thread(check_parts, body, _PARTS * self._limits.datums)
+        elif large or not is_flat(body):
+            await asyncio.to_thread(self._check_json, body, share)
         return body
+
+    def _check_json(self, body: bytes, share: Share) -> None:
+        check_depth(body)
+        if len(body) > _ON_A_THREAD:
+            check_weight(body, self.budget.size - share.taken, share.take)
 
     async def _read(self, receive: Any, share: Share) -> bytes:
         pieces: list[bytes] = []
