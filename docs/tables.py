@@ -6,6 +6,7 @@ writes them between `<!-- generated: NAME -->` and `<!-- end -->`, and draws the
 compare both with the code.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -68,8 +69,6 @@ def hooks() -> str:
 
 def hook_specs() -> str:
     """Every hook spec, with its signature as it is written."""
-    import ast
-
     from twinkle import hookspecs
     from twinkle.kinds import KINDS
 
@@ -173,10 +172,80 @@ def shown_by() -> dict[int, list[str]]:
     """Return the tests of each line of the checklist; a test's name says which lines it shows."""
     found: dict[int, list[str]] = {}
     for path in sorted(CONFORMANCE.glob("test_*.py")):
-        for name, numbers in re.findall(r"^def (test_lines?_((?:\d+_)+)\w+)", path.read_text("utf-8"), re.MULTILINE):
-            for number in numbers.split("_")[:-1]:
-                found.setdefault(int(number), []).append(f"`{path.name}::{name}`")
+        functions = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)]
+        counting = _counting(functions)
+        for node in functions:
+            if numbers := re.match(r"test_lines?_((?:\d+_)+)", node.name):
+                marks = ["*soak*"] if "pytest.mark.soak" in map(ast.unparse, node.decorator_list) else []
+                marks += ["*counting*"] if node.name in counting else []
+                shown = ", ".join([f"`{path.name}::{node.name}`", *marks])
+                for number in numbers[1].split("_")[:-1]:
+                    found.setdefault(int(number), []).append(shown)
     return found
+
+
+def _counting(functions: list[ast.FunctionDef]) -> set[str]:
+    """Return which of a file's fixtures, helpers and tests use the engine that counts instead of training."""
+    uses = {
+        function.name: {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        | {argument.arg for argument in function.args.args}
+        for function in functions
+    }
+    found = {"ledger", "counting", "counted"}
+    while more := {name for name, used in uses.items() if used & found} - found:
+        found |= more
+    return found
+
+
+LIMITS = {
+    "body of a request, as sent / decompressed": "{body_bytes} / {decompressed_bytes}; larger is answered with 413",
+    "bodies of all requests in memory": "{inflight_bytes}; what does not fit is answered with 429",
+    "rows of a pass / their tokens": "{datums} / {request_tokens}",
+    "tokens of a row": "the model's context",
+    "sequences of a sampling request": "{samples}",
+    "operations of a tenant that wait or run": "{queued}; more is answered with 429",
+    "a request for a result": "is held {poll}, and then told to come again; what was never given is answered at once",
+    "a future's result, unread / read": "kept {kept_result} / {read_result}",
+    "a payload or result in the database": "{small_bytes}; a larger one is a file",
+    "a missing sequence number": "what waits for it says so after {gap_pause}, and fails after {gap_fail}",
+    "a sequence number above the next one of its model": "{farthest}; one that is further away is answered with 422",
+    "requests of a tenant whose operations cannot be done as they are asked": (
+        "{refusals_at_once} at once, {refusals} a second; more are answered with 429"
+    ),
+    "a session without a heartbeat": "{session}",
+    "a model after its session ended": "its state is kept for {kept_run}",
+    "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
+    "a pass": "{deadline}, then the engine is started anew",
+    "SIGTERM": "waits {drain} for what runs",
+    "loading the base model": "{start}",
+    "checkpoints beyond their time or a quota": "removed within {upkeep}",
+}
+
+
+def limits() -> str:
+    """Every limit of the service, with its default."""
+    from dataclasses import asdict
+
+    from twinkle_server.runtime.lanes import FARTHEST
+    from twinkle_server.settings import Limits, Settings, Times
+    from twinkle_server.tenancy import quotas
+
+    values = {
+        name: _size(value) if name.endswith("_bytes") else f"{value:,}" for name, value in asdict(Limits()).items()
+    }
+    values |= {name: _duration(value) for name, value in asdict(Times()).items()}
+    values |= {"farthest": f"{FARTHEST:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
+    values |= {"refusals": f"{quotas._REFUSALS:g}", "refusals_at_once": f"{quotas._REFUSALS_AT_ONCE:,.0f}"}
+    return _table(("what", "at most"), [(what, says.format_map(values)) for what, says in LIMITS.items()])
+
+
+def _size(count: int) -> str:
+    return f"{count // 2**20} MiB" if count >= 2**20 else f"{count // 2**10} KiB"
+
+
+def _duration(seconds: float) -> str:
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+    return next(f"{seconds / size:g} {unit}" for unit, size in units if seconds >= 2 * size)
 
 
 def top() -> str:
@@ -281,6 +350,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference registry": reference_registry,
     "top": top,
     "tinker conformance": conformance,
+    "service limits": limits,
     **{page: reference(page) for page in CORE_PAGES},
 }
 

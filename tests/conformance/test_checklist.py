@@ -23,6 +23,17 @@ def test_every_line_has_a_test_and_every_test_a_line(tables: dict[str, Any]) -> 
     assert sorted(shown) == list(range(1, 116))
 
 
+def test_the_table_says_with_what_a_line_is_shown(tables: dict[str, Any]) -> None:
+    shown = tables["shown_by"]()
+    for line, test in (
+        (48, "`test_passes.py::test_line_48_one_request_without_memory_fails_alone`, *counting*"),
+        (69, "`test_futures.py::test_line_69_nobody_reads_anothers_future`, *counting*"),
+        (49, "`test_optimizer.py::test_line_49_three_steps_are_those_of_torch`"),
+        (113, "`test_older_sdks.py::test_line_113_an_older_sdk_trains_saves_and_samples`, *soak*"),
+    ):
+        assert test in shown[line]
+
+
 def test_the_table_names_every_line(tables: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "tinker-conformance.md").read_text("utf-8")
     assert page == tables["renewed"](page), "run: python docs/tables.py"

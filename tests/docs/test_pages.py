@@ -129,6 +129,44 @@ def test_the_figures_in_the_readme_are_those_of_the_kept_run() -> None:
         assert row["after"].partition("\n")[0][:60] in text
 
 
+def test_every_limit_of_the_service_is_on_its_page(tables: dict[str, Any]) -> None:
+    from dataclasses import fields
+
+    from twinkle_server.settings import Limits, Times
+
+    said = set(re.findall(r"\{(\w+)\}", " ".join(tables["LIMITS"].values())))
+    assert said >= {field.name for kind in (Limits, Times) for field in fields(kind)}
+
+
+def test_times_in_the_words_of_the_services_page_are_those_of_the_service() -> None:
+    from twinkle_server.settings import Times
+
+    page, times = (DOCS / "serving.md").read_text("utf-8"), Times()
+    words = {300: "five minutes", 600: "ten minutes", 7 * 86400: "seven days"}
+    assert f"after {words[int(times.session)]} without a heartbeat its session ends" in page
+    assert f"after {words[int(times.deadline)]} the engine is started anew" in page
+    assert f"stays for {words[int(times.kept_run)]}" in page
+    assert times.poll <= 31, "clients are promised an answer to every poll within that time"
+
+
+def test_the_versions_that_pages_name_are_those_that_the_tests_run() -> None:
+    from importlib.metadata import version
+
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    sdk, cookbook = version("tinker"), version("tinker_cookbook")
+    assert (sdk, cookbook) == (pinned["tinker"], pinned["tinker_cookbook"])
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"The unmodified Tinker SDK {sdk} and cookbook {cookbook} " in readme
+    for page in ("serving.md", "tinker-conformance.md"):
+        text = " ".join((DOCS / page).read_text("utf-8").split())
+        assert re.search(rf"unmodified SDK {re.escape(sdk)}(,| and) cookbook {re.escape(cookbook)}\b", text), page
+    older = runpy.run_path(str(ROOT / "tests" / "conformance" / "test_older_sdks.py"))["VERSIONS"]
+    assert f"older SDKs {', '.join(older[:-1])} and {older[-1]}" in readme
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"({older[0]} to {sdk})" in changes
+    assert f"older SDKs, from {older[0]} on" in (DOCS / "serving.md").read_text("utf-8")
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]
