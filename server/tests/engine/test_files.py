@@ -247,7 +247,9 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
         verify(tmp_path / "two")
 
 
-def test_files_that_no_manifest_names_are_not_looked_at(tmp_path: Path) -> None:
+def test_a_file_that_no_manifest_names_is_refused_and_not_opened(tmp_path: Path) -> None:
     publish(tmp_path / "one", write)
-    os.mkfifo(tmp_path / "one" / "waits-for-ever")
     assert set(verify(tmp_path / "one").files) == {"weights.bin", "state.json"}
+    os.mkfifo(tmp_path / "one" / "waits-for-ever")
+    with pytest.raises(Damaged, match="'waits-for-ever' is there, and was never published"):
+        verify(tmp_path / "one")

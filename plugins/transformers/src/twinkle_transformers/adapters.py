@@ -1,7 +1,6 @@
 """LoRA adapters through PEFT: adding, selecting, reading and writing their weights under PEFT's names."""
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -128,7 +127,7 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"no adapter at {folder}: {CONFIG} is missing; found: {found}")
     try:
         config = PeftConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from error
     config.inference_mode = False
     return config

@@ -133,7 +133,7 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
         digest: of its manifest, where that is known.
 
     Raises:
-        Damaged: a file is missing, is no regular file, or has other bytes; the message says which.
+        Damaged: a file is missing, is no regular file, has other bytes, or is one too many; the message says which.
         OSError: this process has no more memory or descriptors.
     """
     manifest = read_manifest(folder)
@@ -149,6 +149,8 @@ def verify(folder: Path, digest: str | None = None) -> Manifest:
             raise Damaged(f"{folder.name}: {name[:200]!r} cannot be read ({type(error).__name__})") from error
         if (found, size) != (entry.sha256, entry.size):
             raise Damaged(f"{folder.name}: {name!r} has {size} bytes that differ from the {entry.size} published ones")
+    if others := {path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST}:
+        raise Damaged(f"{folder.name}: {min(others)[:200]!r} is there, and was never published")
     return manifest
 
 

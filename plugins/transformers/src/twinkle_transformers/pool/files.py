@@ -106,8 +106,7 @@ def read_flat(plan: AdapterPlan, folder: Path, sites: Mapping[str, Site]) -> tor
         CheckpointError: the file is missing or corrupt, or holds other matrices.
     """
     path = folder / adapters.WEIGHTS
-    flat = torch.zeros(plan.layout.size)
-    own = dict(matrices_of(plan, flat))
+    own = dict(matrices_of(plan, torch.empty(plan.layout.size, device="meta")))  # what it says may be beyond memory
     base = {f"base_model.model.{name}.base_layer.weight": site.module.weight for name, site in sites.items()}
     found = {key: shape for key, shape in shapes_in(path).items() if key not in base}
     for key in sorted(own.keys() | found.keys()):
@@ -117,7 +116,11 @@ def read_flat(plan: AdapterPlan, folder: Path, sites: Mapping[str, Site]) -> tor
                 f"the adapter in {folder} belongs to another model: {key} is {_shape(found.get(key))} in the file and "
                 f"{_shape(mine)} in this model; load the base model that it was trained on"
             )
+    flat = torch.zeros(plan.layout.size)
+    own = dict(matrices_of(plan, flat))
     for key, tensor in read_tensors(path).items():
+        if key in own and not tensor.is_floating_point():
+            raise CheckpointError(f"the adapter in {folder} has {key} as {tensor.dtype}; weights are fractions")
         if key in own:
             own[key].copy_(tensor)
         elif not _is_copy(tensor, base[key]):

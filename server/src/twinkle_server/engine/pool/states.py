@@ -82,6 +82,7 @@ class ReadState:
             version = said["format"]
             create, vectors, state = Create(**said["create"]), tuple(said["vectors"]), dict(said["state"])
             tensors = load_file(folder / TENSORS)
+            _check(create, vectors, tensors)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(_BROKEN) from error
         if version != FORMAT:
@@ -98,8 +99,8 @@ class ReadState:
             UserError: the state is of an adapter of other places or sizes, or something of it is missing.
         """
         try:
-            theirs, mine = _layout_of(self.state), _layout_of(own)
-            if dict(theirs.shapes) != dict(mine.shapes):
+            mine = _layout_of(own)
+            if dict(_shapes_of(self.state)) != dict(mine.shapes):
                 raise UserError("the checkpoint is of a model with other layers, ranks or sizes than this one")
             parts = {f"{name}:{part}" for name in self.vectors for part, _ in _matrices(mine, torch.empty(mine.size))}
             tensors = {name: tensor for name, tensor in self.tensors.items() if name not in parts}
@@ -113,8 +114,8 @@ class ReadState:
         whole = torch.zeros(layout.size)
         for part, view in _matrices(layout, whole):
             found = self.tensors[f"{name}:{part}"]
-            if found.shape != view.shape:
-                raise ValueError(f"{name}:{part} is {list(found.shape)}, not {list(view.shape)}")
+            if found.shape != view.shape or not found.is_floating_point():
+                raise ValueError(f"{name}:{part} is {found.dtype} {list(found.shape)}, not {list(view.shape)}")
             view.copy_(found)
         return whole
 
@@ -124,9 +125,24 @@ def is_state(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
+def _check(create: Create, vectors: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what no state says: a model is made of it before its tensors are looked at."""
+    whole = (create.rank, create.seed)
+    switches = (create.train_attn, create.train_mlp, create.train_unembed)
+    if any(type(value) is not int for value in whole) or any(type(value) is not bool for value in switches):
+        raise TypeError(f"a model of {whole} and {switches}")
+    if create.rank > max((tensor.numel() for tensor in tensors.values()), default=0):
+        raise ValueError(f"rank {create.rank} is more than the file has numbers")
+    if len(set(vectors)) < len(vectors):
+        raise ValueError("a vector is named twice")
+
+
 def _layout_of(state: Mapping[str, Any]) -> Layout:
-    shapes = ((name, Shape(*sizes)) for name, *sizes in state["layout"])
-    return Layout.of(shapes, rank_multiple=state["rank_multiple"])
+    return Layout.of(_shapes_of(state), rank_multiple=state["rank_multiple"])
+
+
+def _shapes_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    return ((name, Shape(*sizes)) for name, *sizes in state["layout"])
 
 
 def _matrices(layout: Layout, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
