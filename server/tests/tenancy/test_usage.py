@@ -62,3 +62,27 @@ def test_what_cannot_be_written_is_kept(store: Store) -> None:
         return sum(used.tokens for used in await store.usage.between("a", "1970-01-01", "2999-01-01"))
 
     assert asyncio.run(story()) == 7
+
+
+def test_what_may_have_been_written_is_not_written_again(store: Store) -> None:
+    written = asyncio.Event()
+
+    class Slow:
+        """Writes, and answers late."""
+
+        async def add_all(self, rows: list[Usage]) -> None:
+            await store.usage.add_all(rows)
+            written.set()
+            await asyncio.sleep(60.0)
+
+    async def story() -> int:
+        log = UsageLog(Slow())  # type: ignore[arg-type]
+        log.add("sample", 4, "a")
+        ending = asyncio.create_task(log.flush())
+        await asyncio.wait_for(written.wait(), 20.0)
+        ending.cancel()
+        await asyncio.wait([ending])
+        assert log._tokens == {}
+        return sum(used.tokens for used in await store.usage.between("a", "1970-01-01", "2999-01-01"))
+
+    assert asyncio.run(story()) == 4

@@ -24,13 +24,13 @@ class UsageLog:
             self._tokens[tenant, day_of(time.time()), name] += tokens
 
     async def flush(self) -> None:
-        """Write what was gathered; what cannot be written is kept."""
+        """Write what was gathered; what was not written is kept, and what may have been (at the end) is not."""
         gathered, self._tokens = self._tokens, Counter()
         if not gathered:
             return
         rows = [Usage(tenant, day, kind, tokens) for (tenant, day, kind), tokens in gathered.items()]
         try:
             await self._table.add_all(rows)
-        except BaseException:
+        except Exception:
             self._tokens.update(gathered)
             raise
