@@ -46,6 +46,7 @@ class Times:
         kept_run: the state of a model whose session ended is kept so long.
         kept_result: a result that nobody has read is kept so long.
         read_result: a result that was read is kept so long.
+        kept_audit: an entry of the audit log is kept so long.
         deadline: a pass that takes longer is taken for hung, and the engine is started anew.
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
@@ -60,6 +61,7 @@ class Times:
     kept_run: float = 7 * 86400.0
     kept_result: float = 86400.0
     read_result: float = 600.0
+    kept_audit: float = 90 * 86400.0
     deadline: float = 600.0
     drain: float = 30.0
     snapshot: float = 30.0

@@ -519,6 +519,25 @@ def test_a_poll_holds_and_then_says_that_it_is_pending() -> None:
     within(SOON, scenario)
 
 
+def test_a_service_whose_engine_nobody_looks_after_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World()
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+
+        async def fails(blamed: set[int], why: str) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(runtime, "engine_down", fails)
+        world.engines[-1].kill()
+        await asyncio.wait_for(runtime.lost.wait(), SOON)
+        with pytest.raises(Unavailable, match="the service failed"):
+            await ask(runtime, 1)
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
 def test_a_tenants_polls_take_no_room_from_another() -> None:
     async def scenario() -> None:
         runtime = await World(limits=Limits(queued=3)).runtime()
@@ -549,6 +568,8 @@ def test_a_tenant_has_a_bound_on_what_waits() -> None:
         with pytest.raises(Busy):
             await ask(runtime, 7)
         await ask(runtime, 5, tenant="bob", lane="b:train:0")
+        assert not (await ask(runtime, 6)).fresh
+        assert (await runtime.submit_next(Submission("ada", LANE, "unload", b"{}", None))).fresh
         await runtime.close()
 
     within(SOON, scenario)

@@ -20,7 +20,7 @@ from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings, Times
 from twinkle_server.store import models
 from twinkle_server.store.opening import Store, open_store
-from twinkle_server.store.records import Model, Session
+from twinkle_server.store.records import AuditEntry, Model, Session
 
 LANE = "s:train:0"
 Body = Callable[["House"], Awaitable[None]]
@@ -268,6 +268,18 @@ def test_while_the_disk_takes_no_outcome_chores_go_on_and_no_snapshot_is_swept(
             await at.service.outcomes.flush()
             assert not at.service.unrecorded
             assert await _has_snapshot(at)
+
+    within(SOON, scenario)
+
+
+def test_old_entries_of_the_audit_log_go(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with house(tmp_path, times=Times(kept_audit=100.0)) as at:
+            now = time.time()
+            for age in (200.0, 50.0):
+                await at.store.audit.record(AuditEntry(now - age, "ada", "login"))
+            await at.service._purge()
+            assert [entry.time for entry in await at.store.audit.entries("ada")] == [now - 50.0]
 
     within(SOON, scenario)
 

@@ -91,7 +91,7 @@ class Runtime:
     async def start(self) -> None:
         """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
         self.outcomes.start()
-        self.supervisor.start()
+        self.supervisor.start().add_done_callback(self._end_with_the_engine)
         try:
             await self._take_up_all()
         except BaseException:
@@ -179,8 +179,16 @@ class Runtime:
         if self.facts.draining:
             raise Unavailable("the service is going down; it comes back soon", retry_after=5.0)
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
-        if queued >= limit and submission.refusal is None and not self.awaited(submission):
+        passes = submission.refusal is not None or submission.number is None or self._is_here(submission)
+        if queued >= limit and not passes and not self.awaited(submission):
             raise Busy(f"{queued} operations of yours wait or run, and {limit} may: wait for some of them")
+
+    def _is_here(self, submission: Submission) -> bool:
+        """Return whether the number of a model's operation came before: it is a repetition, or will be a conflict."""
+        track = self.dispatcher.tracks.get(submission.lane)
+        if track is None or not track.ordered or submission.number is None:
+            return False
+        return submission.number < track.order.following or track.order.holds(submission.number)
 
     async def _check_near(self, submission: Submission) -> None:
         number = submission.number
@@ -342,6 +350,12 @@ class Runtime:
         if track is not None and track.closed is None:
             self.dispatcher.close(track, NEVER_MADE)
         self.outcomes.then(lambda: self._effects.gone(operation.tenant, operation.lane, reason))
+
+    def _end_with_the_engine(self, task: asyncio.Task[None]) -> None:
+        """End the process, for who started it to start it again, if nobody looks after the engine any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("the engine's keeper failed", exc_info=error)
+            self._lease_lost("the service failed, and is ending")
 
     def _lease_lost(self, why: str) -> None:
         _log.critical("%s; this process does nothing more", why)

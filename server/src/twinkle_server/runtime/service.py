@@ -83,6 +83,7 @@ class Service(Runtime):
 
     async def _purge(self) -> None:
         await self._store.retention.purge(time.time())
+        await self._store.audit.forget(time.time() - self._settings.times.kept_audit)
         self.futures.forget_recent()
 
 

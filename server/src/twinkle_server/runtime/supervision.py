@@ -69,10 +69,11 @@ class Supervisor:
         self.troubled: str | None = None
         self.passed: Callable[[Mapping[str, Any]], None] = lambda figures: None
 
-    def start(self) -> None:
-        """Start the engine."""
+    def start(self) -> asyncio.Task[None]:
+        """Start the engine; returns the task that looks after it."""
         self._first_ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="engine")
+        return self._task
 
     async def wait_ready(self) -> None:
         """Wait until the first engine is ready.
