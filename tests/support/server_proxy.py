@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 SECONDS = 60.0
@@ -54,18 +55,26 @@ class Proxy:
         self.seen = 0
         self.befell: Counter[str] = Counter()
         self.url = ""
-        self._late: set[asyncio.Task[bytes | None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SECONDS)
-            answer = await self._pass_on(head, await reader.readexactly(_length(head)))
-            if answer is not None:
-                writer.write(answer)
-                await writer.drain()
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        if task := asyncio.current_task():
+            self._keep(task)
+        try:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SECONDS)
+                answer = await self._pass_on(head, await reader.readexactly(_length(head)))
+                if answer is not None:
+                    writer.write(answer)
+                    await writer.drain()
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _pass_on(self, head: bytes, body: bytes) -> bytes | None:
         """Send a request on as planned; None is an answer that does not come."""
@@ -81,9 +90,7 @@ class Proxy:
         path = path.removeprefix(self.prefix.encode())
         whole = b" ".join((method, path, version)) + b"\r\n" + rest + body
         for _ in range(fault.repeats):
-            late = asyncio.create_task(self._ask(whole))
-            self._late.add(late)
-            late.add_done_callback(self._late.discard)
+            self._keep(asyncio.create_task(self._ask(whole)))
         answer = await self._ask(whole)
         return None if fault.mute else answer
 
@@ -151,6 +158,7 @@ async def proxied(proxy: Proxy) -> AsyncIterator[Proxy]:
         yield proxy
     finally:
         server.close()
-        for task in [*proxy._late]:
+        left = [*proxy._tasks]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*proxy._late, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
