@@ -1,0 +1,150 @@
+"""Samplers are what their model was when it was saved, whatever is trained, saved, forgotten and made meanwhile."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server_pool import datum
+
+from twinkle_server.payloads import Sample
+from twinkle_server.wire.codec import read_sample_response
+
+LANES = "abc"
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+CLOSE = 1e-3
+
+
+@dataclass
+class Sampler:
+    """A saved one: its folder, how the model scored then, and what it would have said."""
+
+    folder: Path
+    scores: np.ndarray
+    tokens: list[int]
+    logprobs: np.ndarray
+
+
+class House:
+    """Models that are trained and saved at random, and requests that are under way meanwhile."""
+
+    def __init__(self, bench, draw):
+        self.bench, self.draw = bench, draw
+        self.samplers = []
+        self.inflight = {}  # of each model, the newest of those that move
+        self.under_way = {}
+        self.checked = 0
+        self.reads = 0
+        self._count = 0
+        sources = bench.backend._sampling._sources
+        sources._kept = 0
+        read = sources._read
+
+        def counted(folder):
+            self.reads += 1
+            return read(folder)
+
+        sources._read = counted
+        self.base = bench.sample(PROMPT, max_tokens=1, prompt_logprobs=True)[1].logprobs[1:]
+        for lane in LANES:
+            self.make(lane)
+            self.save(lane)
+            self.move(lane)
+
+    def make(self, lane):
+        """The model goes, and another is made in its place."""
+        self.bench.backend.remove(lane)
+        self.bench.create(lane, rank=self.draw.choice([2, 4, 8]), seed=self.draw.randrange(1000))
+        self.bench.shake(lane, seed=self.draw.randrange(1000))
+
+    def train(self, lane):
+        self.bench.run(lane, [datum(9, self.draw.randrange(10_000))])
+        self.bench.step(lane, learning_rate=0.02)
+
+    def scored(self, lane, tokens):
+        """Return how the model scores all tokens but the first."""
+        inputs = {"target_tokens": np.asarray(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
+        [found], _ = self.bench.run(lane, [(tokens[:-1], inputs)], forward=True)
+        return found
+
+    def saved(self, lane):
+        folder = self.bench.save(lane, "sampler_weights")
+        [text], said = self.bench.sample(PROMPT, folder, max_tokens=6, temperature=0.0, stop=[], prompt_logprobs=True)
+        tokens = text.tokens.tolist()
+        scores = self.scored(lane, PROMPT + tokens)
+        made = Sampler(folder, scores[: len(PROMPT) - 1], tokens, scores[len(PROMPT) - 1 :])
+        self.compare(made, text, said)
+        assert np.abs(made.scores - self.base).max() > 10 * CLOSE, "it is not the base model"
+        return made
+
+    def save(self, lane):
+        self.samplers.append(self.saved(lane))
+
+    def move(self, lane):
+        self.inflight[lane] = self.saved(lane)
+
+    def ask(self, lane):
+        """Sample from any that was ever saved."""
+        self.begin(self.draw.choice(self.samplers))
+
+    def ask_moving(self, lane):
+        """Sample from what moves with a model; it is what it is when the request comes."""
+        self.begin(self.inflight[lane])
+
+    def begin(self, sampler):
+        self._count += 1
+        key = 10**6 + self._count
+        sample = Sample(PROMPT, max_tokens=6, temperature=0.0, stop=[], prompt_logprobs=True)
+        self.bench.backend.sample(key, sample, sampler.folder)
+        self.under_way[key] = sampler
+
+    def decode(self, lane):
+        self.hear(self.bench.backend.decode())
+
+    def finish(self, lane="a"):
+        for _ in range(200):
+            self.hear(self.bench.backend.decode())
+            if not self.under_way:
+                return
+        raise AssertionError("requests are not over after 200 steps")
+
+    def hear(self, over):
+        for one in over:
+            assert one.error is None, one.error
+            [text], said = read_sample_response(one.result)
+            self.compare(self.under_way.pop(one.key), text, said)
+
+    def compare(self, sampler, text, said):
+        np.testing.assert_allclose(said.logprobs[1:], sampler.scores, rtol=0, atol=CLOSE)
+        np.testing.assert_allclose(text.logprobs[0], sampler.logprobs[0], rtol=0, atol=CLOSE)
+        if text.tokens.tolist() == sampler.tokens:  # else two tokens were as good as each other
+            np.testing.assert_allclose(text.logprobs, sampler.logprobs, rtol=0, atol=CLOSE)
+            self.checked += 1
+
+
+def live(bench, seed, words):
+    draw = random.Random(seed)
+    house = House(bench, draw)
+    kinds = [house.train] * 5 + [house.ask] * 4 + [house.ask_moving] * 3 + [house.decode] * 4
+    kinds += [house.save, house.move, house.make, house.finish]
+    asked = 0
+    for _ in range(words):
+        word = draw.choice(kinds)
+        asked += word in (house.ask, house.ask_moving)
+        if house.under_way and word in (house.save, house.move):
+            house.finish()
+        word(draw.choice(LANES))
+    house.finish()
+    assert house.checked >= 0.9 * asked, "they said what they would have said then"
+    assert house.reads > len(house.samplers), "weights were forgotten and read again"
+
+
+def test_samplers_are_frozen_among_random_interleavings(bench):
+    live(bench, 1, 60)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10, 15))
+def test_samplers_are_frozen_among_a_thousand_random_interleavings(bench, seed):
+    live(bench, seed, 200)
