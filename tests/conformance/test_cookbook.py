@@ -5,6 +5,7 @@ refused.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -100,6 +101,12 @@ def losses_of(lines: list[dict[str, float]]) -> dict[int, float]:
     return {int(line["step"]): line["train_mean_nll"] for line in lines if "train_mean_nll" in line}
 
 
+def rewards_of(lines: list[dict[str, float]]) -> list[float]:
+    rewards = [line["env/all/reward/total"] for line in lines if "env/all/reward/total" in line]
+    assert all(math.isfinite(reward) for reward in rewards)
+    return rewards
+
+
 def cut_off_after(log: Path, name: str) -> None:
     """Leave of a run what it would have left if it had been killed right after a checkpoint."""
     saved = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
@@ -114,7 +121,7 @@ def test_line_110_reinforcement_learning_on_generated_sums(kitchen: Served, long
         kitchen, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
         "groups_per_batch=2", "max_steps=2", "loss_fn=importance_sampling", "lora_rank=4", "eval_every=0",
     )  # fmt: skip
-    assert len(lines) >= 2
+    assert len(rewards_of(lines)) == 2
 
 
 SHOT = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
@@ -162,7 +169,7 @@ def test_line_110_the_reward_of_a_small_model_that_was_taught_the_format_rises(t
         )  # fmt: skip
     finally:
         service.stop()
-    rewards = [line["env/all/reward/total"] for line in lines if "env/all/reward/total" in line]
+    rewards = rewards_of(lines)
     formats = [line["env/all/format"] for line in lines if "env/all/format" in line]
     assert len(rewards) == len(formats) == 15
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.01, rewards
@@ -175,7 +182,7 @@ def test_line_111_asynchronous_reinforcement_learning(kitchen: Served, long: Pat
         "groups_per_batch=2", "max_steps=2", "loss_fn=importance_sampling", "lora_rank=4", "eval_every=0",
         "max_steps_off_policy=2",
     )  # fmt: skip
-    assert len(lines) >= 2
+    assert len(rewards_of(lines)) == 2
 
 
 def test_line_111_prompt_distillation(kitchen: Served, long: Path, conversations: Path, tmp_path: Path) -> None:
@@ -183,7 +190,7 @@ def test_line_111_prompt_distillation(kitchen: Served, long: Path, conversations
         kitchen, "prompt_distillation.train", tmp_path, f"model_name={long}", f"file_path={conversations}",
         "batch_size=2", "max_length=128", "lora_rank=4", "max_steps=2", "num_epochs=1", "eval_every=0",
     )  # fmt: skip
-    assert len(lines) >= 2
+    assert sorted(losses_of(lines)) == [0, 1]
 
 
 @pytest.mark.parametrize("recipe", ["multiplayer_rl.guess_number.train", "preference.shorter.train"])
@@ -192,7 +199,7 @@ def test_line_111_other_environments(kitchen: Served, long: Path, tmp_path: Path
         kitchen, recipe, tmp_path, f"model_name={long}", "batch_size=2", "group_size=2", "max_tokens=4", "max_steps=1",
         "eval_every=0",
     )  # fmt: skip
-    assert lines
+    assert len(rewards_of(lines)) == 1
 
 
 def test_line_112_the_loss_without_a_public_formula_is_refused_in_words(
