@@ -89,9 +89,7 @@ def resolve(settings: Settings) -> Settings:
 
     check_installed()
     folder = local_model(settings.model).absolute()
-    return replace(
-        settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model)
-    )
+    return replace(settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model))
 
 
 def public_id(model: str) -> str | None:
