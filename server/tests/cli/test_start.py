@@ -1,14 +1,17 @@
-"""A start that cannot succeed: what is told, and what is left behind."""
+"""What a start tells that cannot succeed, what it leaves behind, and what a directory keeps from one to the next."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from server_raw import Failed, Raw
 
 from twinkle.errors import OutputError
 from twinkle.testing import tiny_model
@@ -16,6 +19,8 @@ from twinkle_server.cli.serve import main as serve
 from twinkle_server.cli.server import main as server
 from twinkle_server.serve import resolve
 from twinkle_server.settings import Settings
+
+from .conftest import Process
 
 
 def served(model: Path, data: Path) -> "subprocess.CompletedProcess[str]":
@@ -56,3 +61,24 @@ def test_an_address_that_is_none_of_this_machine_is_told_as_such(tmp_path: Path,
     assert isinstance(error, OutputError)
     assert re.search(rf"{re.escape(host)}:0: .*; --host is an address of this machine", str(error)), str(error)
     assert not (tmp_path / "data").exists()
+
+
+def test_what_was_trained_belongs_to_the_name_of_its_model(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(data, "one") as url, Raw(url) as raw:
+        saved = raw.model().save("kept")
+    with running(data, "other") as url, Raw(url) as raw, pytest.raises(Failed) as failed:
+        raw.load(saved)
+    assert (failed.value.category, "'one' is not served here; 'other' is" in str(failed.value)) == ("user", True)
+    with running(data, "one") as url, Raw(url) as raw:
+        assert raw.load(saved).id
+
+
+@contextlib.contextmanager
+def running(data: Path, name: str) -> Iterator[str]:
+    """Serve a directory under a name of the model, and give the address."""
+    process = Process(data, "--name", name, "--no-auth").start()
+    try:
+        yield process.url
+    finally:
+        assert process.stop() == 0

@@ -62,7 +62,9 @@ def connect(path: Path, readonly: bool = False) -> sqlite3.Connection:
     except sqlite3.Error as error:
         if raw is not None:
             raw.close()
-        raise StoreError(f"{path} cannot be opened as a database: {error}") from error
+        raise StoreError(
+            f"{path} cannot be opened as a database: {error}; bring it back from a copy, or choose another --data"
+        ) from error
     return raw
 
 
