@@ -1,0 +1,130 @@
+"""Others change nothing: whatever eight tenants send at the same time, each gets what it would get alone."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from server_pool import answer, datum, drawn, request
+
+from twinkle_server.engine.backend import Pass
+
+LANES = "abcdefgh"
+RANKS = (2, 4, 8, 16)
+DRAWN = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+
+
+@pytest.fixture
+def house(fresh):
+    """Eight models of several ranks, none of them where it began."""
+    bench = fresh(extra={"max_pass_seconds": 60.0})  # what comes together is cut on no machine
+    for at, lane in enumerate(LANES):
+        bench.create(lane, rank=RANKS[at % 4], seed=at)
+        bench.shake(lane, seed=at)
+    return bench
+
+
+@pytest.fixture
+def flights(house, monkeypatch):
+    """How many operations each pass through the model had."""
+    found = []
+    passes = house.backend.model.pool.passes
+    forward = passes.forward
+
+    def counted(parts, free):
+        found.append(len({part.work for part in parts}))
+        return forward(parts, free)
+
+    monkeypatch.setattr(passes, "forward", counted)
+    return found
+
+
+def row(loss, length, seed):
+    if loss == "cross_entropy":
+        return datum(length, seed)
+    mask = {"sequence_ratio_mask": np.ones(length, np.float32)} if loss == "gspo" else {}
+    return drawn(length, seed, **mask)
+
+
+def mix(draw):
+    """Return what comes together: one or two operations of each of several tenants, of any loss and shape."""
+    made = []
+    for lane in draw.sample(LANES, draw.randint(2, 8)):
+        for number in range(draw.choice([1, 1, 2])):
+            loss = draw.choice(("cross_entropy", *DRAWN))
+            data = [row(loss, draw.choice([1, 2, 7, 16]), draw.randrange(10_000)) for _ in range(draw.randint(1, 3))]
+            made.append(Pass(lane, request(data, loss, forward=draw.random() < 0.25), number))
+    return made
+
+
+def done(house, passes):
+    """Do passes in one call and return the answers, and the gradients that they added up to; these are forgotten."""
+    found, _ = house.backend.run(passes)
+    gradients = {}
+    for lane in LANES:
+        gradient = house.backend.model.pool.tenants[house.backend._lanes[lane].name].flat.grad
+        gradients[lane] = None if gradient is None else gradient.clone()
+        house.step(lane, learning_rate=0.0)
+    return [answer(one) for one in found], gradients
+
+
+def compare(house, passes):
+    together, gradients = done(house, passes)
+    one_by_one = {}
+    for lane in LANES:
+        alone = []
+        for item in (item for item in passes if item.lane == lane):
+            found, _ = house.backend.run([item])
+            alone += [answer(one) for one in found]
+        one_by_one[lane] = alone, done(house, [])[1][lane]
+    for lane, (alone, gradient) in one_by_one.items():
+        fused = [result for result, item in zip(together, passes, strict=True) if item.lane == lane]
+        for (mine, said), (theirs, expected) in zip(fused, alone, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+            assert said == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert (gradient is None) == (gradients[lane] is None)
+        if gradient is not None:
+            scale = max(1.0, float(gradient.abs().max()))  # losses of ratios magnify what log-probabilities differ by
+            torch.testing.assert_close(gradients[lane], gradient, rtol=0, atol=1e-4 * scale)
+
+
+def run(house, flights, seeds):
+    for seed in seeds:
+        passes = mix(random.Random(seed))
+        flights.clear()
+        compare(house, passes)
+        assert max(flights) == len(passes), "they went through the model together"
+        house.shake(LANES[seed % 8], seed=seed)
+
+
+def test_random_mixes_of_eight_tenants_are_as_if_each_were_alone(house, flights):
+    run(house, flights, range(8))
+
+
+@pytest.mark.soak
+def test_two_hundred_random_mixes_of_eight_tenants_are_as_if_each_were_alone(house, flights):
+    run(house, flights, range(100, 300))
+
+
+def life(bench):
+    """A model from its creation on; everything that it says and is."""
+    bench.create("a", rank=8, seed=5)
+    said = []
+    for at in range(3):
+        said.append(bench.run("a", [datum(20, at)])[0][0])
+        said.append(np.float64(bench.step("a", learning_rate=1e-2)["grad_norm"]))
+    bench.run("a", [datum(9, 9)])  # and something is left that no step has used
+    return [*said, *(value.numpy() for value in bench.weights("a").values())]
+
+
+def test_a_second_life_in_the_place_of_the_first_is_equal_to_the_bit(bench):
+    first = life(bench)
+    for lane in "bcd":
+        bench.create(lane, rank=8, seed=7)
+        bench.shake(lane)
+    bench.backend.remove("a")
+    second = life(bench)
+    assert len(first) == len(second) > 10
+    for one, other in zip(first, second, strict=True):
+        assert np.array_equal(one, other)
