@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from twinkle_server.store import Store, statements
 
-RARE = {"PAYLOAD_FILES", "RESULT_FILES", "FOLDERS", "SOURCES", "OLD_SAMPLERS", "OLD_CHECKPOINTS"}
+RARE = {"FOLDERS", "SOURCES", "OLD_SAMPLERS", "OLD_CHECKPOINTS"}
 """The sweeper's and the janitor's."""
 NAMES = sorted(name for name in vars(statements) if name.isupper() and name not in RARE | {"COLUMNS"})
 

@@ -114,6 +114,26 @@ def test_payloads_of_a_model_that_is_gone_go(store: Store, run: Run, model: Mode
     assert list((store.data / "payloads").iterdir()) == []
 
 
+def test_files_of_many_rows_are_known_and_read_in_pieces(
+    store: Store, run: Run, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (run(store.retention.payload_files()), run(store.retention.result_files())) == (set(), set())
+    for number in range(1, 8):
+        large = number % 2 == 0
+        run(done(store, number, payload=b"p" * (200_000 if large else 10)))
+    monkeypatch.setattr(retention, "_PIECE", 3)
+    reads, read = [], store.database.read
+
+    async def counted(work: Any) -> Any:
+        reads.append(work)
+        return await read(work)
+
+    monkeypatch.setattr(store.database, "read", counted)
+    assert run(store.retention.payload_files()) == {path.name for path in (store.data / "payloads").iterdir()}
+    assert len(reads) >= 3
+    assert len({path.name for path in (store.data / "payloads").iterdir()}) == 3
+
+
 def test_every_folder_that_something_needs_is_known(store: Store, run: Run, model: Model) -> None:
     def path(name: str) -> str:
         return f"checkpoints/{name}"

@@ -16,6 +16,8 @@ from twinkle_server.store.writing import drop_payloads
 
 _BATCH: Final = 500
 """Rows of one transaction, so that nobody waits long behind it."""
+_PIECE: Final = 10_000
+"""Ids of rows that one read goes through."""
 _PAGES: Final = 1024
 """Free pages that one transaction gives back to the file system: 4 MiB."""
 _SPARE: Final = 4096
@@ -96,7 +98,14 @@ class Retention:
         return await self._names(sql.RESULT_FILES)
 
     async def _names(self, query: str) -> set[str]:
-        return await self._database.read(lambda connection: {row[0] for row in driver(connection).execute(query)})
+        """Return what a query finds, read in pieces, between which others read and the log can be cut."""
+        first, last = await self._database.read(lambda connection: driver(connection).execute(sql.ROWS).fetchone())
+        found: set[str] = set()
+        for begin in range(first or 0, (last or 0) + 1, _PIECE):
+            piece = (begin, begin + _PIECE - 1)
+            rows = await self._database.read(lambda connection: driver(connection).execute(query, piece).fetchall())  # noqa: B023
+            found.update(row[0] for row in rows)
+        return found
 
     async def _note_reads(self) -> None:
         reads, self._journal.reads = self._journal.reads, {}

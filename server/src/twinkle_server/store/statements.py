@@ -95,8 +95,9 @@ OLD_CHECKPOINTS: Final = """
     DELETE FROM checkpoints WHERE id IN (SELECT id FROM checkpoints WHERE deleted < ? LIMIT ?)
 """
 OLD_SAMPLERS: Final = "DELETE FROM samplers WHERE id IN (SELECT id FROM samplers WHERE ended < ? LIMIT ?)"
-PAYLOAD_FILES: Final = "SELECT payload FROM operations WHERE payload > ''"
-RESULT_FILES: Final = "SELECT result FROM operations WHERE result > ''"
+ROWS: Final = "SELECT (SELECT min(id) FROM operations), (SELECT max(id) FROM operations)"
+PAYLOAD_FILES: Final = "SELECT payload FROM operations NOT INDEXED WHERE id BETWEEN ? AND ? AND payload > ''"
+RESULT_FILES: Final = "SELECT result FROM operations NOT INDEXED WHERE id BETWEEN ? AND ? AND result > ''"
 FOLDERS: Final = """
     SELECT folder FROM checkpoints WHERE deleted IS NULL
     UNION SELECT folder FROM samplers WHERE folder IS NOT NULL AND ended IS NULL
