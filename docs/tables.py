@@ -214,6 +214,7 @@ LIMITS = {
     ),
     "a session without a heartbeat": "{session}",
     "a model after its session ended": "its state is kept for {kept_run}",
+    "an entry of the audit log": "kept for {kept_audit}",
     "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
     "a pass": "{deadline}, then the engine is started anew",
     "SIGTERM": "waits {drain} for what runs",
