@@ -15,9 +15,9 @@ _UNPACK = {"extract", "extractall", "unpack_archive"}
 
 def dangers(source: str) -> list[str]:
     """Return what is dangerous in a source text, as "line: what", in order of lines."""
-    tree = ast.parse(source)
-    names = dict(name for node in ast.walk(tree) for name in _bound(node))
-    found = {(node.lineno, what) for node in ast.walk(tree) for what in _dangers(node, names)}  # type: ignore[attr-defined]
+    nodes = list(ast.walk(ast.parse(source)))
+    names = dict(name for node in nodes for name in _bound(node))
+    found = {(node.lineno, what) for node in nodes for what in _dangers(node, names)}  # type: ignore[attr-defined]
     return [f"{line}: {what}" for line, what in sorted(found)]
 
 
