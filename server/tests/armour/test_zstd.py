@@ -52,6 +52,16 @@ def test_a_bomb_stops_at_the_bound(compress) -> None:
     assert peak < 4 * MIB
 
 
+def test_a_window_that_takes_much_memory_is_refused() -> None:
+    data = os.urandom(2**10) * (9 * 2**10)
+    for window, taken in ((23, True), (24, False), (27, False)):
+        parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=window)
+        compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        body = compressor.compress(data) + compressor.flush()
+        with contextlib.nullcontext() if taken else pytest.raises(BadRequest, match="window of 8 MiB"):
+            assert decompress(body, 16 * MIB, nothing) == data
+
+
 def test_exactly_the_bound_is_taken() -> None:
     assert len(decompress(zstandard.compress(bytes(MIB)), MIB, nothing)) == MIB
     with pytest.raises(TooLarge):

@@ -8,7 +8,7 @@ import zstandard
 from twinkle_server.errors import BadRequest, TooLarge
 
 _PIECE = 2**20
-_WINDOW = 2**27
+_WINDOW = 2**23  # bytes that each body which is decompressed may need beside its own; what any decoder must offer
 _BLOCK = 2**17  # bytes of one at most
 _BLOCKS = 2**16
 _CHECKSUM, _BLOCK_HEADER = 4, 3
@@ -38,7 +38,10 @@ def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
             take(len(piece))
             kept.write(piece)
     except zstandard.ZstdError as error:
-        raise BadRequest("the body says Content-Encoding: zstd and cannot be decompressed") from error
+        raise BadRequest(
+            "the body says Content-Encoding: zstd and cannot be decompressed with a window of 8 MiB: "
+            "send zstd of level 19 at most, or the body as it is"
+        ) from error
     return kept.getvalue()
 
 
