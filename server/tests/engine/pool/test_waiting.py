@@ -1,6 +1,7 @@
 """How long a step of sampling waits for training in an engine with torch: what `--max-pass-ms` promises."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
@@ -13,6 +14,7 @@ from server_pool import Bench, datum, request
 from twinkle_server.engine import messages
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.scheduler import FIRST_STEPS
 from twinkle_server.payloads import Create, OptimStep, Sample, Save
 from twinkle_server.settings import Settings
 
@@ -31,6 +33,7 @@ class Inside:
         self.over: dict[int, Message] = {}
         self.on_begin: dict[int, Callable[[], object]] = {}
         self.steps: list[tuple[float, float]] = []
+        self.turns: list[set[int]] = []
         self._ids = count(1)
         decode = bench.backend.decode
 
@@ -46,6 +49,8 @@ class Inside:
         """Hear what the engine tells the service."""
         if message.type == messages.DONE:
             self.over[message.head["id"]] = message
+        if message.type == messages.BEGIN:
+            self.turns.append(set(message.head["ids"]))
         for operation in message.head["ids"] if message.type == messages.BEGIN else ():
             self.on_begin.pop(operation, lambda: None)()
 
@@ -109,22 +114,29 @@ def test_a_request_has_its_turn_among_the_steps_and_checkpoints_of_many_tenants(
     lanes = [f"m{at}" for at in range(24)]
     inside.work(*[inside.create(lane) for lane in lanes])
     passes = [inside.train(lane, 1, 1) for lane in lanes]
-    last = [inside.ask(lane, 2, "optim_step", OptimStep().dump(), tenant=lane) for lane in lanes]
-    last += [inside.ask(lane, 3, "save", Save(f"c/{lane}", "weights").dump(), tenant=lane) for lane in lanes]
+    steps = [inside.ask(lane, 2, "optim_step", OptimStep().dump(), tenant=lane) for lane in lanes]
+    last = [*steps, *(inside.ask(lane, 3, "save", Save(f"c/{lane}", "weights").dump(), tenant=lane) for lane in lanes)]
     inside.on_begin[passes[0]] = lambda: inside.sample(400)
     begun: list[int] = []
     for operation in last:
         inside.on_begin[operation] = lambda: begun.append(len(inside.steps))
     inside.work(*passes, *last)
     assert len(set(begun)) >= 3, "steps of sampling came between them"
+    assert max(len(turn.intersection(steps)) for turn in inside.turns) <= FIRST_STEPS < len(lanes)
 
 
 def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying it takes a moment; writing it takes long, and is no part of any turn."""
     from twinkle_server.engine.pool.states import SavedState
 
-    write = SavedState.write
-    monkeypatch.setattr(SavedState, "write", lambda state, folder: (time.sleep(1.0), write(state, folder))[1])
+    write, writers = SavedState.write, set()
+
+    def slow(state: SavedState, folder: Path) -> None:
+        writers.add(threading.current_thread())
+        time.sleep(1.0)
+        write(state, folder)
+
+    monkeypatch.setattr(SavedState, "write", slow)
     lanes = [f"m{at}" for at in range(5)]
     inside.work(*[inside.create(lane) for lane in lanes])
     saves = [inside.ask(lane, 1, "save", Save(f"c/{lane}", "weights").dump(), tenant=lane) for lane in lanes]
@@ -133,6 +145,7 @@ def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeyp
     inside.work(other, inside.train("other", 1, 1))
     assert not inside.over.keys() & {*saves, *passes}, "a lane waits for its own checkpoint, and for no other's"
     inside.work(*saves, *passes)
+    assert threading.current_thread() not in writers
     sizes = [inside.over[save].head["extra"]["size_bytes"] for save in saves]
     assert sizes == [sum(p.stat().st_size for p in folder_of(inside, lane)) for lane in lanes]
 
