@@ -164,7 +164,8 @@ class Supervisor:
         self.troubled = self._why or f"the engine died ({end})"
         if self._first_ready is not None and not self._first_ready.done():
             self._hopeless = True  # another one would fail likewise
-            self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}): {last_words}"))
+            said = f":\n{last_words}" if last_words else ""
+            self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}){said}"))
             self._first_ready.exception()  # who waits raises it; nobody has to
             return
         _log.error("%s, %s; %d operations were under way", self._why or DIED, end, len(self._under_way))
