@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,8 @@ def resolve(settings: Settings) -> Settings:
     """Return settings whose model is a local folder; what clients call it, and its tokenizer, stays what was asked for.
 
     Raises:
-        ComponentNotFound: a plugin that trains or samples is not installed.
+        ConfigError: a loss that is named is not for tenants.
+        ComponentNotFound: a plugin that trains or samples, or a loss that is named, is not installed.
         RequirementMissing: a package that it needs is not.
         ModelLoadError: nothing is there, or what is there is not a model.
         HubError: the hub does not have it, or cannot be reached.
@@ -88,6 +89,7 @@ def resolve(settings: Settings) -> Settings:
     from twinkle.hub import local_model
 
     check_installed()
+    check_losses(settings.losses or ())
     folder = local_model(settings.model).absolute()
     return replace(settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model))
 
@@ -123,6 +125,24 @@ def check_installed() -> None:
 
     for name, kind in _ENGINE_PARTS:
         check_requirements(registry().find(name, kind))
+
+
+def check_losses(names: Sequence[str]) -> None:
+    """Refuse names of losses that no request could use.
+
+    Raises:
+        ComponentNotFound: no plugin offers a loss of that name.
+        ConfigError: it does not say that it is for tenants.
+    """
+    from twinkle import registry
+
+    for name in names:
+        spec = registry().find(name, "loss")
+        if not (spec.tenant_safe and "served" in spec.runtimes):
+            raise ConfigError(
+                f'--loss {name}: its manifest does not say `tenant_safe = true` and `"served"` among its `runtimes`; '
+                "leave it out, or say so there if it is"
+            )
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from server_raw import Failed, Raw
 
-from twinkle.errors import OutputError
+from twinkle.errors import ComponentNotFound, OutputError
 from twinkle.testing import tiny_model
 from twinkle_server.cli.serve import main as serve
 from twinkle_server.cli.server import main as server
@@ -81,3 +81,12 @@ def running(data: Path, name: str) -> Iterator[str]:
         yield process.url
     finally:
         assert process.stop() == 0
+
+
+def test_a_loss_that_nobody_offers_is_told_at_the_start(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    arguments = [str(model), "--data", str(tmp_path / "data"), "--port", "0", "--loss", "CrossEntropyLos"]
+    error = CliRunner().invoke(serve, arguments).exception
+    assert isinstance(error, ComponentNotFound)
+    assert "CrossEntropyLoss" in str(error)
+    assert not (tmp_path / "data").exists()
