@@ -93,8 +93,9 @@ async def until_held(line: Line, polls: int) -> None:
 def test_heartbeats_and_submissions_do_not_stand_in_the_line_of_large_passes(tmp_path: Path) -> None:
     with served(tmp_path) as service:
         probes, bursts = uvloop.run(control_plane(service.url, 300, 4096, 3.0))
-        for seconds in probes:
-            assert statistics.median(seconds) < statistics.median(bursts) / 2, "it waits as long as they do"
+        beats, submits = map(statistics.median, probes)
+        assert beats < statistics.median(bursts) / 5, "heartbeats wait as long as passes do"
+        assert submits < statistics.median(bursts), "small passes wait as long as large ones do"
 
 
 @pytest.mark.soak
