@@ -15,8 +15,8 @@ import numpy as np
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
+from twinkle_server.link import BlockingLink
 from twinkle_server.payloads import Create, OptimStep, Sample
-from twinkle_server.runtime.link import BlockingLink
 from twinkle_server.settings import Settings, Times
 from twinkle_server.wire import codec
 from twinkle_server.wire import tinker_pb2 as pb

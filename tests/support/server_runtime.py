@@ -10,9 +10,9 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
+from twinkle_server.link import LinkClosed
 from twinkle_server.operations import Accepted, Category, Future, Kind, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.runtime.core import Runtime
-from twinkle_server.runtime.link import LinkClosed
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.store.memory import MemoryJournal
 

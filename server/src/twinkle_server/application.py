@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
-from twinkle_server.runtime.ports import Service
+from twinkle_server.ports import Service
 from twinkle_server.settings import Settings
 from twinkle_server.tinker.answers import answer
 from twinkle_server.tinker.house import House, Records

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select
 
 from twinkle_server.checkpoints.sweep import AGE, Swept, sweep
 from twinkle_server.errors import Unavailable
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.keys import Keys
 from twinkle_server.store.records import Key

@@ -9,7 +9,7 @@ from dataclasses import replace
 from twinkle.errors import TwinkleError
 from twinkle_server.engine.backend import Backend, BackendOptions
 from twinkle_server.engine.host import Host
-from twinkle_server.runtime.link import BlockingLink
+from twinkle_server.link import BlockingLink
 from twinkle_server.settings import Settings
 
 _PR_SET_PDEATHSIG = 1

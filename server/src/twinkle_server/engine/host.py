@@ -22,7 +22,7 @@ from twinkle_server.engine.sampling import Sampling
 from twinkle_server.engine.scheduler import FIRST_STEPS, Budget, Scheduler
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.engine.turns import Sources, Turns
-from twinkle_server.runtime.link import BlockingLink, LinkClosed
+from twinkle_server.link import BlockingLink, LinkClosed
 from twinkle_server.settings import Settings
 
 FATAL = 70

@@ -10,7 +10,7 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from twinkle_server.observe import presence
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store.tables import checkpoints, keys, models, operations, sessions
 
 _SECONDS = 5.0

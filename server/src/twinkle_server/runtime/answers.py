@@ -8,9 +8,9 @@ import orjson
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.operations import Operation, Outcome, Snapshot
+from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.ports import Effects, Journal
 from twinkle_server.runtime.postponing import Postponing
 from twinkle_server.runtime.replay import NEVER_MADE
 from twinkle_server.runtime.tracks import Closed, Track

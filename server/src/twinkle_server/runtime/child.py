@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from twinkle_server.engine.messages import Message
-from twinkle_server.runtime.link import AsyncLink
+from twinkle_server.link import AsyncLink
 from twinkle_server.settings import Settings
 
 _log = logging.getLogger("twinkle_server.engine")

@@ -14,6 +14,7 @@ from twinkle_server.observe.logs import REQUEST
 from twinkle_server.observe.operations import log_ended
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.payloads import Save
+from twinkle_server.ports import Effects, Figures, Journal
 from twinkle_server.runtime.answers import Answers
 from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import Dispatcher
@@ -23,7 +24,6 @@ from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.lanes import FARTHEST
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.ports import Effects, Figures, Journal
 from twinkle_server.runtime.postponing import Postponing
 from twinkle_server.runtime.replay import NEVER_MADE
 from twinkle_server.runtime.supervision import StartChild, Supervisor
@@ -39,7 +39,7 @@ _LAST_WORDS = 5.0  # seconds for outcomes that are still to be written at the en
 
 
 class Runtime:
-    """The `Service` of `runtime.ports`, over any journal and any engine.
+    """The `Service` of `ports`, over any journal and any engine.
 
     Attributes:
         info: the base model, as the engine found it.

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
+from twinkle_server.link import LinkClosed
 from twinkle_server.operations import PASSES, Category, Operation, Outcome
 from twinkle_server.payloads import Sample
+from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.child import Child
-from twinkle_server.runtime.link import LinkClosed
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.ports import Effects, Journal
 from twinkle_server.runtime.replay import Corrupted, Replay
 from twinkle_server.runtime.tracks import Closed, Flight, Track
 from twinkle_server.runtime.window import Window

@@ -17,7 +17,7 @@ from twinkle_server.failpoints import reach
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.operations import Category, Operation, Outcome
 from twinkle_server.payloads import Create, Load, Save
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import checkpoints, models, samplers
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.models import Models
@@ -44,7 +44,7 @@ class Records(Protocol):
 
 
 class StoreEffects:
-    """The `Effects` of `runtime.ports`, in the tables of the store.
+    """The `Effects` of `ports`, in the tables of the store.
 
     Args:
         data: the data directory.
@@ -57,7 +57,7 @@ class StoreEffects:
         self._unwanted: list[str] = []
 
     def done(self, operation: Operation, extra: dict[str, Any], body: bytes) -> Outcome:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         if operation.kind == "create":
             return _created(operation)
         if operation.kind == "save":
@@ -79,12 +79,12 @@ class StoreEffects:
         return _json(operation, {"type": "unload_model", "model_id": operation.lane}, also)
 
     async def unloaded(self) -> None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         unwanted, self._unwanted = self._unwanted, []
         await self.remove(unwanted)
 
     async def closed(self, tenant: str, model: str) -> tuple[str, Category] | None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         try:
             found = await self._store.models.get(tenant, model)
         except NotFound:
@@ -96,11 +96,11 @@ class StoreEffects:
         return None
 
     async def attached(self, tenant: str, model: str) -> None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         await self._move(tenant, model, "detached", "live")
 
     async def detached(self, tenant: str, model: str) -> None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         await self._move(tenant, model, "live", "detached")
 
     async def _move(self, tenant: str, model: str, before: ModelStatus, after: ModelStatus) -> None:
@@ -109,27 +109,27 @@ class StoreEffects:
                 await self._store.models.set_status(tenant, model, after, time.time())
 
     async def gone(self, tenant: str, model: str, reason: str) -> None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         with contextlib.suppress(NotFound):
             await self.remove(await self._store.models.gone(tenant, model, time.time(), reason))
 
     async def corrupted(self, tenant: str, model: str, reason: str) -> None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         with contextlib.suppress(NotFound):
             await self._store.models.set_status(tenant, model, "corrupted", time.time(), reason)
 
     async def last_checkpoint(self, tenant: str, model: str) -> str | None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         found = await self._store.checkpoints.latest(tenant, [model], time.time())
         newest = found.get((model, "weights"))
         return None if newest is None else str(newest.path)
 
     async def inflight_folder(self, tenant: str, model: str) -> str | None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         return await self._store.database.read(lambda connection: samplers.inflight_folder(connection, tenant, model))
 
     async def remove(self, folders: Sequence[str]) -> None:
-        """See `runtime.ports.Effects`."""
+        """See `ports.Effects`."""
         for folder in folders:
             place, _, name = folder.partition("/")
             if place not in _PLACES or not name.isalnum():

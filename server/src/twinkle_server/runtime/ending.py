@@ -7,9 +7,9 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import SequenceConflict
 from twinkle_server.operations import Operation, Outcome, Submission
+from twinkle_server.ports import Journal
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.ports import Journal
 from twinkle_server.runtime.tracks import Track
 
 

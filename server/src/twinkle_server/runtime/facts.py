@@ -7,11 +7,11 @@ from typing import Any
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.operations import Outcome
+from twinkle_server.ports import Figures
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.last_pass import LastPass
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.ports import Figures
 from twinkle_server.runtime.supervision import DIED, Supervisor
 
 QueueState = tuple[str, str | None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from twinkle_server.errors import Busy
 from twinkle_server.operations import Future, Operation
-from twinkle_server.runtime.ports import Journal
+from twinkle_server.ports import Journal
 
 _RECENT_BYTES = 16 * 2**20
 _ENTRY = 1024  # what an entry takes beside its result

@@ -8,7 +8,7 @@ from dataclasses import replace
 from twinkle_server.errors import Busy
 from twinkle_server.failpoints import reach
 from twinkle_server.operations import Operation, Outcome
-from twinkle_server.runtime.ports import Journal
+from twinkle_server.ports import Journal
 from twinkle_server.store.faults import LeaseLost
 
 _log = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
+from twinkle_server.link import LinkClosed
 from twinkle_server.operations import Operation
+from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.child import Child
 from twinkle_server.runtime.lanes import Lane
-from twinkle_server.runtime.link import LinkClosed
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.ports import Effects, Journal
 from twinkle_server.runtime.tracks import Closed, Track
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from sqlalchemy.dialects import sqlite
 from twinkle_server.checkpoints.upkeep import Upkeep
 from twinkle_server.errors import Busy
 from twinkle_server.observe.status import read_figures
+from twinkle_server.ports import Figures
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.effects import StoreEffects
-from twinkle_server.runtime.ports import Figures
 from twinkle_server.runtime.sessions import SessionKeeper
 from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings
@@ -25,7 +25,7 @@ _PURGE, _PROBE = 60.0, 1.0  # seconds from one time to the next
 
 
 class Service(Runtime):
-    """The `Service` of `runtime.ports`, over an open data directory.
+    """The `Service` of `ports`, over an open data directory.
 
     Args:
         settings: of the service.

@@ -4,10 +4,10 @@ import logging
 import time
 from typing import Protocol
 
+from twinkle_server.ports import Effects
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.ending import Ending
 from twinkle_server.runtime.heartbeats import Heartbeats
-from twinkle_server.runtime.ports import Effects
 from twinkle_server.runtime.tracks import Closed
 from twinkle_server.settings import Times
 from twinkle_server.store.models import Models

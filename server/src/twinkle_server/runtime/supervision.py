@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
+from twinkle_server.link import LinkClosed
 from twinkle_server.operations import ModelInfo
 from twinkle_server.runtime.child import Child
-from twinkle_server.runtime.link import LinkClosed
 from twinkle_server.settings import Times
 
 _log = logging.getLogger(__name__)

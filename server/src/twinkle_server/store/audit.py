@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, delete, insert, select
 
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows
 from twinkle_server.store.records import AuditEntry
 from twinkle_server.store.tables import audit

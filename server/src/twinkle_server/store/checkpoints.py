@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Connection, Update, and_, func, insert, or
 
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows
 from twinkle_server.store.records import Checkpoint, Page
 from twinkle_server.store.tables import checkpoints, models

@@ -1,4 +1,4 @@
-"""The log of operations in SQLite: the `Journal` of `runtime.ports`, and what only the durable one can say."""
+"""The log of operations in SQLite: the `Journal` of `ports`, and what only the durable one can say."""
 
 import asyncio
 import hashlib

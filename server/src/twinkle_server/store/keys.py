@@ -4,7 +4,7 @@ from sqlalchemy import Connection, func, insert, select, update
 from sqlalchemy.dialects import sqlite
 
 from twinkle_server.errors import BadRequest, NotFound
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows
 from twinkle_server.store.records import Key
 from twinkle_server.store.tables import keys, tenants

@@ -11,12 +11,12 @@ from typing import Any
 
 from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
 from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snapshot, Submission
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store.requests import is_ours, new_request
 
 
 class MemoryJournal:
-    """The `Journal` of `runtime.ports`, in dictionaries; what comes with operations (`also`) goes to a database."""
+    """The `Journal` of `ports`, in dictionaries; what comes with operations (`also`) goes to a database."""
 
     def __init__(self, database: Database, secret: bytes, clock: Callable[[], float] = time.time) -> None:
         """Use a database for what is not an operation: `also` needs one."""

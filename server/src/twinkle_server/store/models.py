@@ -6,7 +6,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 
 from twinkle_server.errors import NotFound, SequenceConflict
 from twinkle_server.operations import Snapshot
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows, sessions
 from twinkle_server.store.records import Model, ModelStatus, Page
 from twinkle_server.store.tables import models, operations

@@ -3,7 +3,7 @@
 from sqlalchemy import Connection, func, insert, select, update
 
 from twinkle_server.errors import NotFound, SequenceConflict
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows, sessions
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import samplers

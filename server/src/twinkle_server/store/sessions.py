@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, Connection, and_, bindparam, exists, func,
 from sqlalchemy.dialects.sqlite import insert
 
 from twinkle_server.errors import Gone, NotFound
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows
 from twinkle_server.store.records import Page, Session, read_cursor, write_cursor
 from twinkle_server.store.tables import samplers, sessions

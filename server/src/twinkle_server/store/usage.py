@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects import sqlite
 
-from twinkle_server.runtime.ports import Database
+from twinkle_server.ports import Database
 from twinkle_server.store import rows
 from twinkle_server.store.records import Usage
 from twinkle_server.store.tables import usage

@@ -8,7 +8,7 @@ from typing import Any
 from twinkle_server.errors import Forbidden
 from twinkle_server.observe.operations import ASKED, log_taken, names
 from twinkle_server.operations import Accepted, ModelInfo, Submission
-from twinkle_server.runtime.ports import Service
+from twinkle_server.ports import Service
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Meter, check_room
 
@@ -16,7 +16,7 @@ Also = Callable[[Any], None]
 
 
 class Limited:
-    """Stands in front of a service; see `runtime.ports.Service`.
+    """Stands in front of a service; see `ports.Service`.
 
     A request that came before and comes again is never refused here: it was let in already.
 

@@ -8,7 +8,7 @@ from fastapi import Request
 
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.errors import NotFound, Unavailable
-from twinkle_server.runtime.ports import Database, Service
+from twinkle_server.ports import Database, Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints

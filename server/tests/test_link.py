@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from server_runtime import SOON, within
 
 from twinkle_server.engine.messages import Message
-from twinkle_server.runtime.link import AsyncLink, BlockingLink, LinkClosed
+from twinkle_server.link import AsyncLink, BlockingLink, LinkClosed
 
 MESSAGES = st.lists(
     st.builds(
