@@ -23,7 +23,7 @@ _NAME: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
 class Blobs:
     """A folder of such files."""
 
-    def __init__(self, folder: Path, threads: int = 4) -> None:
+    def __init__(self, folder: Path, threads: int = 2) -> None:
         """Use a folder.
 
         Args:
