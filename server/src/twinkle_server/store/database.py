@@ -261,6 +261,7 @@ class _Writer:
 
     def _reopen(self) -> None:
         self._raw.close()
+        self._connection.detach()  # or it would be rolled back when it is collected, which fails
         self._open()
         self._lost = False
 
