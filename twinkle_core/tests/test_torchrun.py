@@ -241,11 +241,17 @@ def test_ranks_whose_torchrun_is_killed_end_by_themselves(tmp_path: Path) -> Non
         assert agent.stdout is not None
         ranks = [int(agent.stdout.readline()) for _ in range(2)]
         agent.kill()
-        agent.communicate(timeout=60)  # the pipe closes when the last rank has ended
+        agent.communicate(timeout=60)  # the last rank has closed the pipe, as a process does on its way out
+    deadline = time.monotonic() + 30
+    while any(map(_is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not any(map(_is_running, ranks))
     assert "is gone; the rank stops too" in (tmp_path / "err.txt").read_text()
 
 
 def _is_running(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.is_file() and status.read_text().rpartition(") ")[2][0] not in "ZX"
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(") ")[2][0] not in "ZX"

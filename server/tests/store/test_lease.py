@@ -74,7 +74,7 @@ def test_a_reused_process_number_is_not_taken_for_the_owner(tmp_path: Path) -> N
         leave(open_store(tmp_path, take_over=True), pid=other.pid, started=started - 1)
         open_store(tmp_path).close()
     finally:
-        other.communicate(timeout=10)
+        other.communicate(timeout=60)
 
 
 def test_an_owner_on_another_machine_is_never_assumed_dead(tmp_path: Path) -> None:
