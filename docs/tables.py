@@ -19,7 +19,7 @@ CONFORMANCE = DOCS.parent / "tests" / "conformance"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
                "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
-               "twinkle-hub", "twinkle-templates")  # fmt: skip
+               "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-templates")  # fmt: skip
 CORE_PAGES = {
     "reference data": ("dataset", "dataloader", "preprocessor", "filter", "template", "tool_parser", "processor",
                        "loss_scale", "data_format"),

@@ -1,0 +1,1 @@
+"""Rollouts of several turns, tools and environments."""
