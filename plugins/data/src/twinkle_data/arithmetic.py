@@ -26,7 +26,7 @@ _WORDS = {
     "zh": {"+": "加", "-": "减", "*": "乘以", "/": "除以"},
 }
 _BRACKETS = {"en": ("(", ")"), "zh": ("（", "）")}
-_QUESTIONS = {
+QUESTIONS = {
     "en": ("What is {}?", "How much is {}?", "Calculate {}.", "Find the value of {}.", "Work out {}."),
     "zh": ("{}等于多少？", "{}是多少？", "请计算{}。", "请算出{}的结果。", "求{}的值。"),
 }
@@ -143,6 +143,12 @@ def split_of(expression: Operation) -> str:
     return "test" if int.from_bytes(digest, "big") % 10 == 0 else "train"
 
 
+def conclusion(result: int, language: str, form: str) -> str:
+    """Return the last line of an answer, such as `The answer is 12.`, in words or digits."""
+    number = _NUMERALS[language] if form == "words" else str
+    return _SO[language].format(number(result))
+
+
 def _drawn(
     random: Random, levels: Sequence[int], signs: Sequence[str], languages: Sequence[str], forms: Sequence[str]
 ) -> Iterator[tuple[Operation, dict[str, Any]]]:
@@ -173,7 +179,7 @@ def _drawn(
 
 
 def _question(random: Random, expression: Operation, language: str, form: str) -> str:
-    return _one(random, _QUESTIONS[language]).format(_text(expression, language, form))
+    return _one(random, QUESTIONS[language]).format(_text(expression, language, form))
 
 
 def _story(random: Random, expression: Operation, language: str) -> str:
@@ -184,9 +190,8 @@ def _story(random: Random, expression: Operation, language: str) -> str:
 
 def _answer(expression: Operation, language: str, form: str) -> str:
     """Return the worked answer: each operation on a line of its own, then the result."""
-    number = _NUMERALS[language] if form == "words" else str
     lines = [f"{written(step, _bracketed)} = {result}" for step, result in steps(expression)]
-    return "\n".join([*lines, _SO[language].format(number(value(expression)))])
+    return "\n".join([*lines, conclusion(value(expression), language, form)])
 
 
 def _bracketed(number: int) -> str:

@@ -20,11 +20,12 @@ class BuiltinHub(Hub):
         """Return the rows of a data set of the house.
 
         Args:
-            reference: `builtin://self-cognition` or `builtin://arithmetic`.
+            reference: `builtin://self-cognition`, `builtin://arithmetic`, `builtin://arithmetic-preferences` or
+                `builtin://arithmetic-paraphrases`.
             subset_name: there is only `default`.
-            split: `train`; `arithmetic` has `test` too.
-            **kwargs: the options of `arithmetic`: `seed`, `size`, `difficulty`, `operations`, `language`, `form` (see
-                `twinkle_data.arithmetic.arithmetic`); an unknown name is an error.
+            split: `train`; what is generated has `test` too.
+            **kwargs: the options of what is generated: `seed`, `size`, `difficulty`, `operations`, `language`, ... (see
+                `twinkle_data.arithmetic.arithmetic` and `twinkle_data.comparisons`); an unknown name is an error.
 
         Raises:
             ComponentNotFound: no data set has this name.
@@ -84,13 +85,34 @@ def _self_cognition(reference: str, split: str, options: dict[str, Any]) -> list
 
 def _arithmetic(reference: str, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     from twinkle_data.arithmetic import arithmetic
+
+    return _generated(arithmetic, reference, split, options)
+
+
+def _preferences(reference: str, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    from twinkle_data.comparisons import preferences
+
+    return _generated(preferences, reference, split, options)
+
+
+def _paraphrases(reference: str, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    from twinkle_data.comparisons import paraphrases
+
+    return _generated(paraphrases, reference, split, options)
+
+
+def _generated(
+    generate: Callable[..., list[dict[str, Any]]], reference: str, split: str, options: dict[str, Any]
+) -> list[dict[str, Any]]:
     from twinkle_registry import check_keywords
 
-    check_keywords(arithmetic, options, what=f"data set {reference!r}", args=(split,))
-    return arithmetic(split, **options)
+    check_keywords(generate, options, what=f"data set {reference!r}", args=(split,))
+    return generate(split, **options)
 
 
 DATASETS: dict[str, Callable[[str, str, dict[str, Any]], list[dict[str, Any]]]] = {
     "self-cognition": _self_cognition,
     "arithmetic": _arithmetic,
+    "arithmetic-preferences": _preferences,
+    "arithmetic-paraphrases": _paraphrases,
 }
