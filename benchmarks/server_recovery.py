@@ -1,4 +1,4 @@
-"""How long the service is away after `kill -9`, of all of it and of its engine alone: wall time.
+"""How long the service needs to start, and is away after `kill -9`, of all of it and of its engine alone: wall time.
 
     python benchmarks/server_recovery.py
 
@@ -6,6 +6,7 @@ With an engine that computes nothing ("ledger") and with a tiny random Qwen3 ("p
 start), each once with a fresh snapshot and once with 200 operations behind the last one (100 passes, 100 steps), which
 are done again when the model is next asked for something. Seconds from the kill until `/readyz` says yes, and until a
 pass is done that was asked for as soon as somebody listened. After a kill of everything the service is started at once.
+Before that: seconds from the command until `/readyz` says yes, on a new data directory and on one that is there.
 
 No goal for the seconds. What was done again is counted, and a pass after the kill must tell what one before it told:
 which rows were applied (ledger), or log-probabilities within 1e-5 (pool); otherwise the exit code is 1.
@@ -41,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         model = tiny_model(folder / "model", "qwen3")
         print(f"one fsync of 4 KiB: {fsync_ms(folder):.2f} ms; {options.repetitions} times each, seconds from the kill")
+        for backend in (options.only,) if options.only else ("ledger", "pool"):
+            starts = [started(folder / f"{backend}-start-{n}", backend, model) for n in range(options.repetitions)]
+            new, again = map(shown, zip(*starts, strict=True))
+            print(f"{backend:8}starts on a new directory{new}, on one that is there{again}")
         print(f"{'':8}{'killed':12}{'done again':>11}{'ready':>24}{'first future':>24}")
         for backend in (options.only,) if options.only else ("ledger", "pool"):
             for killed in ("everything", "the engine"):
@@ -56,6 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def shown(seconds: Sequence[float]) -> str:
     """Return a column."""
     return f"{f'{statistics.median(seconds):.2f} ({min(seconds):.2f} .. {max(seconds):.2f})':>24}"
+
+
+def started(data: Path, backend: str, model: Path) -> tuple[float, float]:
+    """Return the seconds until a service is ready on a new directory, and on the same one later."""
+    service = pool(data, model, {"name": NAME}) if backend == "pool" else ledger(data, {"name": NAME})
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        service.start()
+        seconds.append(time.perf_counter() - begin)
+        service.stop()
+    return seconds[0], seconds[1]
 
 
 def away(data: Path, backend: str, model: Path, killed: str, count: int) -> tuple[float, float]:

@@ -39,7 +39,7 @@ class Direct:
         request = Request(scope, receive)
         try:
             response = await route.endpoint(request)
-        except Exception as error:
+        except Exception as error:  # the application has a handler for each kind, the last for any
             response = self._handler(error)(request, error)
         await response(scope, receive, send)
 

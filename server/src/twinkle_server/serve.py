@@ -204,7 +204,7 @@ async def _answer(
         await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             await ready
-            gc.freeze()
+            gc.freeze()  # without a collection, which would take longer than its finds are worth
             gc.enable()
             await _first_key(settings, store)
             _say_ready(settings, listener)

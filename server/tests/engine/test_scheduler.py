@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
+from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.engine.scheduler import FIRST_BUDGET, FIRST_STEPS, Alternation, Budget, Scheduler
 
 KINDS = ["create", "forward", "forward_backward", "forward_backward", "optim_step", "save", "load", "unload"]
@@ -201,30 +201,17 @@ def test_a_held_lane_gives_nothing_until_it_is_released() -> None:
     assert [item.number for item in Scheduler(lanes).next(10)] == [0]
 
 
-def test_a_cancelled_operation_keeps_its_place_and_gives_up_its_payload() -> None:
-    lanes = Lanes()
-    for number in range(3):
-        lanes.add(Task(number, "a", number, "forward_backward", "t", payload=b"x"))
-    assert lanes.cancel(1)
-    assert not lanes.cancel(1)
-    assert not lanes.cancel(7)
-    ran = [item for turn in everything(Scheduler(lanes)) for item in turn]
-    assert [(item.number, item.kind, item.payload) for item in ran] == [
-        (0, "forward_backward", b"x"), (1, CANCELLED, b""), (2, "forward_backward", b"x"),
-    ]  # fmt: skip
-
-
 def test_a_pass_lasts_as_long_as_sampling_may_wait_once_it_is_known_how_fast_passes_are() -> None:
     budget = Budget(seconds=0.5)
-    assert budget.tokens(sampling=True) == FIRST_BUDGET
+    assert budget.amount(sampling=True) == FIRST_BUDGET
     budget.measured(1000, 1.0)
-    assert budget.tokens(sampling=True) == 500
-    assert budget.tokens(sampling=False) == 2000
+    assert budget.amount(sampling=True) == 500
+    assert budget.amount(sampling=False) == 2000
     for _ in range(30):
         budget.measured(100_000, 1.0)
-    assert 45_000 <= budget.tokens(sampling=True) <= 50_000
+    assert 45_000 <= budget.amount(sampling=True) <= 50_000
     budget.measured(0, 0.0)
-    assert budget.tokens(sampling=True) > 0
+    assert budget.amount(sampling=True) > 0
 
 
 @settings(deadline=None, max_examples=50)
@@ -282,12 +269,12 @@ def test_no_more_models_step_together_than_sampling_may_wait_for() -> None:
 
 def test_steps_are_as_many_as_fit_into_the_time_and_at_least_one() -> None:
     steps = Budget(seconds=0.5, first=FIRST_STEPS, smallest=1)
-    assert steps.tokens(sampling=True) == 16
+    assert steps.amount(sampling=True) == 16
     steps.measured(16, 1.6)
-    assert steps.tokens(sampling=True) == 5
+    assert steps.amount(sampling=True) == 5
     for _ in range(30):
         steps.measured(1, 3.0)
-    assert steps.tokens(sampling=True) == 1
+    assert steps.amount(sampling=True) == 1
 
 
 def test_who_works_alone_owes_nothing_later() -> None:

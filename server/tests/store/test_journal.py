@@ -97,7 +97,6 @@ def test_a_refused_request_has_failed_and_its_number_is_used(journal: Journal, r
     assert (future.status, future.error, future.category) == ("failed", "rank 0 is none", "user")
     assert run(journal.pending()) == []
     assert run(journal.submit(step(0)))[0].request == accepted.request
-    assert run(journal.frontier(LANE)) == 1
 
 
 def test_without_a_number_the_next_one_is_taken(journal: Journal, run: Run) -> None:
@@ -289,10 +288,6 @@ def test_a_lane_is_read_in_the_order_of_its_numbers(journal: Journal, run: Run) 
     run(journal.submit(step(0, lane="another")))
     assert [each.number for each in run(journal.after(LANE, 0))] == [1, 2, 3, 7]
     assert [(each.lane, each.number) for each in run(journal.pending())][-1] == ("another", 0)
-    assert run(journal.frontier(LANE)) == 4
-    assert run(journal.frontier("unknown")) == 0
-    assert run(journal.queued("ada")) == 6
-    assert run(journal.queued("eve")) == 0
 
 
 def test_whoever_was_under_way_when_the_engine_died_is_counted(journal: Journal, run: Run) -> None:
@@ -318,7 +313,6 @@ def test_a_snapshot_drops_the_payloads_that_it_covers_and_returns_the_one_before
     assert run(journal.snapshotted(Snapshot(model.id, 3, "snapshots/b", "d", 5))) == ["snapshots/a"]
     assert run(journal.snapshotted(Snapshot(model.id, 2, "snapshots/late", "d", 5))) == ["snapshots/late"]
     assert run(journal.snapshot(model.id)) == Snapshot(model.id, 3, "snapshots/b", "d", 5)
-    assert run(journal.frontier(model.id)) == 5
 
 
 def test_a_snapshot_of_a_model_that_is_gone_is_not_needed(store: Store, run: Run, model: Model) -> None:

@@ -88,7 +88,6 @@ def test_rows_go_after_a_week_when_no_replay_can_want_them(store: Store, run: Ru
             run(store.journal.future(request, "eve"))
     with pytest.raises(Gone, match=r"number 1 .* used long ago"):
         run(done(store, 1))
-    assert run(store.journal.frontier(LANE)) == 5
 
 
 def test_rows_of_checkpoints_and_samplers_go_a_week_after_their_end(store: Store, run: Run, model: Model) -> None:

@@ -25,7 +25,6 @@ OF_LANES = {
     "NEXT_NUMBER",
     "PENDING",
     "AFTER",
-    "FRONTIER",
     "FINISH",
     "OUTCOME",
     "BLAME",
@@ -154,7 +153,6 @@ EMPTY: dict[str, Callable[[Store], Awaitable[Any]]] = {
     "checkpoints.surplus": lambda store: store.checkpoints.surplus("eve", "s:train:0", "weights", 0, 2.0),
     "audit.entries": lambda store: store.audit.entries("eve"),
     "usage.between": lambda store: store.usage.between("eve", "2026", "2027"),
-    "journal.queued": lambda store: store.journal.queued("eve"),
 }
 FREE = {"sessions.create", "checkpoints.create", "keys.create", "audit.record", "usage.add", "usage.add_all"}
 """They write a row that says itself whose it is."""
@@ -163,7 +161,6 @@ ELSEWHERE = {
     "journal.finish",
     "journal.pending",
     "journal.after",
-    "journal.frontier",
     "journal.payload",
 }
 ELSEWHERE |= {"journal.blame", "journal.snapshotted", "journal.snapshot", "journal.close"}

@@ -148,8 +148,9 @@ class Host:
         if message.type == messages.RUN and message.head["kind"] == "sample":
             self._sampling.add(Task.of_run(message))
             return True
-        if message.type == messages.CANCEL and self._sampling.cancel(message.head["id"]):
-            self._link.send(cancelled(message.head["id"]))
+        if message.type == messages.CANCEL:
+            if self._sampling.cancel(message.head["id"]):
+                self._link.send(cancelled(message.head["id"]))
             return True
         return False
 
@@ -162,9 +163,6 @@ class Host:
             self._lanes.add(Task.of_run(item))
         elif item.type in (messages.RESTORE, messages.DETACH, messages.SNAPSHOT):
             self._lanes.add(Task.of_order(item))
-        elif item.type == messages.CANCEL:
-            if self._lanes.cancel(item.head["id"]):
-                self._link.send(cancelled(item.head["id"]))
         elif item.type == messages.DRAIN:
             self._draining = True
             self._snapshots.drain()
@@ -172,8 +170,8 @@ class Host:
             raise RuntimeError(f"the engine knows no message {item.type!r}")
 
     def _train(self) -> None:
-        tokens = self._budget.tokens(sampling=bool(self._sampling))
-        tasks = self._scheduler.next(tokens, self._steps.tokens(sampling=True))  # a step cannot be cut once it runs
+        tokens = self._budget.amount(sampling=bool(self._sampling))
+        tasks = self._scheduler.next(tokens, self._steps.amount(sampling=True))  # a step cannot be cut once it runs
         if not tasks:
             return
         first = tasks[0]

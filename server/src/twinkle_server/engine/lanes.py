@@ -14,8 +14,6 @@ DETACH = "detach"
 SNAPSHOT = "snapshot"
 ORDERS: frozenset[str] = frozenset({RESTORE, DETACH, SNAPSHOT})
 """What the service itself asks of a lane, in its place among the operations."""
-CANCELLED = "cancelled"
-"""What an operation becomes that nobody wants any more; it keeps its place, for its number is used."""
 NOBODY = ""
 """Whose the orders are."""
 _arrivals = count()
@@ -110,14 +108,6 @@ class Lanes:
         if not tasks:
             del self._waiting[task.lane]
         return task
-
-    def cancel(self, operation: int) -> bool:
-        """Let the operation of that id be nothing when its turn comes; returns whether it waits."""
-        found = next((task for tasks in self._waiting.values() for task in tasks if task.id == operation), None)
-        if found is None or found.kind == CANCELLED:
-            return False
-        found.kind, found.payload, found.tokens = CANCELLED, b"", 1
-        return True
 
     def hold(self, lane: str) -> None:
         """Give nothing of a lane until it is released."""

@@ -15,7 +15,7 @@ SIZES = struct.Struct("<II")
 RUN = "run"  #                            id, lane, number, kind, tenant, tokens, alone, replay      the payload
 RESTORE = "restore"  #                    lane, folder (None: from nothing)                          -
 DETACH = "detach"  #                      lane: snapshot it, then free its memory                    -
-CANCEL = "cancel"  #                      id                                                         -
+CANCEL = "cancel"  #                      id of a sample; what trains runs to its end                -
 SNAPSHOT = "snapshot"  #                  lane                                                       -
 DRAIN = "drain"  #                        end the pass that runs, snapshot what changed, then DRAINED -
 # from the engine

@@ -18,30 +18,30 @@ _FORGET = 0.8
 
 
 class Budget:
-    """Tokens that a pass should have, from how fast passes were; or models that a fused optimizer step should have.
+    """How much to do at once, from how fast it went before: tokens of a pass, or models of a fused optimizer step.
 
     Args:
-        seconds: that a pass should take while sampling requests wait for it.
-        first: tokens while nothing was measured.
-        smallest: tokens of a pass however slow passes are.
+        seconds: that it should take while sampling requests wait for it.
+        first: how much while nothing was measured.
+        smallest: how much however slow it is.
     """
 
     def __init__(self, seconds: float, first: int = FIRST_BUDGET, smallest: int = 16) -> None:
         self._seconds, self._first, self._smallest = seconds, first, smallest
-        self._tokens_done = 0.0
+        self._amount_done = 0.0
         self._seconds_done = 0.0
 
-    def measured(self, tokens: int, seconds: float) -> None:
-        """Take a pass into account; older ones count less and less."""
-        self._tokens_done = _FORGET * self._tokens_done + tokens
+    def measured(self, amount: int, seconds: float) -> None:
+        """Take what was done into account; what was done before counts less and less."""
+        self._amount_done = _FORGET * self._amount_done + amount
         self._seconds_done = _FORGET * self._seconds_done + seconds
 
-    def tokens(self, sampling: bool) -> int:
-        """Return the tokens of the next pass."""
+    def amount(self, sampling: bool) -> int:
+        """Return how much to do next."""
         if not self._seconds_done:
             return self._first
         seconds = self._seconds * (1.0 if sampling else _PATIENCE)
-        return max(self._smallest, min(_LARGEST, int(seconds * self._tokens_done / self._seconds_done)))
+        return max(self._smallest, min(_LARGEST, int(seconds * self._amount_done / self._seconds_done)))
 
 
 class Alternation:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from twinkle_server.engine import files, messages
 from twinkle_server.engine.backend import Backend, Fatal, State
-from twinkle_server.engine.lanes import CANCELLED, Task
+from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.ids import new_id
 
 FOLDER = "snapshots"
-UNCHANGING = frozenset({"forward", "save", CANCELLED})
+UNCHANGING = frozenset({"forward", "save"})
 """Kinds of operations after which a model is what it was before."""
 _MUCH = 64 * 2**20  # bytes of payloads that a replay would have to read
 _PAUSE = 5.0  # seconds after a disk that took nothing

@@ -10,7 +10,7 @@ import orjson
 from twinkle_server.engine import files, lanes, messages
 from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
 from twinkle_server.engine.interleaving import Interleaving
-from twinkle_server.engine.lanes import CANCELLED, Lanes, Task
+from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.saves import Background, Saves
@@ -160,9 +160,6 @@ class Turns:
 
     def _skips(self, task: Task) -> bool:
         """End a task that needs no turn."""
-        if task.kind == CANCELLED:
-            self._snapshots.applied(task)
-            return True
         if task.lane in self._broken:
             self._end(task, Lost())
             return True

@@ -144,18 +144,6 @@ class SqliteJournal:
         """Return a lane's operations behind a number, in order; without payloads."""
         return await self._list(sql.AFTER, lane, number)
 
-    async def frontier(self, lane: str) -> int:
-        """Return the first number that nothing was submitted under, above the lane's newest snapshot."""
-        return await self._database.read(
-            lambda connection: int(driver(connection).execute(sql.FRONTIER, {"lane": lane}).fetchone()[0])
-        )
-
-    async def queued(self, tenant: str) -> int:
-        """Return how many operations of a tenant are not over."""
-        return await self._database.read(
-            lambda connection: int(driver(connection).execute(sql.QUEUED, (tenant,)).fetchone()[0])
-        )
-
     async def payload(self, operation: int) -> bytes:
         """Return the payload of an operation.
 

@@ -114,18 +114,6 @@ class MemoryJournal:
         numbers = sorted(each for each in self._lanes.get(lane, {}) if each > number)
         return [replace(self._operations[self._lanes[lane][each]], payload=None) for each in numbers]
 
-    async def frontier(self, lane: str) -> int:
-        """See `SqliteJournal.frontier`."""
-        snapshot = self._snapshots.get(lane)
-        number = snapshot.number + 1 if snapshot else 0
-        while number in self._lanes.get(lane, {}):
-            number += 1
-        return number
-
-    async def queued(self, tenant: str) -> int:
-        """See `SqliteJournal.queued`."""
-        return sum(each.tenant == tenant and each.status == "pending" for each in self._operations.values())
-
     async def payload(self, operation: int) -> bytes:
         """See `SqliteJournal.payload`."""
         found = self._operations.get(operation)

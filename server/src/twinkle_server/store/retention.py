@@ -102,10 +102,11 @@ class Retention:
         first, last = await self._database.read(lambda connection: driver(connection).execute(sql.ROWS).fetchone())
         found: set[str] = set()
         for begin in range(first or 0, (last or 0) + 1, _PIECE):
-            piece = (begin, begin + _PIECE - 1)
-            rows = await self._database.read(lambda connection: driver(connection).execute(query, piece).fetchall())  # noqa: B023
-            found.update(row[0] for row in rows)
+            found.update(row[0] for row in await self._rows(query, (begin, begin + _PIECE - 1)))
         return found
+
+    async def _rows(self, query: str, values: tuple[int, int]) -> list[Any]:
+        return await self._database.read(lambda connection: driver(connection).execute(query, values).fetchall())
 
     async def _note_reads(self) -> None:
         reads, self._journal.reads = self._journal.reads, {}

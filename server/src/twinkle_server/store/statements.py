@@ -21,16 +21,6 @@ COLUMNS: Final = "id, request, tenant, lane, number, kind, tokens, status, attem
 BY_NUMBER: Final = f"SELECT {COLUMNS}, digest FROM operations WHERE lane = ? AND number = ? AND tenant = ?"
 PENDING: Final = f"SELECT {COLUMNS} FROM operations WHERE status = 'pending' ORDER BY lane, number"
 AFTER: Final = f"SELECT {COLUMNS} FROM operations WHERE lane = ? AND number > ? ORDER BY number"
-QUEUED: Final = "SELECT count(*) FROM operations WHERE tenant = ? AND status = 'pending'"
-FRONTIER: Final = """
-    WITH RECURSIVE used(number) AS (
-        SELECT coalesce((SELECT snapshot_number FROM models WHERE id = :lane), -1)
-        UNION ALL
-        SELECT operations.number FROM operations JOIN used ON operations.lane = :lane
-        AND operations.number = used.number + 1
-    )
-    SELECT max(number) + 1 FROM used
-"""
 
 PUT_PAYLOAD: Final = "INSERT INTO payloads (operation, data) VALUES (?, ?)"
 GET_PAYLOAD: Final = """

@@ -182,7 +182,6 @@ operations: Final = _table(
     Index("operations_kept", "finished", sqlite_where=text("finished IS NOT NULL AND dropped = 0")),
     Index("operations_read", "read", sqlite_where=text("read IS NOT NULL AND dropped = 0")),
     Index("operations_replayed", "lane", "number", sqlite_where=text("payload IS NOT NULL")),
-    Index("operations_queued", "tenant", sqlite_where=text("status = 'pending'")),
 )
 
 payloads: Final = _bytes("payloads")
