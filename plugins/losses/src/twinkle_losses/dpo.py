@@ -9,7 +9,7 @@ from twinkle.loss import Loss
 from twinkle_losses.aligning import Trained
 from twinkle_losses.options import label_to_ignore, number
 from twinkle_losses.outputs import output
-from twinkle_losses.pairs import Pairs
+from twinkle_losses.pairs import Pairs, logp_numbers, reward_numbers, weigh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,20 +110,18 @@ class DPOLoss(Loss):
         where = Trained.of(inputs, logps, self.ignore_index, self)
         pairs = Pairs.of(where)
         reference = self._reference(ref_outputs, ref_logps, ref_chosen_logps, ref_rejected_logps)
-        scale = inputs.get("loss_scale")
-        weights = None if scale is None else scale.to(logps)
-        policy = _weighted(where.fill(logps), weights).sum(1)
+        policy = weigh(where.fill(logps), inputs).sum(1)
         ratios = policy
         if "ref_logps" in reference:
             token_refs = where.align("ref_logps", reference["ref_logps"], logps, broadcast=False)
-            ratios = _weighted(where.fill(logps - token_refs), weights).sum(1)
+            ratios = weigh(where.fill(logps - token_refs), inputs).sum(1)
         elif reference:
             ratios = policy - pairs.interleave(reference, logps)
         chosen, rejected = pairs.split(ratios)
         terms = self._terms(chosen, rejected)
-        numbers = self._numbers(chosen.detach(), rejected.detach(), *pairs.split(policy.detach()))
+        numbers = reward_numbers(self.beta, chosen, rejected) | logp_numbers(*pairs.split(policy))
         if self.sft_weight:
-            nll, _ = pairs.split(where.means(_weighted(-where.fill(logps), weights)))
+            nll, _ = pairs.split(where.means(weigh(-where.fill(logps), inputs)))
             terms = terms + self.sft_weight * nll
             numbers["nll"] = nll.detach()
         return LossOutput(pairs.total(terms), pairs.count, pairs.numbers(numbers))
@@ -141,19 +139,6 @@ class DPOLoss(Loss):
             return (-self.beta * chosen).sigmoid() + (self.beta * rejected).sigmoid()
         e = self.label_smoothing
         return -(1 - e) * logsigmoid(margin) - (e * logsigmoid(-margin) if e else 0)
-
-    def _numbers(
-        self, chosen: "Tensor", rejected: "Tensor", policy_chosen: "Tensor", policy_rejected: "Tensor"
-    ) -> "dict[str, Tensor]":
-        """Return what is worth logging of each pair, `[P]` each."""
-        return {
-            "rewards/chosen": self.beta * chosen,
-            "rewards/rejected": self.beta * rejected,
-            "rewards/margins": self.beta * (chosen - rejected),
-            "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
-            "logps/chosen": policy_chosen,
-            "logps/rejected": policy_rejected,
-        }
 
     def _reference(self, ref_outputs: Any, ref_logps: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
         """Return the reference by name: `ref_logps`, or the two of pairs, or nothing with `reference_free`."""
@@ -190,7 +175,3 @@ class DPOLoss(Loss):
                 "ref_chosen_logps and ref_rejected_logps"
             )
         return given
-
-
-def _weighted(terms: "Tensor", weights: "Tensor | None") -> "Tensor":
-    return terms if weights is None else terms * weights

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twinkle.data_format import InputBatch
 from twinkle.errors import ArgumentError, DataError
 from twinkle_losses.aligning import Trained
 
@@ -92,3 +93,25 @@ class Pairs:
                 "the sum over the row's trained tokens"
             )
         return numbers.reshape(-1)
+
+
+def weigh(terms: "Tensor", inputs: InputBatch) -> "Tensor":
+    """Return `terms` `[B, T]` times the batch's `loss_scale`, where it has one."""
+    scale = inputs.get("loss_scale")
+    return terms if scale is None else terms * scale.to(terms)
+
+
+def reward_numbers(beta: float, chosen: "Tensor", rejected: "Tensor") -> "dict[str, Tensor]":
+    """Return what is worth logging of each pair, `[P]` each: rewards are `beta` times what the pair's rows score."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "rewards/chosen": beta * chosen,
+        "rewards/rejected": beta * rejected,
+        "rewards/margins": beta * (chosen - rejected),
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+    }
+
+
+def logp_numbers(chosen: "Tensor", rejected: "Tensor") -> "dict[str, Tensor]":
+    """Return the log-probabilities of each pair's rows under the names that they are logged by."""
+    return {"logps/chosen": chosen.detach(), "logps/rejected": rejected.detach()}
