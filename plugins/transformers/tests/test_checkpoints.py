@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from twinkle.errors import CheckpointError, OutputError
+from twinkle.errors import ArgumentError, CheckpointError, OutputError
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
@@ -242,3 +242,15 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
         model.save("same", str(tmp_path))
     assert (saved / "adapter_model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["same"]
+
+
+def test_what_a_loop_wants_to_know_again_is_in_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    model = build(folder, True)
+    plain = Path(str(model.save("plain", str(tmp_path), save_optimizer=True)))
+    assert "loop" not in json.loads((plain / "trainer_state.json").read_text())
+    kept = Path(str(model.save("kept", str(tmp_path), save_optimizer=True, loop_state={"step": 3, "left": [1, 2]})))
+    assert json.loads((kept / "trainer_state.json").read_text())["loop"] == {"step": 3, "left": [1, 2]}
+    model.resume_from_checkpoint(str(kept))
+    with pytest.raises(ArgumentError, match="loop_state cannot be written"):
+        model.save("junk", str(tmp_path), loop_state={"tensor": torch.zeros(1)})
+    assert not (tmp_path / "junk").exists()

@@ -1,221 +1,36 @@
 """The configuration of the recipe `sft`: each key with its type, default and meaning."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from twinkle_recipes.strict import Strict
+from twinkle_recipes.parts import MeshConfig, Part, RunConfig, SamplerConfig
+from twinkle_recipes.rows_config import DataConfig, parse_slice
+from twinkle_recipes.strict import Positive
 
 if TYPE_CHECKING:
     from twinkle.mesh import DeviceMesh
 
-Arguments = dict[str, Any]
-Count = Annotated[int, Field(ge=0)]
-SELF_COGNITION = "builtin://self-cognition"
-NAMES = ("SelfCognitionProcessor", {"model_name": "Glow", "model_author": "the Twinkle founders"})
-Positive = Annotated[int, Field(ge=1)]
+__all__ = ["DataConfig", "SFTConfig", "parse_slice"]
 
 
-class ModelConfig(Strict):
-    """Which model, and in which precision."""
-
-    id: str = Field(
-        default="builtin://smollm2-135m-instruct", description="Folder, `hf://org/name`, `ms://org/name` or builtin"
-    )
-    type: str = Field(default="TransformersModel", description="Component of kind `model`")
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
-        default="auto", description="Precision of the forward pass; auto: bf16 where the hardware has it, else no"
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Precision of the frozen and trained weights; by default the model class decides"
-    )
-    gradient_checkpointing: Literal["auto"] | bool = Field(
-        default="auto", description="Recompute activations: less memory, more time; auto: where they would not fit"
-    )
-    args: Arguments = Field(default={}, description="Further keyword arguments of the model class")
-
-
-class DataConfig(Strict):
-    """Which rows, how they become conversations, and how those become tokens."""
-
-    id: str = Field(default=SELF_COGNITION, description="File, folder, `hf://org/name`, `ms://org/name` or builtin")
-    type: str = Field(default="Dataset", description="Component of kind `dataset`")
-    loader: str = Field(default="DataLoader", description="Component of kind `dataloader`")
-    subset: str = Field(default="default", description="Subset (configuration) of the data set")
-    split: str = Field(default="train", description="Split of the data set")
-    slice: str | Positive | None = Field(
-        default=None, description="Rows to use: a count, or `start:stop` or `start:stop:step`"
-    )
-    preprocessor: str | None = Field(
-        default=None,
-        description="Component of kind `preprocessor`; none: rows hold `messages` (by default one that fills in the "
-        "names of `builtin://self-cognition`)",
-    )
-    preprocessor_args: Arguments = Field(default={}, description="Keyword arguments of the preprocessor")
-    template: str = Field(default="Template", description="Component of kind `template`")
-    template_args: Arguments = Field(
-        default={}, description="Further keyword arguments of the template, such as `loss_scale`"
-    )
-    max_length: Positive = Field(default=2048, description="Longest row, in tokens")
-    truncation: Literal["raise", "left", "right", "split", "delete"] = Field(
-        default="right", description="What happens to longer rows"
-    )
-    padding_free: bool = Field(
-        default=False, description="Rows of a pass one after the other instead of filled up to one length"
-    )
-    shuffle: bool = Field(
-        default=True, description="Another order of the rows in each epoch, the same for the same seed"
-    )
-    shuffle_buffer: Positive | None = Field(
-        default=None, description="Of a stream: from how many rows the next is drawn; by default 1000"
-    )
-    eval_fraction: float = Field(
-        default=0.05,
-        ge=0,
-        lt=1,
-        description="Part of the rows that is never trained on but evaluated; 0: none (a stream needs 0)",
-    )
-    eval_id: str | None = Field(
-        default=None, description="Another data set to evaluate on, instead of a part of this one"
-    )
-    eval_split: str | None = Field(default=None, description="Its split; alone: that split of the data set `id`")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_filled_in(cls, values: Any) -> Any:
-        """Give our own data set, whose rows have gaps for names, what fills them."""
-        if not isinstance(values, dict) or values.get("id", SELF_COGNITION) != SELF_COGNITION:
-            return values
-        if values.get("preprocessor", NAMES[0]) != NAMES[0]:
-            return values
-        given = values.get("preprocessor_args") or {}
-        return {**values, "preprocessor": NAMES[0], "preprocessor_args": {**NAMES[1], **given}}
-
-    @field_validator("slice")
-    @classmethod
-    def _readable_slice(cls, value: str | int | None) -> str | int | None:
-        if isinstance(value, str):
-            parse_slice(value)
-        return value
-
-    @property
-    def separate_eval(self) -> bool:
-        """Whether evaluation rows come from another data set or split."""
-        return self.eval_id is not None or self.eval_split is not None
-
-
-class LoraConfig(Strict):
-    """Low-rank adapters (arXiv:2106.09685)."""
-
-    rank: Positive = Field(default=16, description="Rank of the update")
-    alpha: float = Field(default=32.0, gt=0, description="The update is scaled by alpha / rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the update")
-    target_modules: str | list[str] = Field(
-        default="all-linear", description="Which modules: `all-linear`, names, or a regex"
-    )
-
-
-class OptimizerConfig(Strict):
-    """How parameters are updated."""
-
-    name: str = Field(default="AdamW", description="Component of kind `optimizer`")
-    lr: float = Field(default=2e-4, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay")
-    args: Arguments = Field(default={}, description="Further keyword arguments of the optimizer")
-
-
-class SchedulerConfig(Strict):
-    """How the learning rate changes."""
-
-    name: str = Field(default="CosineWarmupScheduler", description="Component of kind `scheduler`")
-    warmup_steps: Count | None = Field(default=None, description="Steps until the peak; instead of `warmup_ratio`")
-    warmup_ratio: float = Field(default=0.05, ge=0, lt=1, description="Part of all steps until the peak")
-    args: Arguments = Field(default={}, description="Further keyword arguments of the scheduler")
-
-    def warmup(self, total_steps: int) -> int:
-        """Return the number of warm-up steps in a run of `total_steps`."""
-        return self.warmup_steps if self.warmup_steps is not None else round(self.warmup_ratio * total_steps)
-
-
-class LossConfig(Strict):
-    """What is minimised."""
-
-    name: str = Field(default="CrossEntropyLoss", description="Component of kind `loss`")
-    args: Arguments = Field(default={}, description="Keyword arguments of the loss")
-
-
-class SamplerConfig(Strict):
-    """How the questions are answered."""
-
-    name: str = Field(default="TorchSampler", description="Component of kind `sampler`")
-    max_tokens: Positive = Field(default=48, description="Longest answer, in tokens")
-    temperature: float = Field(default=0.0, ge=0, description="0: the most probable token each time")
-
-
-class MeshConfig(Strict):
-    """How the processes that torchrun starts share the model."""
-
-    dp: Positive | None = Field(
-        default=None, description="Groups of ranks that hold the whole model; by default all ranks, one a group"
-    )
-    fsdp: Positive | None = Field(default=None, description="Ranks that hold a part of each parameter (FSDP2)")
-
-
-class SFTConfig(Strict):
+class SFTConfig(RunConfig):
     """Supervised fine-tuning on conversations."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model, and in which precision")
-    data: DataConfig = Field(default_factory=DataConfig, description="Which rows, and how they become tokens")
-    lora: LoraConfig | None = Field(default_factory=LoraConfig, description="Adapter; null: train all parameters")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="How parameters are updated")
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="How the learning rate changes")
-    loss: LossConfig = Field(default_factory=LossConfig, description="What is minimised")
-    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="How the questions are answered")
-    mesh: MeshConfig = Field(default_factory=MeshConfig, description="How several processes share the model")
-    processor: str = Field(default="InputProcessor", description="Component of kind `processor`")
-    metrics: list[str] = Field(default=[], description="Components of kind `metric`, beside the model's own")
-    trackers: list[str | Arguments] = Field(
-        default=["JsonlTracker", "TensorBoardTracker"],
-        description="Components of kind `tracker`: names, or mappings with `type` and the tracker's arguments",
-    )
-    batch_size: Positive = Field(default=8, description="Rows of one forward and backward pass, over all processes")
-    micro_batch_size: Positive | None = Field(
-        default=None, description="Rows in memory at once, of each process; the result is the same"
-    )
+    recipe = "sft"
+    takes_streams = True
+    free = RunConfig.free | {"questions", "sampler", "mesh"}
+    kept_in_checkpoints = RunConfig.kept_in_checkpoints | {"epochs", "gradient_accumulation_steps"}
+
     gradient_accumulation_steps: Positive = Field(default=1, description="Batches of one optimizer step")
     epochs: Positive = Field(default=1, description="How often each row is seen; not for a stream")
     max_steps: Positive | None = Field(
         default=None, description="Optimizer steps at most, even if epochs are left; of a stream: exactly"
     )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm")
-    eval_every: Count = Field(default=50, description="Steps between evaluations; 0: only after the last step")
-    save_every: Count = Field(
-        default=0, description="Steps between checkpoints; 0: only at the best evaluation and at the end"
-    )
-    save_total_limit: Positive | None = Field(
-        default=3, description="Checkpoints kept, the newest; best and last always stay"
-    )
-    log_every: Positive = Field(default=1, description="Steps between lines where the output is not a terminal")
-    seed: int = Field(
-        default=42, ge=0, lt=2**32, description="Of the order of rows, the held-out rows and new adapter weights"
-    )
-    on_nonfinite: Literal["raise", "skip"] = Field(
-        default="raise", description="NaN or infinite loss: stop and keep the batch, or leave the step out"
-    )
     questions: list[str] = Field(default=[], description="Asked before and after training, shown side by side")
-    resume_from: str | None = Field(
-        default=None,
-        description="Run folder to go on in, from its last checkpoint; or a checkpoint to start afresh from",
-    )
-
-    @field_validator("trackers")
-    @classmethod
-    def _trackers_with_a_name(cls, value: list[str | Arguments]) -> list[str | Arguments]:
-        for tracker in value:
-            if isinstance(tracker, dict) and not isinstance(tracker.get("type"), str):
-                raise ValueError(f"the tracker {tracker!r} has no `type`; write for example {{type: JsonlTracker}}")
-        return value
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig, description="How the questions are answered")
+    mesh: MeshConfig = Field(default_factory=MeshConfig, description="How several processes share the model")
 
     @property
     def device_mesh(self) -> "DeviceMesh | None":
@@ -230,11 +45,11 @@ class SFTConfig(Strict):
 
         return DeviceMesh.from_sizes(dp_size=self.mesh.dp or 1, fsdp_size=self.mesh.fsdp)
 
-    @property
-    def run_folder(self) -> Path | None:
-        """The run folder to go on in, where `resume_from` is one; else None, and the run gets a fresh folder."""
-        folder = Path(self.resume_from) if self.resume_from is not None else None
-        return folder if folder is not None and (folder / "checkpoints").is_dir() else None
+    def parts(self) -> Iterator[Part]:
+        """See `RunConfig.parts`; the sampler takes part where questions are asked."""
+        yield from super().parts()
+        if self.questions:
+            yield Part("sampler", self.sampler.name)
 
     @model_validator(mode="after")
     def _divisible(self) -> "SFTConfig":
@@ -244,20 +59,3 @@ class SFTConfig(Strict):
                 "micro-batches are parts of a batch"
             )
         return self
-
-
-def parse_slice(value: str | int | None) -> slice:
-    """Return what a `slice` key means: a count, `start:stop` or `start:stop:step`; None is everything.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    if value is None or isinstance(value, int):
-        return slice(value)
-    try:
-        parts = [int(part) if part.strip() else None for part in value.split(":")]
-        if len(parts) > 3 or (len(parts) == 3 and parts[2] == 0):
-            raise ValueError
-    except ValueError as error:
-        raise ValueError(f"slice {value!r}: write a count, `start:stop` or `start:stop:step`") from error
-    return slice(*parts)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, cast
@@ -15,13 +15,16 @@ from twinkle.logging import get_logger
 from twinkle.mesh import DeviceMesh
 from twinkle.platform import Platform
 from twinkle.template.labels import IGNORE
-from twinkle_recipes.config import DataConfig, SFTConfig, parse_slice
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.parts import RunConfig
 from twinkle_recipes.row_numbers import told_as_in_source
+from twinkle_recipes.rows_config import DataConfig, parse_slice
 from twinkle_recipes.streams import is_stream
 
 Wanted = list[int] | slice | None
 """Which rows of a data set: by number, of a stream a slice, or all."""
 _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
+_NOTHING: Mapping[str, Any] = {}
 _LOOKED_AT = 1000
 _LOOKED_AT_OF_STREAM = 64
 
@@ -41,7 +44,7 @@ def without_bars() -> Iterator[None]:
 
 
 @without_bars()
-def loaders(config: SFTConfig) -> tuple[Any, Any]:
+def loaders(config: RunConfig) -> tuple[Any, Any]:
     """Return the loader of the training rows and that of the evaluation rows (None without evaluation).
 
     A held-out row is never trained on: rows with the same content always fall on the same side. Of a stream nothing is
@@ -51,7 +54,7 @@ def loaders(config: SFTConfig) -> tuple[Any, Any]:
     held_out = None
     if data.separate_eval:
         name, split = data.eval_id or data.id, data.eval_split or data.split
-        held_out = _loader(_dataset(data, name, split, None), config, name, None, shuffle=False)
+        held_out = _loader(_dataset(data, name, split, None, data.eval_args), config, name, None, shuffle=False)
     rows: list[int] | slice = parse_slice(data.slice) if is_stream(data) else _selected_rows(data)
     if data.eval_fraction and not data.separate_eval and isinstance(rows, list):
         chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed))
@@ -132,15 +135,15 @@ def _raw(data: DataConfig, rows: list[int]) -> tuple[list[int], list[Any]]:
     return rows, [source[index] for index in range(len(rows))]
 
 
-def _source(data: DataConfig, name: str, split: str, rows: Wanted) -> Any:
+def _source(data: DataConfig, name: str, split: str, rows: Wanted, args: Mapping[str, Any] = _NOTHING) -> Any:
     from twinkle.dataset import DatasetMeta
 
     meta = DatasetMeta(name, subset_name=data.subset, split=split, data_slice=rows)
-    return registry().build(data.type, "dataset", meta)
+    return registry().build(data.type, "dataset", meta, **{**data.args, **args})
 
 
-def _dataset(data: DataConfig, name: str, split: str, rows: Wanted) -> Any:
-    dataset = _source(data, name, split, rows)
+def _dataset(data: DataConfig, name: str, split: str, rows: Wanted, args: Mapping[str, Any] = _NOTHING) -> Any:
+    dataset = _source(data, name, split, rows, args)
     if data.preprocessor is not None:
         dataset.map(data.preprocessor, init_args=data.preprocessor_args)
     _warn_of_gaps(dataset, name)
@@ -165,7 +168,7 @@ def _first_rows(dataset: Any) -> Iterator[Any]:
     return (dataset[index] for index in range(min(len(dataset), _LOOKED_AT)))
 
 
-def _loader(dataset: Any, config: SFTConfig, name: str, rows: Wanted, shuffle: bool) -> Any:
+def _loader(dataset: Any, config: RunConfig, name: str, rows: Wanted, shuffle: bool) -> Any:
     """Return the loader of a data set, encoded.
 
     Args:
@@ -181,8 +184,8 @@ def _loader(dataset: Any, config: SFTConfig, name: str, rows: Wanted, shuffle: b
     stream = isinstance(dataset, StreamLike)
     numbers = rows if isinstance(rows, list) and len(rows) == len(dataset) else None
     with told_as_in_source(name, numbers):
-        dataset.encode()
-    if not stream:
+        dataset.encode(**({"add_generation_prompt": True} if config.samples else {}))
+    if not stream and not config.samples:
         _check_labels(dataset, data)
     if hasattr(dataset, "pack_dataset"):
         dataset.pack_dataset()

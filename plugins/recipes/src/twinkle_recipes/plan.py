@@ -12,7 +12,7 @@ from twinkle.dataset import DatasetMeta
 from twinkle.hub import local_model
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
-from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.parts import RunConfig
 from twinkle_recipes.streams import check_stream
 from twinkle_registry import ComponentSpec, check_keywords
 from twinkle_registry.references import parse_reference
@@ -20,7 +20,7 @@ from twinkle_registry.references import parse_reference
 PACKAGES = ("twinkle-core", "twinkle-registry", "torch", "transformers", "peft", "datasets", "safetensors")
 
 
-def check_early(config: SFTConfig) -> None:
+def check_early(config: RunConfig) -> None:
     """Find what can be found wrong in a moment, before a library is imported or anything is loaded.
 
     Raises:
@@ -34,30 +34,17 @@ def check_early(config: SFTConfig) -> None:
     for place in {config.data.id, config.data.eval_id or config.data.id}:
         if "://" not in place and not Path(place).expanduser().exists():
             registry().build(config.data.type, "dataset", DatasetMeta(place))  # says what is there instead
-    if "://" not in config.model.id and not Path(config.model.id).expanduser().exists():
-        local_model(config.model.id)  # it may be an alias
+    for model in config.models():
+        if "://" not in model and not Path(model).expanduser().exists():
+            local_model(model)  # it may be an alias
 
 
-def components(config: SFTConfig) -> Iterator[tuple[str, str]]:
+def components(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the (kind, reference) of every component that the configuration names, in the order of use."""
-    yield "recipe", "sft"
-    yield "dataset", config.data.type
-    if config.data.preprocessor is not None:
-        yield "preprocessor", config.data.preprocessor
-    yield "template", config.data.template
-    yield "dataloader", config.data.loader
-    yield "model", config.model.type
-    yield "processor", config.processor
-    yield "loss", config.loss.name
-    yield "optimizer", config.optimizer.name
-    yield "scheduler", config.scheduler.name
-    yield from (("metric", name) for name in config.metrics)
-    if config.questions:
-        yield "sampler", config.sampler.name
-    yield from (("tracker", name) for name, _ in _trackers(config))
+    yield from ((part.kind, part.name) for part in config.parts())
 
 
-def make_plan(config: SFTConfig) -> dict[str, Any]:
+def make_plan(config: RunConfig) -> dict[str, Any]:
     """Resolve every name and return the plan; nothing is built. Parts that nobody names come last.
 
     Returns:
@@ -68,9 +55,9 @@ def make_plan(config: SFTConfig) -> dict[str, Any]:
         TwinkleError: a name cannot be resolved, or a component does not take the arguments configured; so a misspelt
             one is found before anything expensive starts.
     """
-    for kind, asked, arguments in _arguments(config):
+    for kind, asked, arguments in config.parts():
         found = registry().resolve(asked, kind)
-        if isinstance(found, type):
+        if isinstance(found, type) and arguments is not None:
             check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
     named = [*components(config), *_unnamed(config)]
     return {"parts": [_part(kind, asked) for kind, asked in dict.fromkeys(named)], "packages": _versions()}
@@ -81,26 +68,11 @@ def write_plan(plan: dict[str, Any], folder: Path) -> None:
     write_text(folder / "plugins.json", json.dumps(plan, indent=2, ensure_ascii=False) + "\n")
 
 
-def _arguments(config: SFTConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    yield "loss", config.loss.name, config.loss.args
-    yield "optimizer", config.optimizer.name, config.optimizer.args
-    yield "scheduler", config.scheduler.name, config.scheduler.args
-    if config.data.preprocessor is not None:
-        yield "preprocessor", config.data.preprocessor, config.data.preprocessor_args
-
-
-def _trackers(config: SFTConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the reference of each tracker with the arguments of its constructor."""
-    for tracker in config.trackers:
-        given = {"type": tracker} if isinstance(tracker, str) else tracker
-        yield given["type"], {name: value for name, value in given.items() if name != "type"}
-
-
-def _unnamed(config: SFTConfig) -> Iterator[tuple[str, str]]:
+def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield what takes part though nobody names it: the model's own metrics, and hubs."""
     model = registry().resolve(config.model.type, "model")
     yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
-    for place in (alias_of(config.model.id), config.data.id, config.data.eval_id or config.data.id):
+    for place in (*map(alias_of, config.models()), config.data.id, config.data.eval_id or config.data.id):
         is_path = scheme_of(place) is None and Path(place).expanduser().exists()
         scheme = None if is_path else scheme_of(reference_of(place) or "")
         if scheme is not None:

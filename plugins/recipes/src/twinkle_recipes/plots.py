@@ -1,4 +1,4 @@
-"""The loss curve: what a run remembers of its steps, and the picture of it."""
+"""What a run remembers of its steps, and pictures of it: the loss curve and others."""
 
 import json
 import math
@@ -63,37 +63,62 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     return averages
 
 
-def loss_figure(history: History, title: str) -> "Figure":
-    """Return a figure of the training loss (each step and smoothed) and of the evaluations."""
+@dataclass(frozen=True)
+class Curve:
+    """A picture of some numbers of a run over its steps.
+
+    Attributes:
+        lines: name of a number, and its label; several are drawn in one picture.
+        unit: what the vertical axis is called.
+        points: numbers measured only now and then, such as at evaluations: drawn with a mark at each.
+        from_zero: whether the vertical axis begins at 0; no number may be below.
+    """
+
+    lines: Mapping[str, str]
+    unit: str
+    points: Mapping[str, str] = field(default_factory=dict)
+    from_zero: bool = False
+
+
+LOSS = Curve({"loss": "training"}, "loss (nats per token)", {"eval/loss": "evaluation"}, from_zero=True)
+
+
+def figure_of(history: History, curve: Curve, title: str) -> "Figure":
+    """Return a figure of a curve: each step and smoothed, and the points."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    steps, losses = history.series("loss")
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="training, each step")
-    axes.plot(steps, smoothed(losses), color="tab:blue", linewidth=2, label="training, smoothed")
-    eval_steps, eval_losses = history.series("eval/loss")
-    if eval_steps:
-        axes.plot(eval_steps, eval_losses, color="tab:orange", marker="o", linewidth=1.5, label="evaluation")
+    colours = (f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink", "gray"))
+    for (name, label), colour in zip(curve.lines.items(), colours, strict=False):
+        steps, values = history.series(name)
+        if steps:
+            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1, label=f"{label}, each step")
+            axes.plot(steps, smoothed(values), color=colour, linewidth=2, label=f"{label}, smoothed")
+    for (name, label), colour in zip(curve.points.items(), colours, strict=False):
+        steps, values = history.series(name)
+        if steps:
+            axes.plot(steps, values, color=colour, marker="o", linewidth=1.5, label=label)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(curve.unit)
     axes.set_title(title)
-    axes.set_ylim(bottom=0)
+    if curve.from_zero:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.legend()
     return figure
 
 
-def write_loss_curve(history: History, path: Path, title: str) -> Path | None:
-    """Write the loss curve as PNG; None where there is nothing to draw, no matplotlib, or no room (the log says so)."""
-    if not history.series("loss")[0]:
+def write_curve(history: History, curve: Curve, path: Path, title: str) -> Path | None:
+    """Write a curve as PNG; None where there is nothing to draw, no matplotlib, or no room (the log says so)."""
+    if not any(history.series(name)[0] for name in (*curve.lines, *curve.points)):
         return None
     try:
-        figure = loss_figure(history, title)
+        figure = figure_of(history, curve, title)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        get_logger(__name__).warning("no loss curve: matplotlib is not installed; run: pip install matplotlib")
+        get_logger(__name__).warning("no %s curve: matplotlib is not installed; pip install matplotlib", path.stem)
         return None
     work = path.with_name(f".{path.name}.tmp")
     try:
@@ -101,9 +126,19 @@ def write_loss_curve(history: History, path: Path, title: str) -> Path | None:
         work.replace(path)
     except OSError as error:  # a picture must not hide why the run ends, which may be the same full disk
         work.unlink(missing_ok=True)
-        get_logger(__name__).warning("no loss curve: %s cannot be written: %s", path, error.strerror or error)
+        get_logger(__name__).warning("no %s curve: %s cannot be written: %s", path.stem, path, error.strerror or error)
         return None
     return path
+
+
+def loss_figure(history: History, title: str) -> "Figure":
+    """Return a figure of the training loss (each step and smoothed) and of the evaluations."""
+    return figure_of(history, LOSS, title)
+
+
+def write_loss_curve(history: History, path: Path, title: str) -> Path | None:
+    """Write the loss curve; see `write_curve`."""
+    return write_curve(history, LOSS, path, title)
 
 
 def _is_finite(value: Any) -> bool:

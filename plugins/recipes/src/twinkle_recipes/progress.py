@@ -1,5 +1,6 @@
 """What the user sees while a run lasts: a live display on a terminal, plain lines everywhere else."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,7 +18,10 @@ from twinkle_recipes.chart import chart
 Answer = tuple[str, str, str]
 """A question, the answer before training and the one after."""
 
-_SHOWN = {
+Columns = Mapping[str, str]
+"""Which numbers of a step are shown, in this order, each with its label."""
+
+SFT_COLUMNS: Columns = {
     "loss": "loss",
     "nonfinite_skipped": "skipped",
     "eval/loss": "eval loss",
@@ -54,11 +58,25 @@ class Display(Protocol):
     def answers(self, answers: Sequence[Answer]) -> None:
         """Show what the model said before and after."""
 
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show rows of text under a title, such as some of the completions of a step."""
 
-def display(log_every: int = 1, console: Console | None = None) -> Display:
-    """Return the display that fits standard output: live on a terminal, plain lines when piped."""
+
+def display(
+    log_every: int = 1, console: Console | None = None, columns: Columns = SFT_COLUMNS, charted: str = "loss"
+) -> Display:
+    """Return the display that fits standard output: live on a terminal, plain lines when piped.
+
+    Args:
+        log_every: steps between plain lines.
+        console: where to write; by default standard output.
+        columns: the numbers of a step that are shown.
+        charted: the one of them that a terminal draws.
+    """
     console = console or Console()
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console, log_every)
+    if console.is_terminal:
+        return LiveDisplay(console, columns, charted)
+    return PlainDisplay(console, log_every, columns)
 
 
 class Silent:
@@ -87,6 +105,9 @@ class Silent:
     def answers(self, answers: Sequence[Answer]) -> None:
         """Show nothing."""
 
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show nothing."""
+
 
 class PlainDisplay:
     """One line for each `log_every` steps, without control characters.
@@ -94,10 +115,12 @@ class PlainDisplay:
     Args:
         console: where to write.
         log_every: steps between lines; the first, the last and every evaluated step are always shown.
+        columns: the numbers that a line has.
     """
 
-    def __init__(self, console: Console, log_every: int = 1) -> None:
+    def __init__(self, console: Console, log_every: int = 1, columns: Columns = SFT_COLUMNS) -> None:
         self._console = console
+        self._columns = columns
         self._log_every = log_every
         self._first = 1
         self._total = 0
@@ -129,7 +152,7 @@ class PlainDisplay:
         edge = step in (self._first, self._total) or any(name.startswith("eval/") for name in metrics)
         if edge or step % self._log_every == 0:
             left = (time.monotonic() - self._started) / (step - self._first + 1) * (self._total - step)
-            numbers = " ".join(f"{name}={_number(name, metrics[name])}" for name in _SHOWN if name in metrics)
+            numbers = " ".join(f"{name}={_number(name, metrics[name])}" for name in self._columns if name in metrics)
             self.say(f"step {step}/{self._total} {numbers} eta={left:.0f}s")
 
     def answers(self, answers: Sequence[Answer]) -> None:
@@ -139,13 +162,27 @@ class PlainDisplay:
             self.say(f"  before: {_one_line(before)}")
             self.say(f"  after:  {_one_line(after)}")
 
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Write the title, then each row in one line."""
+        self.say(title)
+        for row in rows:
+            cells = (f"{name}={_one_line(cell)}" for name, cell in zip(columns, row, strict=True))
+            self.say("  " + " | ".join(cells))
+
 
 class LiveDisplay:
-    """A progress bar, the numbers of the newest step and the loss as a chart, redrawn in place."""
+    """A progress bar, the numbers of the newest step and one of them as a chart, redrawn in place.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: a terminal.
+        columns: the numbers that are shown.
+        charted: the one that is drawn.
+    """
+
+    def __init__(self, console: Console, columns: Columns = SFT_COLUMNS, charted: str = "loss") -> None:
         self._console = console
-        self._losses: list[float] = []
+        self._columns, self._charted = columns, charted
+        self._chartable: list[float] = []
         self._numbers: dict[str, float] = {}
         self._note = ""
         self._bar = Progress(
@@ -173,7 +210,7 @@ class LiveDisplay:
     def __rich__(self) -> Group:
         """Return what stands on the screen now."""
         note = [Text(self._note, style="bold")] if self._note else []
-        return Group(self._bar, _numbers_line(self._numbers), *self._chart(), *note)
+        return Group(self._bar, _numbers_line(self._numbers, self._columns), *self._chart(), *note)
 
     def say(self, text: str) -> None:
         """Show one line above the display; a long one is left to the terminal, so that it can be copied whole."""
@@ -191,9 +228,9 @@ class LiveDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar and add to the chart."""
-        self._numbers |= {name: metrics[name] for name in _SHOWN if name in metrics}
-        if isinstance(loss := metrics.get("loss"), int | float) and loss == loss:
-            self._losses.append(float(loss))
+        self._numbers |= {name: metrics[name] for name in self._columns if name in metrics}
+        if isinstance(number := metrics.get(self._charted), int | float) and math.isfinite(number):
+            self._chartable.append(float(number))
         self._bar.update(self._task, completed=step)
 
     def answers(self, answers: Sequence[Answer]) -> None:
@@ -203,20 +240,28 @@ class LiveDisplay:
             table.add_row(*(Text(cell) for cell in row))
         self._console.print(table)
 
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show a table above the display."""
+        table = Table(*columns, title=title, title_justify="left", show_lines=True, expand=True)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self._console.print(table)
+
     def _chart(self) -> list[Panel]:
-        if len(self._losses) < 2:
+        if len(self._chartable) < 2:
             return []
         width = max(10, self._console.width - 4)
-        columns = min(width, max(len(self._losses), 2))
-        text = Text("\n".join(chart(self._losses, columns)), style="cyan", no_wrap=True)
-        title = f"loss: {self._losses[0]:.3f} → {self._losses[-1]:.3f}, highest {max(self._losses):.3f}"
+        columns = min(width, max(len(self._chartable), 2))
+        text = Text("\n".join(chart(self._chartable, columns)), style="cyan", no_wrap=True)
+        first, last, highest = self._chartable[0], self._chartable[-1], max(self._chartable)
+        title = f"{self._charted}: {first:.3f} → {last:.3f}, highest {highest:.3f}"
         return [Panel(text, title=title, title_align="left", border_style="dim")]
 
 
-def _numbers_line(numbers: Mapping[str, float]) -> Text:
+def _numbers_line(numbers: Mapping[str, float], labels: Columns) -> Text:
     line = Text()
     for name, value in numbers.items():
-        line.append(f"{_SHOWN[name]} ", style="dim").append(f"{_number(name, value)}   ", style="bold")
+        line.append(f"{labels[name]} ", style="dim").append(f"{_number(name, value)}   ", style="bold")
     return line
 
 

@@ -9,18 +9,20 @@ from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.data import batches_per_epoch
 from twinkle_recipes.numbers import losses_of
+from twinkle_recipes.parts import RunConfig
 
 
-def result_name(config: SFTConfig) -> str:
+def result_name(config: RunConfig) -> str:
     """Return the name of the folder that holds the trained weights."""
     return "adapter" if config.lora else "model"
 
 
-def is_finished(config: SFTConfig, folder: Path, done: int, steps: int) -> bool:
-    """Say whether the run that is to go on in `folder` is over, with its result and its answers."""
+def is_finished(config: RunConfig, folder: Path, done: int, steps: int) -> bool:
+    """Say whether the run that is to go on in `folder` is over, with its result and, of sft, its answers."""
     if config.run_folder is None or done < steps or not (folder / result_name(config)).is_dir():
         return False
-    return not config.questions or _is_answered(folder / "answers.json", config.questions)
+    questions = getattr(config, "questions", [])
+    return not questions or _is_answered(folder / "answers.json", questions)
 
 
 def summary(config: SFTConfig, folder: Path, steps: int, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle._registry import registry
 from twinkle.errors import NonFiniteError
 from twinkle.paths import write_text
 from twinkle.run import Run
 from twinkle.runtime.seeding import seed_everything
+from twinkle_recipes.building import build_model
 from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.data import batches_per_epoch, count_steps, count_tokens, groups_of_batches, loaders, share
@@ -19,7 +19,6 @@ from twinkle_recipes.interrupt import StopRequest
 from twinkle_recipes.numbers import is_due, plain, readable
 from twinkle_recipes.plan import check_early, make_plan, write_plan
 from twinkle_recipes.plots import write_loss_curve
-from twinkle_recipes.precision import mixed_precision
 from twinkle_recipes.progress import Silent, display
 from twinkle_recipes.questions import Interview
 from twinkle_recipes.ranks import agree_to_stop, check_stop, ranks_of_this_run
@@ -54,7 +53,7 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
     ranks = ranks_of_this_run()
     show = display(config.log_every) if ranks.is_first else Silent()
     with (
-        say_how_to_resume(show, run.folder),
+        say_how_to_resume(show, run.folder, config.recipe),
         StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
     ):
         plan = make_plan(config)
@@ -65,10 +64,13 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         show.say(f"data: {told_of(batches, held_out)}")
         check_stop(stop, ranks)
 
-        model = build_model(config, steps)
+        model = build_model(config, steps, config.gradient_accumulation_steps)
         if not ranks.is_first:
             seed_everything(config.seed + ranks.index)  # no two ranks drop out the same
-        done, history = resume(config, model, training, run)
+        resumed = resume(config, model, run, config.gradient_accumulation_steps)
+        done, history = resumed.done, resumed.history
+        if done:
+            training.resume_from_checkpoint(resumed.consumed)
         steps = count_steps(config, batches)
         if is_finished(config, run.folder, done, steps):
             show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
@@ -117,45 +119,6 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
     return summary(config, run.folder, steps, history.last)
 
 
-def build_model(config: SFTConfig, steps: int) -> Any:
-    """Return the model with adapter, optimizer, scheduler, loss, processor, template and metrics as configured."""
-    settings = config.model
-    recomputation = settings.gradient_checkpointing
-    optional = {"dtype": settings.dtype, "gradient_checkpointing": None if recomputation == "auto" else recomputation}
-    model = registry().build(
-        settings.type,
-        "model",
-        model_id=settings.id,
-        mixed_precision=mixed_precision(settings.mixed_precision),
-        on_nonfinite=config.on_nonfinite,
-        **{name: value for name, value in optional.items() if value is not None},
-        **settings.args,
-    )
-    if config.lora is not None:
-        from peft import LoraConfig
-
-        adapter = LoraConfig(
-            r=config.lora.rank,
-            lora_alpha=config.lora.alpha,
-            lora_dropout=config.lora.dropout,
-            target_modules=config.lora.target_modules,
-            task_type="CAUSAL_LM",
-        )
-        accumulation = config.gradient_accumulation_steps
-        model.add_adapter_to_model("default", adapter, gradient_accumulation_steps=accumulation)
-    optimizer, scheduler, data = config.optimizer, config.scheduler, config.data
-    model.set_template(data.template, max_length=data.max_length, **data.template_args)
-    model.set_processor(config.processor, **({"padding_free": True} if data.padding_free else {}))
-    model.set_loss(config.loss.name, **config.loss.args)
-    model.set_optimizer(optimizer.name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.args)
-    model.set_lr_scheduler(
-        scheduler.name, num_warmup_steps=scheduler.warmup(steps), num_training_steps=steps, **scheduler.args
-    )
-    for metric in config.metrics:
-        model.add_metric(metric)
-    return model
-
-
 def train(model: Any, group: list[Any], config: SFTConfig, folder: Path, ranks: "Ranks") -> dict[str, float]:
     """Make one optimizer step from the batches of `group`, each rank with its rows, and return the numbers of all."""
     started = time.monotonic()
@@ -165,7 +128,7 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path, ranks: 
         accumulation = {"gradient_accumulation_steps": size, "flush": len(group) < size}
     try:
         for batch in group:
-            model.forward_backward(inputs=share(batch, ranks.index, ranks.size), **in_memory(config))
+            model.forward_backward(inputs=share(batch, ranks.index, ranks.size), **config.in_memory)
         model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **accumulation)
     except NonFiniteError as error:
         kept = folder / "nonfinite_batch.json"
@@ -180,12 +143,7 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path, ranks: 
 def evaluate(model: Any, held_out: Any, config: SFTConfig, ranks: "Ranks") -> dict[str, float]:
     """Return the numbers over all held-out rows of all ranks, each name under `eval/`."""
     for batch in held_out:
-        model.forward_only(inputs=share(batch, ranks.index, ranks.size), **in_memory(config))
+        model.forward_only(inputs=share(batch, ranks.index, ranks.size), **config.in_memory)
         model.calculate_loss()
     numbers = readable(model.calculate_metric(is_training=False))
     return {f"eval/{name}": value for name, value in numbers.items() if name not in ("learning_rate", "grad_norm")}
-
-
-def in_memory(config: SFTConfig) -> dict[str, int]:
-    """Return how many rows a pass may hold in memory, as keyword arguments."""
-    return {"micro_batch_size": config.micro_batch_size} if config.micro_batch_size is not None else {}

@@ -5,7 +5,8 @@ from typing import Any
 from twinkle._registry import registry
 from twinkle.dataset.protocol import StreamLike
 from twinkle.errors import ConfigError
-from twinkle_recipes.config import DataConfig, SFTConfig, parse_slice
+from twinkle_recipes.parts import RunConfig
+from twinkle_recipes.rows_config import DataConfig, parse_slice
 
 
 def is_stream(data: DataConfig) -> bool:
@@ -14,7 +15,7 @@ def is_stream(data: DataConfig) -> bool:
     return issubclass(found, StreamLike) if isinstance(found, type) else isinstance(found, StreamLike)
 
 
-def check_stream(config: SFTConfig) -> None:
+def check_stream(config: RunConfig) -> None:
     """Refuse what has no meaning for a stream, and what has one for streams alone.
 
     Raises:
@@ -25,10 +26,14 @@ def check_stream(config: SFTConfig) -> None:
         if data.shuffle_buffer is not None:
             raise ConfigError(f"data.shuffle_buffer is for streams, and data.type {data.type} is none; leave it out")
         return
+    if not config.takes_streams:
+        raise ConfigError(
+            f"data.type {data.type} is a stream, and the recipe {config.recipe} needs rows with numbers; use Dataset"
+        )
     problems = []
     if config.max_steps is None:
         problems.append("max_steps: give the number of optimizer steps; the stream begins again where it ends before")
-    if config.epochs != 1:
+    if getattr(config, "epochs", 1) != 1:
         problems.append("epochs: leave it out; max_steps says how long the run is")
     if data.eval_fraction and not data.separate_eval:
         problems.append(

@@ -1,11 +1,15 @@
 """The base of every configuration model: nothing unknown is accepted, and a misspelt key names the nearest one."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from twinkle.errors import ConfigError
 from twinkle_registry import nearest
+
+Arguments = dict[str, Any]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
 
 
 class Strict(BaseModel):

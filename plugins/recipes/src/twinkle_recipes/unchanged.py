@@ -3,26 +3,19 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from twinkle.errors import ConfigError
 from twinkle_recipes.checkpoints import find_checkpoint, run_folder_of
-from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.parts import RunConfig
 
-FREE = {
-    "log_every", "save_every", "save_total_limit", "eval_every", "questions", "trackers", "sampler", "micro_batch_size",
-    "resume_from", "mesh",
-}  # fmt: skip
-"""Keys that change no number of the training; they may differ even within one run."""
-
-KEPT_IN_CHECKPOINTS = {"lora", "optimizer", "scheduler", "epochs", "max_steps", "gradient_accumulation_steps"}
-"""Keys whose values a checkpoint holds (the schedule's length is that of epochs and max_steps): it would win."""
+Config = TypeVar("Config", bound=RunConfig)
 
 
-def whole_run(config: SFTConfig) -> SFTConfig:
+def whole_run(config: Config) -> Config:
     """Return the configuration of the whole run, of which `config` may make a part.
 
     It is `config` itself, but for the `max_steps` of a run that goes on in its folder: a smaller one stops earlier this
@@ -39,11 +32,11 @@ def whole_run(config: SFTConfig) -> SFTConfig:
     folder = config.run_folder or run_folder_of(checkpoint)
     if folder is None or (config.run_folder is None and not (folder / "config.yaml").is_file()):
         return config
-    earlier = _read(folder, checkpoint)
-    changed = {key: pair for key, *pair in _differences(earlier, config) if key.partition(".")[0] not in FREE}
+    earlier = _read(type(config), folder, checkpoint)
+    changed = {key: pair for key, *pair in _differences(earlier, config) if key.partition(".")[0] not in config.free}
     if "max_steps" in changed and _stops_earlier(*changed["max_steps"]):
         del changed["max_steps"]
-    kept = {key: pair for key, pair in changed.items() if key.partition(".")[0] in KEPT_IN_CHECKPOINTS}
+    kept = {key: pair for key, pair in changed.items() if key.partition(".")[0] in config.kept_in_checkpoints}
     if config.run_folder is None:
         if kept:
             raise ConfigError(_message(f"a run that starts from {checkpoint} takes these keys from it", kept, folder))
@@ -81,10 +74,10 @@ def _text(value: Any) -> str:
     return json.dumps(plain, ensure_ascii=False, default=str)
 
 
-def _read(folder: Path, checkpoint: Path) -> SFTConfig:
+def _read(model: type[Config], folder: Path, checkpoint: Path) -> Config:
     file = folder / "config.yaml"
     try:
-        return SFTConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        return model.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise ConfigError(
             f"{file} cannot be read, so nobody knows how the run in {folder} began ({error}); restore it, "

@@ -11,7 +11,7 @@ from twinkle.hub import local_folder
 from twinkle.model import TwinkleModel
 from twinkle_transformers import adapters, saving
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.options import check_name
+from twinkle_transformers.options import check_name, plain_state
 from twinkle_transformers.parallel import Replicated
 
 
@@ -33,6 +33,7 @@ class Checkpoints(TwinkleModel):
         adapter_name: str | None = None,
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
+        loop_state: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Save a PEFT adapter, or the full model as Hugging Face safetensors, with the tokenizer's files.
 
@@ -43,12 +44,14 @@ class Checkpoints(TwinkleModel):
             adapter_name: which; by default the active one.
             save_optimizer: also save what `resume_from_checkpoint` needs to go on bit for bit.
             consumed_train_samples: kept in `trainer_state.json`, from `DataLoader.get_state()`.
+            loop_state: what else the loop needs to go on, as JSON can hold it; kept there under `loop`.
 
         Returns:
             the directory, which is absent or whole at every moment. An older checkpoint of that name is replaced.
 
         Raises:
             OutputError: it cannot be written, or something that is no checkpoint stands there.
+            ArgumentError: JSON cannot hold `loop_state`.
         """
         group = self._trained(adapter_name, saving=True)
         name = name or f"checkpoint-step-{group.cur_step}"
@@ -56,7 +59,14 @@ class Checkpoints(TwinkleModel):
         if group.cur_step % interval:
             return None
         target = Path(output_dir or "output", name)
-        saving.save(self, group, target, save_optimizer=save_optimizer, consumed_train_samples=consumed_train_samples)
+        saving.save(
+            self,
+            group,
+            target,
+            save_optimizer=save_optimizer,
+            consumed_train_samples=consumed_train_samples,
+            loop_state=plain_state(loop_state),
+        )
         return str(target)
 
     @remote_function()

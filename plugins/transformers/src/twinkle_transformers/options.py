@@ -1,5 +1,6 @@
 """What the constructor and the calls of `TransformersModel` accept on one device, and how the rest is refused."""
 
+import json
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -71,6 +72,15 @@ def check_name(name: str, interval: int) -> None:
         raise ArgumentError(f"save: name {name!r} must lie below output_dir; give the parent as output_dir")
     if interval < 1:
         raise ArgumentError(f"save: interval={interval}; it must be at least 1")
+
+
+def plain_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a loop wants kept in a checkpoint, as it will come back; nothing for None."""
+    try:
+        kept: dict[str, Any] = json.loads(json.dumps(dict(state or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"save: loop_state cannot be written as JSON ({error}); give plain values") from error
+    return kept
 
 
 def check_adapter(name: str, taken: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ def save(
     *,
     save_optimizer: bool,
     consumed_train_samples: int,
+    loop_state: dict[str, Any],
 ) -> None:
     """Write weights, tokenizer files and training state to `target`, which never exists half-written."""
     ranks = model.parallel.ranks
@@ -52,6 +53,8 @@ def save(
     snapshot = checkpoint.take_snapshot(
         group, names, model.parallel, consumed_train_samples=consumed_train_samples, optimizer=save_optimizer
     )
+    if loop_state:
+        snapshot.state["loop"] = loop_state
 
     def write() -> None:
         _check_target(recovered(target))
