@@ -96,7 +96,7 @@ def test_turns_found_at_once_are_those_found_one_by_one(family: str, says: list[
             messages += [{"role": "tool", "content": question}, {"role": "assistant", "content": answer}]
     encoder = template(family, enable_thinking=thinking)
     adapted: Any = encoder.format_trajectory({"messages": messages})["messages"]
-    chat = encoder._renderer({"messages": messages})
+    chat = encoder.renderer({"messages": messages})
     text = chat.render(adapted)
     turns = [index for index, message in enumerate(adapted) if message["role"] == "assistant"]
     prompts = _Prompts(chat, adapted, text)

@@ -210,11 +210,12 @@ class Template(TextOnly):
         if add_default_system and self.default_system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.default_system}, *messages]
         if self.use_chat_template:
-            messages = self._renderer(trajectory).adapt(messages)
+            messages = self.renderer(trajectory).adapt(messages)
         formatted: Any = {**trajectory, "messages": messages}
         return formatted  # type: ignore[no-any-return]
 
-    def _renderer(self, trajectory: Mapping[str, Any]) -> ChatRenderer:
+    def renderer(self, trajectory: Mapping[str, Any]) -> ChatRenderer:
+        """Return what renders a conversation to text, with the tools of this one."""
         tokenizer, tools = self.tokenizer, plain_tools(trajectory)
         if self._special is None or self._special[0] != len(tokenizer):
             self._special = len(tokenizer), special_tokens(tokenizer)
@@ -246,7 +247,7 @@ class Template(TextOnly):
         formatted: Any = self.format_trajectory(trajectory, add_default_system=True)
         if not self.use_chat_template:
             return text_tokens(self.tokenizer, formatted, trained=not add_generation_prompt)
-        chat, messages = self._renderer(trajectory), formatted["messages"]
+        chat, messages = self.renderer(trajectory), formatted["messages"]
         if add_generation_prompt:
             return prompt_tokens(chat, messages)
         rounds = user_data_get(trajectory.get("user_data"), "key_rounds")

@@ -1,0 +1,89 @@
+"""Joins the results of tools to a row without touching a token that was sampled."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from twinkle.errors import DataError, EncodeError
+from twinkle.template import Template
+from twinkle.template.completion import append_tokens
+from twinkle.template.labels import IGNORE, turn_span
+from twinkle.template.rendering import ChatRenderer
+
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")  # some chat templates show it in the last turn only
+
+
+def extend_with_bridge(
+    pif: Mapping[str, Any], tool_messages: Sequence[Mapping[str, Any]], template: Template
+) -> dict[str, Any] | None:
+    """Append messages after a sampled turn, and the header of the next turn, as tokens that are not trained.
+
+    The chat template renders the conversation with and without the messages; what is new after the sampled turn is the
+    bridge. Its text alone is tokenized. Where the turn did not end with the chat template's own token (it ended at a
+    stop string), the bridge begins with that token.
+
+    Args:
+        pif: a row that ends with a sampled turn, as `concat_input_feature` makes it: `input_ids`, `labels`, `messages`
+            of which the last is the assistant's.
+        tool_messages: what follows, of any role but the assistant's.
+        template: the one that encoded the row.
+
+    Returns:
+        A new row: the same tokens and those of the bridge, whose labels are -100, as is that of the last sampled token,
+        for its target would be the first of the bridge; `completion_mask` and `loss_scale` are 0 there. `messages` has
+        the new ones. None where the chat template cannot go on from here: it refuses the messages, or it shows what
+        was before them differently once they follow.
+
+    Raises:
+        DataError: the row does not end with an assistant's turn, or there is no message to append.
+    """
+    messages = list(pif.get("messages") or ())
+    if not messages or messages[-1]["role"] != "assistant" or not tool_messages:
+        raise DataError("a bridge leads from an assistant's turn over at least one message to the next turn")
+    extended: dict[str, Any] = {**pif, "messages": [*messages, *map(dict, tool_messages)]}
+    chat = template.renderer(extended)
+    try:
+        closing, bridge = _texts(chat, template, extended, len(tool_messages))
+    except EncodeError:
+        return None
+    tokens = _tokens(template.tokenizer, pif["input_ids"], closing, bridge)
+    return None if tokens is None else {**_untrained(pif, tokens), "messages": extended["messages"]}
+
+
+def _texts(chat: ChatRenderer, template: Template, extended: Mapping[str, Any], added: int) -> tuple[str, str]:
+    """Return the token that ends the sampled turn, as text ("" if there is none), and what the template adds after it.
+
+    Raises:
+        EncodeError: the chat template refuses, or what was before is shown differently.
+    """
+    messages = template.format_trajectory(extended, add_default_system=True)["messages"]
+    known: Any = messages[:-added]
+    after, before = chat.prompt(messages), chat.render(known)  # type: ignore[arg-type]
+    end = turn_span(chat, messages, len(known) - 1, after)[1]  # type: ignore[arg-type]
+    was = turn_span(chat, known, len(known) - 1, before)[1]
+    if _NO_THOUGHT.sub("", after[:end]) != _NO_THOUGHT.sub("", before[:was]):
+        raise EncodeError("the chat template shows the turns before differently once others follow")
+    closings = [token for token in chat.special_tokens if after[:end].endswith(token)]
+    return max(closings, key=len, default=""), after[end:]
+
+
+def _tokens(tokenizer: Any, ids: Sequence[int], closing: str, bridge: str) -> list[int] | None:
+    """Return the bridge's tokens, with the closing one where the sampled turn lacks it."""
+    found: list[int] = tokenizer(closing + bridge, add_special_tokens=False)["input_ids"]
+    if not closing:
+        return found
+    end = tokenizer.convert_tokens_to_ids(closing)
+    if not found or found[0] != end:
+        return None
+    ended = int(ids[-1]) in (end, tokenizer.eos_token_id)
+    return found[1:] if ended else found
+
+
+def _untrained(row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+    joined = append_tokens(row, tokens)
+    kept = len(joined["labels"]) - len(tokens) - 1  # the last of the old positions never had a target
+    joined["labels"] = [*joined["labels"][:kept], *[IGNORE] * (len(tokens) + 1)]
+    joined["completion_mask"] = [*joined["completion_mask"][:kept], *[0] * (len(tokens) + 1)]
+    if joined.get("loss_scale") is not None:
+        joined["loss_scale"] = [*joined["loss_scale"][:kept], *[0.0] * (len(tokens) + 1)]
+    return joined

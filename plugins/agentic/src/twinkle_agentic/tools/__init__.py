@@ -1,0 +1,7 @@
+"""Tools that a model may call, and the manager that calls them."""
+
+from twinkle_agentic.tools.base import Tool, ToolInfo
+from twinkle_agentic.tools.calculator import CalculatorTool
+from twinkle_agentic.tools.tool_manager import ToolManager
+
+__all__ = ["CalculatorTool", "Tool", "ToolInfo", "ToolManager"]
