@@ -1,5 +1,7 @@
 """Rewards: the contract `Reward`, and every installed reward by name."""
 
+from typing import TYPE_CHECKING
+
 from twinkle._lazy import room
 from twinkle.reward.base import Reward
 

@@ -1,0 +1,181 @@
+"""Calls that may hang or fill the memory, in a process of their own, which is killed when their time is over.
+
+A thread cannot be killed, and neither a thread nor a signal ends a computation inside C, such as that of 9**9**9.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import IO, Any
+
+from twinkle.errors import TwinkleError
+
+_LENGTH = struct.Struct(">Q")
+_START_SECONDS = 120.0
+
+
+class WorkerError(Exception):
+    """A call in the other process raised, or the process ended; the text says what."""
+
+
+class WorkerBroken(TwinkleError, RuntimeError):
+    """The other process cannot start; the text says why."""
+
+
+class Worker:
+    """One other process, started at the first call and again after it was killed. Calls of several threads wait.
+
+    Functions and arguments are pickled, so a function has to stand in a module that can be imported.
+
+    Args:
+        prepare: called in the process when it starts, such as for slow imports; its time does not count.
+        memory: address space in bytes that the process may have; None is no limit.
+    """
+
+    def __init__(self, prepare: Callable[[], object] | None = None, memory: int | None = None) -> None:
+        self._prepare = prepare
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"prepare": self._prepare, "memory": self._memory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def call(self, function: Callable[..., Any], *args: Any, seconds: float) -> Any:
+        """Return what the function returns in the other process.
+
+        Raises:
+            TimeoutError: it took longer; the process is gone.
+            WorkerError: it raised, or cannot be sent there, or the process ended.
+            WorkerBroken: the process cannot start.
+        """
+        try:
+            message = pickle.dumps((function, args))
+        except Exception as error:  # pickle raises whatever the object's parts raise
+            raise WorkerError(f"it cannot be sent to another process: {type(error).__name__}: {error}") from error
+        with self._lock:
+            return self._ask(self._running(), message, seconds)
+
+    def close(self) -> None:
+        """End the process; a later call starts another."""
+        with self._lock:
+            self._discard()
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        mine = self._owner == os.getpid()  # after a fork the pipes are those of the parent
+        if mine and self._process is not None and self._process.poll() is None:
+            return self._process
+        if mine:
+            self._discard()
+        paths = os.pathsep.join(path for path in sys.path if path)
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(self._memory or 0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        self._process, self._owner = process, os.getpid()
+        weakref.finalize(self, _end, process, self._owner)
+        try:
+            self._ask(process, pickle.dumps((self._prepare or int, ())), _START_SECONDS)
+        except (TimeoutError, WorkerError) as error:
+            raise WorkerBroken(f"the process for calls with a time limit cannot start: {error}") from error
+        return process
+
+    def _ask(self, process: "subprocess.Popen[bytes]", message: bytes, seconds: float) -> Any:
+        overdue = threading.Event()
+
+        def kill() -> None:
+            overdue.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, kill)
+        timer.daemon = True
+        timer.start()
+        reply = None
+        try:
+            with contextlib.suppress(OSError):
+                _write(process.stdin, message)
+                reply = _read(process.stdout)
+        finally:
+            timer.cancel()
+            if reply is None or overdue.is_set():
+                self._discard()
+        if reply is not None:
+            fine, value = pickle.loads(reply)
+            if fine:
+                return value
+            raise WorkerError(value)
+        if overdue.is_set():
+            raise TimeoutError(f"it took longer than {seconds:g} s, and its process was killed")
+        raise WorkerError(f"its process ended with code {process.returncode}")
+
+    def _discard(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process, self._owner)
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if owner != os.getpid():
+        return
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what was not yet written cannot be
+            pipe.close()  # type: ignore[union-attr]
+
+
+def _write(pipe: IO[bytes] | None, message: bytes) -> None:
+    assert pipe is not None
+    pipe.write(_LENGTH.pack(len(message)) + message)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes] | None) -> bytes | None:
+    """Return one message; None where the other side is gone."""
+    assert pipe is not None
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    message = pipe.read(_LENGTH.unpack(head)[0])
+    return message if len(message) == _LENGTH.unpack(head)[0] else None
+
+
+def _answer(message: bytes) -> bytes:
+    try:
+        function, args = pickle.loads(message)
+        return pickle.dumps((True, function(*args)))
+    except BaseException as error:  # whatever it raises is the answer; the process lives on
+        return pickle.dumps((False, f"{type(error).__name__}: {error}"[:500]))
+
+
+def _serve(memory: int) -> None:
+    """Answer calls until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    if memory:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    # What a call prints or reads must not touch the messages.
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    while (message := _read(incoming)) is not None:
+        _write(outgoing, _answer(message))
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
