@@ -32,6 +32,14 @@ def dpo() -> dict[str, Any]:
     return {"kwargs": {"sft_weight": 0.5}}
 
 
+def gkd() -> dict[str, Any]:
+    """A teacher that knows something of every token of the student's."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    return {"row_inputs": {"teacher_logits": torch.randn((4, 6, 11), generator=draw, dtype=torch.float64)}}
+
+
 _HELD = {"gradient": "its ratio is held constant where the formula says so, and its value is not"}
 
 

@@ -45,6 +45,11 @@ class Trained:
         counts = tuple(mask.sum(1).tolist())
         return cls(what, mask.to(logps.device), counts, None if real is None else real.bool().cpu())
 
+    @property
+    def sequences(self) -> int:
+        """Rows that train something."""
+        return sum(count > 0 for count in self.counts)
+
     def fill(self, values: "Tensor") -> "Tensor":
         """Return `values` `[B, T]` with 0 where nothing is trained, whatever stands there, NaN included."""
         import torch
@@ -82,11 +87,30 @@ class Trained:
         if broadcast and shape in ((rows,), (rows, 1)):
             placed = value.detach().reshape(rows, 1).expand(rows, width)
         elif len(shape) == 2 and shape[1] >= width > 1:
-            placed = value.detach()[:, self._kept(shape[1])]
+            placed = value.detach()[:, self.window(shape[1])]
         else:
             entries = value.detach().cpu() if shape else value
             placed = self._from_rows(name, entries, like.dtype, broadcast)
         return self.fill(placed.to(like.device, like.dtype))
+
+    def aligned(self, values: Mapping[str, Any], like: "Tensor") -> "dict[str, Tensor]":
+        """Return those of the per-row arguments that are not None, each as `align` does, if all numbers are finite.
+
+        Raises:
+            ArgumentError: as `align`; or a number at a trained position is NaN or infinite, named with its row.
+        """
+        import torch
+
+        found = {name: self.align(name, value, like) for name, value in values.items() if value is not None}
+        wrong = ~torch.isfinite(torch.stack(list(found.values()))) if found else self.mask.new_zeros(0)
+        if bool(wrong.any()):
+            which, row, column = wrong.nonzero()[0].tolist()
+            name = list(found)[which]
+            raise ArgumentError(
+                f"{self.loss}: {name} of row {row} holds {float(found[name][row, column])} at a trained token; leave "
+                "the row out, or mend what made the number (a reward that is none, say)"
+            )
+        return found
 
     def _from_rows(self, name: str, entries: Any, dtype: Any, broadcast: bool) -> "Tensor":
         import torch
@@ -125,22 +149,30 @@ class Trained:
         return numbers.reshape(-1)
 
     def _place(self, name: str, row: int, numbers: "Tensor", mask: "Tensor", broadcast: bool) -> "Tensor":
-        found, width = len(numbers), len(mask)
-        tokens = None if self.real is None else int(self.real[row].sum())
-        placed = numbers.new_zeros(width)
-        if found == self.counts[row]:
-            placed[mask] = numbers
-        elif found == 1 and broadcast:
-            placed += numbers
-        elif found == tokens and self.real is not None:
-            placed[self.real[row]] = numbers
-        elif found >= width:
-            placed = numbers[self._kept(found)]
-        else:
-            raise ArgumentError(self._mismatch(name, row, found, tokens, broadcast))
+        placed = numbers.new_zeros(len(mask))
+        one = broadcast and len(numbers) == 1
+        placed[mask] = numbers if one else numbers[self.pick(name, row, len(numbers), broadcast=broadcast)]
         return placed
 
-    def _kept(self, found: int) -> slice:
+    def pick(self, name: str, row: int, found: int, *, broadcast: bool = False) -> "Tensor":
+        """Return which of a row's `found` numbers (or lines of numbers) belong to its trained positions, in order.
+
+        Raises:
+            ArgumentError: they are as many as neither its trained positions nor its tokens, and fewer than T.
+        """
+        import torch
+
+        mask = self.mask[row].cpu()
+        real = None if self.real is None else self.real[row]
+        if found == self.counts[row]:
+            return torch.arange(found)
+        if real is not None and found == int(real.sum()):
+            return (real.cumsum(0) - 1)[mask]
+        if found >= len(mask):
+            return torch.arange(found)[self.window(found)][mask]
+        raise ArgumentError(self._mismatch(name, row, found, None if real is None else int(real.sum()), broadcast))
+
+    def window(self, found: int) -> slice:
         """Return which of `found` columns belong to this batch: the last ones where rows are padded on the left."""
         width = self.mask.shape[1]
         left = self.real is not None and not bool(self.real[:, 0].all())

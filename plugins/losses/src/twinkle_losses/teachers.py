@@ -1,0 +1,222 @@
+"""A teacher's distributions in the forms in which they come: whole logits, or its k most probable tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from twinkle.errors import ArgumentError, DataError
+from twinkle.torch.logits import wide
+from twinkle.torch.trained import Trained
+from twinkle_losses.divergence import Events
+
+if TYPE_CHECKING:
+    from twinkle_losses.gkd import Rest
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTeacher:
+    """Every token is an event of its own.
+
+    Attributes:
+        take: gives the logits `[n, V]` of some of the trained tokens.
+        temperature: divides them.
+    """
+
+    take: Callable[[slice], Tensor]
+    temperature: float
+
+    def events(self, part: slice, z: Tensor) -> Events:
+        """See `Teacher`."""
+        return Events(z.log_softmax(-1), self.log_probs(part, z))
+
+    def log_probs(self, part: slice, z: Tensor) -> Tensor:
+        """Return the teacher's log-probabilities `[n, V]`, on the device and in the dtype of `z`."""
+        return (self.take(part).to(z.device, z.dtype) / self.temperature).log_softmax(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class TopTeacher:
+    """The k tokens that the teacher finds most probable, and all others as one event, or left out.
+
+    Attributes:
+        take: gives log-probabilities and tokens, `[n, k]` each, of some of the trained tokens, and the
+            log-probability of all other tokens together, `[n, 1]`.
+        rest: "bucket" makes the others one event; "renormalize" takes both distributions as they are on the k tokens.
+    """
+
+    take: Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]
+    rest: "Rest"
+
+    def events(self, part: slice, z: Tensor) -> Events:
+        """See `Teacher`."""
+        log_t, tokens, others = self.take(part, z)
+        if self.rest == "renormalize" or tokens.shape[1] == z.shape[1]:
+            return Events(z.gather(-1, tokens).log_softmax(-1), log_t.log_softmax(-1), tokens)
+        log_s = z.log_softmax(-1)
+        seen = torch.cat([log_s.gather(-1, tokens), others_of(log_s, tokens)], -1)
+        return Events(seen, torch.cat([log_t, others], -1), tokens, rest=True)
+
+
+def others_of(log_p: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-probability `[n, 1]` of all tokens but some: `log_p` `[n, V]`, `tokens` int64 `[n, k]`."""
+    return log_p.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+
+
+def whole_teacher(name: str, value: Any, where: Trained, vocabulary: int, temperature: float) -> WholeTeacher:
+    """Read whole logits: `[B, T, V]`, or a list with `[n, V]` a row.
+
+    Raises:
+        ArgumentError: they do not fit; names the row and the sizes.
+    """
+    take, width = _trained_entries(name, value, where)
+    if width != vocabulary:
+        raise ArgumentError(
+            f"{where.loss}: {name} are over {width} tokens, the student's logits over {vocabulary}; both need one "
+            f"tokenizer (if only the padding of the vocabulary differs, cut it: [..., :{vocabulary}])"
+        )
+    return WholeTeacher(take, temperature)
+
+
+def top_of_whole(teacher: WholeTeacher, k: int, vocabulary: int, rest: "Rest", loss: str) -> TopTeacher:
+    """Return a teacher of which only the `k` most probable tokens are told apart.
+
+    Raises:
+        ArgumentError: `k` is no number of tokens.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= vocabulary:
+        raise ArgumentError(
+            f"{loss}: topk={k!r}; it must be a whole number from 1 to the vocabulary's size, {vocabulary}"
+        )
+
+    def take(part: slice, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_t = teacher.log_probs(part, z)
+        best = log_t.topk(k, dim=-1)
+        return best.values, best.indices, others_of(log_t, best.indices)
+
+    return TopTeacher(take, rest)
+
+
+def top_teacher(logprobs: Any, tokens: Any, where: Trained, vocabulary: int, rest: "Rest") -> TopTeacher:
+    """Read the k most probable tokens: log-probabilities and tokens, `[B, T, k]`, or lists with `[n, k]` a row.
+
+    Raises:
+        ArgumentError: they do not fit each other, the batch or the vocabulary, or name a token twice.
+    """
+    names = ("teacher_topk_logprobs", "teacher_topk_indices")
+    take_logprobs, k = _trained_entries(names[0], logprobs, where)
+    take_tokens, count = _trained_entries(names[1], tokens, where)
+    if count != k or not 1 <= k <= vocabulary:
+        raise ArgumentError(
+            f"{where.loss}: {names[0]} have {k} entries a token and {names[1]} {count}; both need the same number, "
+            f"from 1 to the vocabulary's size, {vocabulary}"
+        )
+    everything = slice(0, sum(where.counts))
+    given, ids = take_logprobs(everything), _whole_numbers(take_tokens(everything), vocabulary, names[1], where)
+    given = given.to(wide(given.dtype) if given.is_floating_point() else torch.float32)
+    # A rest below this cannot be told from none in numbers of this precision, and its logarithm says nothing.
+    least = torch.finfo(given.dtype).eps
+    others = (1 - given.double().exp().sum(-1, keepdim=True)).clamp(min=least).log()
+    _check_sums(given, names[0], where)
+
+    def take(part: slice, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return given[part].to(z), ids[part].to(z.device), others[part].to(z)
+
+    return TopTeacher(take, rest)
+
+
+def _whole_numbers(ids: Tensor, vocabulary: int, name: str, where: Trained) -> Tensor:
+    """Return tokens as int64, each once and in the vocabulary."""
+    if ids.is_floating_point():
+        raise ArgumentError(f"{where.loss}: {name} are {ids.dtype} numbers; give tokens, whole numbers")
+    ids = ids.long()
+    ordered = ids.sort(-1).values
+    bad = ((ids < 0) | (ids >= vocabulary)).any(-1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if not bool((bad | twice).any()):
+        return ids
+    at = int((bad | twice).nonzero()[0])
+    wrong = f"a token outside the student's vocabulary of {vocabulary}" if bool(bad[at]) else "a token twice"
+    raise ArgumentError(
+        f"{where.loss}: {name} of {_place(where, at)} hold {wrong} ({ids[at].tolist()!s:.60}); give k different tokens"
+    )
+
+
+def _check_sums(given: Tensor, name: str, where: Trained) -> None:
+    sums = given.exp().sum(-1)
+    if bool((sums > 1.01).any()):  # NaN is found, and told, where the loss is
+        at = int((sums > 1.01).nonzero()[0])
+        raise ArgumentError(
+            f"{where.loss}: {name} of {_place(where, at)} are no log-probabilities, their probabilities sum to "
+            f"{float(sums[at]):.3g}; give the teacher's log-soft-max at these tokens (not its logits)"
+        )
+
+
+def check_numbers(teacher: WholeTeacher | TopTeacher, values: Tensor, z: Tensor, where: Trained) -> None:
+    """Tell a teacher that is not a number from a student that is not.
+
+    Args:
+        teacher: which.
+        values: `[N]`, what was computed with it.
+        z: `[1, V]`, any logits that are numbers.
+        where: the trained tokens.
+
+    Raises:
+        DataError: the teacher has NaN at a trained token; names the place.
+    """
+    for at in values.isnan().nonzero().flatten().tolist():
+        if bool(teacher.events(slice(at, at + 1), z).log_t.isnan().any()):
+            raise DataError(
+                f"{where.loss}: what the teacher says of {_place(where, at)} is not a number (NaN); look at its "
+                "forward (a precision that overflows, a row without tokens), or leave the row out"
+            )
+
+
+def _place(where: Trained, at: int) -> str:
+    row, column = where.mask.nonzero()[at].tolist()
+    return f"row {row} at position {column}"
+
+
+def _trained_entries(name: str, value: Any, where: Trained) -> tuple[Callable[[slice], Tensor], int]:
+    """Return what gives the entries `[n, width]` of some of the trained tokens, and their width."""
+    rows, length = where.mask.shape
+    if not isinstance(value, Tensor) or value.dim() != 3:
+        joined = _joined(name, value, where)
+        return lambda part: joined[part], joined.shape[1]
+    if len(value) != rows or value.shape[1] < length:
+        raise ArgumentError(
+            f"{where.loss}: {name} have the shape {list(value.shape)}, the batch {rows} rows of {length} tokens; give "
+            "the teacher's numbers for the same rows, one entry a token"
+        )
+    held, (row, column) = value.detach(), where.mask.nonzero(as_tuple=True)
+    row, column = row.to(held.device), column.to(held.device) + (where.window(held.shape[1]).start or 0)
+    return lambda part: held[row[part], column[part]], held.shape[2]
+
+
+def _joined(name: str, value: Any, where: Trained) -> Tensor:
+    """Return the entries `[N, width]` of the trained tokens of a list of rows."""
+    if isinstance(value, str | dict) or not hasattr(value, "__len__") or len(value) != len(where.counts):
+        found = f"{len(value)} entries" if hasattr(value, "__len__") else f"a {type(value).__name__}"
+        raise ArgumentError(
+            f"{where.loss}: {name} have {found}, the batch {len(where.counts)} rows; give a tensor [B, T, ...], or a "
+            "list with one entry a row"
+        )
+    parts = [_entry(name, row, value[row], where) for row, count in enumerate(where.counts) if count]
+    if len(widths := {part.shape[1] for part in parts}) > 1:
+        raise ArgumentError(
+            f"{where.loss}: {name} have {sorted(widths)} entries a token; give every token the same number"
+        )
+    return torch.cat(parts)
+
+
+def _entry(name: str, row: int, entry: Any, where: Trained) -> Tensor:
+    found = f"{where.loss}: {name} of row {row}"
+    try:
+        numbers = torch.as_tensor(entry).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"{found} are no table of numbers ({error}); give [n, k], one line a token") from error
+    if numbers.dim() != 2:
+        raise ArgumentError(f"{found} have the shape {list(numbers.shape)}; give [n, k], one line a token")
+    return numbers[where.pick(name, row, len(numbers)).to(numbers.device)]
