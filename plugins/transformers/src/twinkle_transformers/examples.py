@@ -2,6 +2,7 @@
 
 from typing import Any
 
+IN_PROCESS = {"start": "here"}
 WARMUP = {"kwargs": {"num_warmup_steps": 2}, "rates": (0.0, 0.5, 1.0)}
 WARMUP_DECAY = {"kwargs": {"num_warmup_steps": 2, "num_training_steps": 12}, "rates": (0.0, 0.5, 1.0)}
 WARMUP_STABLE_DECAY = {

@@ -35,10 +35,11 @@ from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
 from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
+from twinkle_transformers.sync.sending import SendsWeights
 
 
 @remote_class()
-class TransformersModel(Components, Checkpoints):
+class TransformersModel(Components, Checkpoints, SendsWeights):
     """A causal language model from a Hugging Face folder (or GGUF file), on one device or on the ranks of a mesh.
 
     Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods

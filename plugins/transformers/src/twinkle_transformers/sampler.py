@@ -23,13 +23,14 @@ from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms,
 from twinkle_transformers.service import Limits, Service
 from twinkle_transformers.sources import OwnWeights, Pick, SharedModel, Source
 from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.sync.receiving import ReceivesWeights
 from twinkle_transformers.versions import AdapterVersion
 
 Row = InputFeature | Trajectory
 
 
 @remote_class()
-class TorchSampler(Sampler):
+class TorchSampler(ReceivesWeights, Sampler):
     """An engine: all requests, of any call, thread and adapter, run in one batch, a step at a time.
 
     Log-probabilities are those of the model's distribution at the given temperature (at temperature 0, of temperature
@@ -240,7 +241,6 @@ class TorchSampler(Sampler):
     def _submit(self, rows: list[Any], params: SamplingParams, adapter: "_Adapter") -> list[SampleHandle]:
         _ = self._source.module  # which checks it, once a call
         runner = self._service.runner
-        picks = self._picks(adapter, len(rows), runner)
         features = self._encode(rows)
         stop = self._stop_rule(params)
         base = self._source.base
@@ -255,7 +255,9 @@ class TorchSampler(Sampler):
             for row, (tokens, n) in enumerate(zip(ids, room, strict=True))
         ]
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        served = self._service.submit(prompts, params, stop, seed, picks)
+        with self._service.gate:  # or the weights could change between what is picked and what begins
+            picks = self._picks(adapter, len(rows), runner)
+            served = self._service.submit(prompts, params, stop, seed, picks)
         return [
             SampleHandle(request, server, partial(self._response, feature))
             for (request, server), feature in zip(served, features, strict=True)

@@ -1,6 +1,7 @@
 """Serves the prompts of a sampler: by an engine where the model can run step by step, else call by call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -54,6 +55,7 @@ class Service:
     Attributes:
         source: the module and its adapters.
         whole: serves what the engine cannot.
+        gate: whoever holds it keeps others from beginning.
     """
 
     def __init__(self, source: Source, limits: Limits) -> None:
@@ -68,6 +70,7 @@ class Service:
         self._engine: Engine | None = None
         self._model: Any = None
         self._lock = RLock()
+        self.gate = RLock()
 
     @property
     def engine(self) -> Engine | None:
@@ -128,6 +131,16 @@ class Service:
         """Take one step for whatever is being sampled, without waiting; False if there was nothing to do."""
         engine = self._engine
         return (engine is not None and engine.step()) or self.whole.step()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Serve what runs to its end, and let nothing begin for the duration of a block."""
+        with self.gate:
+            if (engine := self._engine) is not None:
+                engine.drive(lambda: engine.idle)
+            self.whole.drive(lambda: self.whole.idle)
+            with self.source.alone():
+                yield
 
     def _build(self, model: Any) -> Engine | None:
         runner = Runner(model, row_multiple=self._limits.row_multiple)

@@ -21,6 +21,7 @@ from twinkle_transformers.engine.adapters import LiveAdapters, read_version, sit
 from twinkle_transformers.engine.modes import active_adapters, evaluating, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
+from twinkle_transformers.sites import Site
 from twinkle_transformers.versions import AdapterVersion
 
 _KEPT = 4  # adapters given by path that stay loaded; a training loop writes a new one each step
@@ -78,7 +79,7 @@ class Source(ABC):
         Raises:
             ArgumentError: they adapt layers that this model does not have.
         """
-        sites = sites_of(self.base) if runner is None else runner.sites
+        sites = self.sites(runner)
         shapes = version.layout.shapes.items()
         if strange := [name for name, shape in shapes if not shape.experts and name not in sites]:
             raise ArgumentError(f"adapter {version.key!r} adapts {strange[0]}, which this model does not have")
@@ -95,7 +96,11 @@ class Source(ABC):
             CheckpointError: there is none, or it belongs to another model.
             Unsupported: it is more than low-rank terms of linear layers.
         """
-        return read_version(_adapter_folder(path), sites_of(self.base) if runner is None else runner.sites)
+        return read_version(_adapter_folder(path), self.sites(runner))
+
+    def sites(self, runner: Runner | None) -> dict[str, Site]:
+        """Return where adapters may act."""
+        return sites_of(self.base) if runner is None else runner.sites
 
     @property
     def base(self) -> Any:
@@ -120,6 +125,10 @@ class Source(ABC):
         module = self.unchecked
         with self._lock, evaluating(module), self.without_graph(), self.autocast(), silent(module):
             yield
+
+    def alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which nothing else runs the module."""
+        return self._lock
 
     def without_graph(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which no graph is built; a module that others train must not meet inference tensors."""
@@ -184,6 +193,16 @@ class OwnWeights(Source):
         if old is not None:
             self._drop(old)
 
+    def set_default(self, version: AdapterVersion | None, name: str | None) -> None:
+        """Let rows have an adapter by default, and by its name if it has one; None is the base model alone."""
+        self._default = None
+        for key in {"", name or ""}:
+            old = self._named.pop(key, None)
+            if version is not None or not key:
+                self._named[key] = Pick(version=version)
+            if old is not None:
+                self._drop(old)
+
     def _from_path(self, path: str | Path, runner: Runner | None) -> Pick:
         folder = _adapter_folder(path)
         key = _state(folder)
@@ -231,6 +250,7 @@ class SharedModel(Source):
         self._model = model
         self._live = LiveAdapters()
         self._folders = _Folders()
+        self._published: dict[str, Pick] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -274,6 +294,8 @@ class SharedModel(Source):
             return Pick(version=self._folders.version(path, lambda: self.read(path, runner)), whole=runner is None)
         if name is None:
             return Pick()
+        if name in self._published:
+            return self._published[name]
         if hasattr(self._model, "sampler_version"):
             return self._of_pool(name, runner)
         module = self.module
@@ -292,6 +314,38 @@ class SharedModel(Source):
             except Unsupported as error:
                 get_logger().info("%s; it is sampled with alone, by the slower path", error)
         return Pick(name or None, whole=True)
+
+    def publish(self, name: str | None, runner: Runner | None) -> None:
+        """Keep an adapter as it is now, for rows that name it and for those that name none.
+
+        Args:
+            name: of the adapter; None is the active one.
+            runner: see `pick`.
+        """
+        if hasattr(self._model, "sampler_version"):
+            found = self._of_pool(name or "", runner)
+        else:
+            module = self.module
+            name = getattr(self._model, "active_group", None) if name is None else name
+            if not isinstance(module, PeftModel):
+                if name or has_adapters(module):
+                    raise _unknown(name or "", set(), "add it to the model with add_adapter_to_model")
+                return
+            active = active_adapters(module)
+            name = name or (active[0] if len(active) == 1 else "")
+            if name not in module.peft_config:
+                raise _unknown(name, set(module.peft_config), "name one of the model's")
+            found = Pick(version=self._frozen(module, name), whole=runner is None)
+        self._published |= {"": found, name or "": found}
+
+    def _frozen(self, module: PeftModel, name: str) -> AdapterVersion:
+        try:
+            return self._live.version(module, name)
+        except Unsupported as error:
+            raise Unsupported(
+                f"{error}: it cannot be published beside the weights that it shares; give the sampler weights of its "
+                "own (model_id=), into which it is merged, or do not sync, and the sampler follows the live adapter"
+            ) from error
 
     def _of_pool(self, name: str, runner: Runner | None) -> Pick:
         if not name:

@@ -2,14 +2,21 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
 
 
 class CheckpointEngine(ABC):
-    """Moves weights from a trainer to a sampler, in buckets, without going through disk."""
+    """Moves weights from a trainer to a sampler, in buckets, without going through disk.
+
+    Attributes:
+        reuses_memory: whether a tensor that was received is overwritten by later ones, so that whoever keeps it must
+            copy it.
+    """
+
+    reuses_memory: ClassVar[bool] = True
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
@@ -28,7 +35,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Release what `prepare` allocated."""
+        """Release what `prepare` allocated; a transfer of the other side that still waits for this one fails."""
 
     @abstractmethod
     async def send_weights(self, weights: "Iterator[tuple[str, torch.Tensor]]") -> None:

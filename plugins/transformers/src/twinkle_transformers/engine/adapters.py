@@ -63,19 +63,53 @@ def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
         CheckpointError: there is none, or it belongs to another model.
         Unsupported: it is more than low-rank terms of linear layers.
     """
-    config = read_config(folder)
-    if not isinstance(config, LoraConfig):
-        raise Unsupported(f"the adapter in {folder} is no LoRA but {type(config).__name__}")
-    if beyond := [name for name in _BEYOND if getattr(config, name, None)] or ["bias"] * (config.bias != "none"):
-        raise Unsupported(f"the adapter in {folder} has {', '.join(beyond)}")
+    config, what = read_config(folder), f"the adapter in {folder}"
+    check_config(config, what)
     path = folder / WEIGHTS
-    shapes = shapes_in(path)
-    names = _names(shapes, folder)
-    layout = Layout.of([(name, _shape(name, shapes, sites, config, folder)) for name in names])
-    tensors = read_tensors(path)
-    pairs = [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
+    names, layout = lay_out(shapes_in(path), config, sites, what)
+    version = version_of(read_tensors(path), names, layout, f"{path.resolve()}@{next(_NUMBERS)}")
     device = next(next(iter(sites.values())).module.parameters()).device
-    return AdapterVersion(layout, flatten(layout, pairs).to(device), f"{path.resolve()}@{next(_NUMBERS)}")
+    return AdapterVersion(layout, version.flat.to(device), version.key)
+
+
+def arrived_version(tensors: Mapping[str, Tensor], config: Any, sites: Mapping[str, Site], what: str) -> AdapterVersion:
+    """Return an adapter that came as tensors; it is copied.
+
+    Args:
+        tensors: A and B by PEFT's names.
+        config: its configuration.
+        sites: of the model.
+        what: how errors call it.
+
+    Raises:
+        CheckpointError: it belongs to another model.
+        Unsupported: it is more than low-rank terms of linear layers.
+    """
+    check_config(config, what)
+    names, layout = lay_out({key: list(tensor.shape) for key, tensor in tensors.items()}, config, sites, what)
+    return version_of(tensors, names, layout, f"{what}@{next(_NUMBERS)}")
+
+
+def check_config(config: Any, what: str) -> None:
+    """Refuse a configuration of more than low-rank terms of linear layers."""
+    if not isinstance(config, LoraConfig):
+        raise Unsupported(f"{what} is no LoRA but {type(config).__name__}")
+    if beyond := [name for name in _BEYOND if getattr(config, name, None)] or ["bias"] * (config.bias != "none"):
+        raise Unsupported(f"{what} has {', '.join(beyond)}")
+
+
+def lay_out(
+    shapes: Mapping[str, list[int]], config: LoraConfig, sites: Mapping[str, Site], what: str
+) -> tuple[list[str], Layout]:
+    """Return the places that an adapter adapts, and where its matrices go; shapes are those by PEFT's names."""
+    names = _names(shapes, what)
+    return names, Layout.of([(name, _shape(name, shapes, sites, config, what)) for name in names])
+
+
+def version_of(tensors: Mapping[str, Tensor], names: Sequence[str], layout: Layout, key: str) -> AdapterVersion:
+    """Return a copy of an adapter's matrices as a version."""
+    pairs = [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
+    return AdapterVersion(layout, flatten(layout, pairs), key)
 
 
 def flatten(layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -94,22 +128,22 @@ def flatten(layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return flat
 
 
-def _names(shapes: Mapping[str, list[int]], folder: Path) -> list[str]:
+def _names(shapes: Mapping[str, list[int]], what: str) -> list[str]:
     found: dict[str, set[str]] = {}
     for key in shapes:
         match = _KEY.match(key)
         if match is None:
-            raise Unsupported(f"the adapter in {folder} has {key}, which is no low-rank term of a linear layer")
+            raise Unsupported(f"{what} has {key}, which is no low-rank term of a linear layer")
         found.setdefault(match[1], set()).add(match[2])
     if half := sorted(name for name, kinds in found.items() if len(kinds) != 2):
-        raise CheckpointError(f"the adapter in {folder} has one of the two matrices of {half[0]}; the file is damaged")
+        raise CheckpointError(f"{what} has one of the two matrices of {half[0]}; the file is damaged")
     if not found:
-        raise CheckpointError(f"the adapter in {folder} has no weights")
+        raise CheckpointError(f"{what} has no weights")
     return sorted(found)
 
 
 def _shape(
-    name: str, shapes: Mapping[str, list[int]], sites: Mapping[str, Site], config: LoraConfig, folder: Path
+    name: str, shapes: Mapping[str, list[int]], sites: Mapping[str, Site], config: LoraConfig, what: str
 ) -> Shape:
     site = sites.get(name)
     down, up = shapes[_key(name, "A")], shapes[_key(name, "B")]
@@ -121,8 +155,8 @@ def _shape(
         if shape != wanted:
             mine = "absent" if wanted is None else f"of shape {wanted}"
             raise CheckpointError(
-                f"the adapter in {folder} belongs to another model: {key} is of shape {shape} in the file and {mine} "
-                "in this model; load the base model that it was trained on"
+                f"{what} belongs to another model: {key} is of shape {shape} there and {mine} in this model; load the "
+                "base model that it was trained on"
             )
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
     return Shape(rank, down[1], up[0], alpha / (rank**0.5 if config.use_rslora else rank))

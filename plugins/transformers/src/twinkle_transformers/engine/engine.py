@@ -59,6 +59,11 @@ class Engine:
         """Tokens that one sequence may have."""
         return self.room.budget // self.room.store.token_bytes
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request that is not done."""
+        return not self._incoming and not self._batch.busy
+
     def check(self, request: Request) -> None:
         """Refuse what could never be served.
 

@@ -45,6 +45,11 @@ class Batch:
         self._active: list[Request] = []
         self._running: list[Running] = []
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self._active)
+
     def step(self) -> bool:
         """Take one step; False if there was nothing to do."""
         self.reap()

@@ -35,6 +35,11 @@ class WholeCalls:
         self._known: Runner | None = None
         self._lock = RLock()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits."""
+        return not self._waiting
+
     def admit(self, request: Request, adapter: str | None) -> None:
         """Take a request; somebody has to `drive`.
 

@@ -28,6 +28,7 @@ from twinkle_transformers.pool.work import Work
 from twinkle_transformers.rows import as_rows
 from twinkle_transformers.scoring import loss_name
 from twinkle_transformers.stepping import set_accumulation
+from twinkle_transformers.sync.terms import Changes, terms_of
 from twinkle_transformers.versions import AdapterVersion
 
 Names = str | Sequence[str | None]
@@ -367,6 +368,16 @@ class MultiLoraTransformersModel(TransformersModel):
         return self.pool.version(adapter_name)
 
     # inside
+
+    def _changes(self, adapter_name: str | None) -> tuple[str, Changes]:
+        tenant = self._tenant(adapter_name)
+        version = self.pool.version(tenant.ref)
+        if experts := [name for name, shape in version.layout.shapes.items() if shape.experts]:
+            raise Unsupported(
+                f"adapter {tenant.name!r} adapts experts ({experts[0]}), which are neither merged nor sent; share the "
+                "model instead: TorchSampler(model=model)"
+            )
+        return tenant.name, Changes(terms_of(version, self.pool.sites))
 
     def _agreed_seed(self, name: str, config: Any, seed: int | None) -> int | None:
         """Return the seed of an adapter's first weights; where none is given, ranks take that of the first."""

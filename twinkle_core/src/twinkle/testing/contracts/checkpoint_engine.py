@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle.testing.contracts.case import Case, Violation, require
-from twinkle.testing.contracts.transfer import Side, SideFailed, weights
+from twinkle.testing.contracts.transfer import Side, SideFailed, SideHere, weights
 from twinkle.testing.contracts.values import same, shown
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ class CheckpointEngineCase(Case):
     """An engine, built once in a process that plays the trainer and once in one that plays the sampler.
 
     Attributes:
-        start: how these processes are started; `fork` is faster, and not for devices.
+        start: how these processes are started; `fork` is faster, and not for devices. `here` is for an engine that
+            works within one process: both are threads of this one, and instead of being killed the trainer raises.
         dtype: name of the dtype in which weights arrive, where it is not their own.
         seconds: how long a transfer may take.
         bytes_a_weight: size of the largest weight; it should be larger than the engine's bucket.
@@ -26,21 +27,26 @@ class CheckpointEngineCase(Case):
 
     kind = "checkpoint_engine"
 
-    start: Literal["spawn", "fork"] = "spawn"
+    start: Literal["spawn", "fork", "here"] = "spawn"
     dtype: str = ""
     seconds: float = 60.0
     bytes_a_weight: int = 1 << 20
 
     @contextmanager
-    def sides(self) -> Iterator[tuple[Side, Side]]:
+    def sides(self) -> "Iterator[tuple[AnySide, AnySide]]":
         """Start trainer and sampler, connected by the engine."""
-        trainer, sampler = (Side(self.component, dict(self.kwargs), self.start, self.seconds) for _ in range(2))
+        trainer, sampler = self._side(), self._side()
         try:
             connect(self, trainer, sampler)
             yield trainer, sampler
         finally:
             trainer.kill()
             sampler.kill()
+
+    def _side(self) -> "AnySide":
+        if self.start == "here":
+            return SideHere(self.component, dict(self.kwargs), self.seconds)
+        return Side(self.component, dict(self.kwargs), self.start, self.seconds)
 
     def expected(self, seed: int) -> "list[tuple[str, Tensor]]":
         """Return what must arrive."""
@@ -51,7 +57,10 @@ class CheckpointEngineCase(Case):
         return [(n, t.to(wanted) if wanted is not None and t.is_floating_point() else t) for n, t in sent]
 
 
-def connect(case: CheckpointEngineCase, trainer: Side, sampler: Side) -> None:
+AnySide = Side | SideHere
+
+
+def connect(case: CheckpointEngineCase, trainer: AnySide, sampler: AnySide) -> None:
     """Exchange metadata as the manager does, and let both join the group."""
     metadata = [trainer.ask("prepare"), sampler.ask("prepare")]
     topology = case.component.build_topology(1, 1, metadata)
@@ -65,7 +74,7 @@ def connect(case: CheckpointEngineCase, trainer: Side, sampler: Side) -> None:
     sampler.answer()
 
 
-def transfer(case: CheckpointEngineCase, trainer: Side, sampler: Side, seed: int) -> list[Any]:
+def transfer(case: CheckpointEngineCase, trainer: AnySide, sampler: AnySide, seed: int) -> list[Any]:
     """Send the weights of a seed, and return what arrived."""
     sampler.tell("receive", None)
     trainer.tell("send", (seed, case.bytes_a_weight))

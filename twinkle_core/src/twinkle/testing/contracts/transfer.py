@@ -1,9 +1,10 @@
-"""Two processes with a checkpoint engine each: what the checks of checkpoint engines command."""
+"""Two processes, or threads, with a checkpoint engine each: what the checks of checkpoint engines command."""
 
 import asyncio
 import multiprocessing
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import TwinkleError
@@ -102,6 +103,52 @@ class Side:
         self._connection.close()
 
 
+class SideHere:
+    """A thread of this process that does what a `Side` does; instead of being killed it raises.
+
+    Args:
+        engine: the class of the engine.
+        kwargs: of its constructor.
+        seconds: how long an answer may take.
+    """
+
+    def __init__(self, engine: Any, kwargs: dict[str, Any], seconds: float) -> None:
+        self._engine, self._seconds = engine(**kwargs), seconds
+        self._thread = ThreadPoolExecutor(1)
+        self._answers: list[Future[Any]] = []
+
+    def tell(self, command: str, argument: Any = None) -> None:
+        """Begin a command without waiting for its end."""
+        self._answers.append(self._thread.submit(self._do, command, argument))
+
+    def _do(self, command: str, argument: Any) -> Any:
+        if command == "send_half_and_die":
+            command, argument = "send", (*argument, True)
+        return _obey(self._engine, command, argument)
+
+    def answer(self) -> Any:
+        """Wait for the end of the command; see `Side.answer`."""
+        try:
+            return self._answers.pop(0).result(self._seconds)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {self._seconds:g} s") from None
+        except Exception as error:  # whatever the engine raises is the answer
+            raise SideFailed(f"{type(error).__name__}: {error}") from error
+
+    def ask(self, command: str, argument: Any = None) -> Any:
+        """Give a command and wait for its end."""
+        self.tell(command, argument)
+        return self.answer()
+
+    def wait(self) -> None:
+        """Do nothing: who waits for the answer knows that it raised."""
+
+    def kill(self) -> None:
+        """Let the other side go, and end the thread when it is done."""
+        self._engine.finalize()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 def _serve(connection: "Connection[Any, Any]", engine_class: Any, kwargs: dict[str, Any]) -> None:
     """Obey until the connection ends."""
     engine = None
@@ -123,7 +170,8 @@ def _obey(engine: Any, command: str, argument: Any) -> Any:
         engine.init_process_group(**argument)
         return None
     if command == "send":
-        asyncio.run(engine.send_weights(iter(weights(*argument))))
+        seed, size, *fails = argument
+        asyncio.run(engine.send_weights(_raising(seed, size) if fails else iter(weights(seed, size))))
         return None
     if command == "send_half_and_die":
         asyncio.run(engine.send_weights(_half(*argument)))
@@ -140,6 +188,12 @@ def _half(seed: int, size: int) -> "Iterator[tuple[str, Tensor]]":
     yield from named[: len(named) // 2]
     time.sleep(0.2)  # what was given so far may be on its way
     os._exit(9)
+
+
+def _raising(seed: int, size: int) -> "Iterator[tuple[str, Tensor]]":
+    named = weights(seed, size)
+    yield from named[: len(named) // 2]
+    raise ConnectionAbortedError("the trainer fails in the middle")
 
 
 async def _received(engine: Any) -> list[tuple[str, str, Any]]:

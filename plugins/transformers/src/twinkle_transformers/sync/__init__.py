@@ -1,0 +1,1 @@
+"""Weights on their way from a trainer to a sampler."""

@@ -1,0 +1,183 @@
+"""The side of a sampler: weights that have arrived are compared with its own, and then written all together."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from twinkle import remote_function
+from twinkle.checkpoint_engine import CheckpointEngine, CheckpointEngineMixin
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle_transformers.engine.adapters import arrived_version
+from twinkle_transformers.service import Service
+from twinkle_transformers.sources import OwnWeights, SharedModel, Source
+from twinkle_transformers.sync.base import base_weights, ties
+from twinkle_transformers.versions import AdapterVersion
+
+ADAPTER = "base_model.model."
+Arrived = dict[str, Tensor]
+
+
+class ReceivesWeights(CheckpointEngineMixin):
+    """What a sampler adds to `CheckpointEngineMixin`: it takes weights, all of them or none."""
+
+    _source: Source
+    _service: Service
+
+    reset_prefix_cache: Callable[[], None]
+
+    def get_state_keys(self) -> list[str]:
+        """Return the names of the weights that are sampled from, without adapters."""
+        return sorted(base_weights(self._source.base))
+
+    @remote_function(dispatch="all")
+    def receive_weights(
+        self,
+        base_sync_done: bool = False,
+        peft_config: Mapping[str, Any] | None = None,
+        *,
+        adapter_name: str | None = None,
+    ) -> None:
+        """Take weights from the engine that a `CheckpointEngineManager` prepared, and sample with them from now on.
+
+        All of them are compared with the sampler's own before the first is written. Where the base is written,
+        requests that run are first served to their end, and those that come meanwhile wait; an adapter alone is put
+        beside the one before it, with which running requests go on.
+
+        Args:
+            base_sync_done: an adapter comes alone.
+            peft_config: of the adapter that comes; None where none does, and rows then have none by default.
+            adapter_name: also the adapter's name here, beside being the default one.
+
+        Raises:
+            ArgumentError: a weight is missing, strange, or of another shape or kind.
+            CheckpointError: the adapter belongs to another model.
+            Unsupported: the sampler shares the weights of a live model.
+        """
+        source = self._own_weights()
+        base, adapter = split(asyncio.run(collect(self.checkpoint_engine)))
+        if bool(adapter) != (peft_config is not None) or (base_sync_done and base):
+            raise ArgumentError(
+                f"receive_weights: {len(base)} weights of the base and {len(adapter)} of an adapter arrived, which does "
+                f"not go with base_sync_done={base_sync_done} and {'a' if peft_config else 'no'} peft_config"
+            )
+        pairs = [] if base_sync_done else pair(source.base, base)
+        version = self._version(adapter, peft_config, adapter_name) if adapter else None
+        if base_sync_done:
+            with self._service.gate:
+                source.set_default(version, adapter_name)
+        else:
+            with self._service.at_rest():
+                write(pairs)
+                source.set_default(version, adapter_name)
+        self.reset_prefix_cache()
+
+    def shares_weights(self, model: Any) -> bool:
+        """Say whether this sampler samples from the module that `model` trains."""
+        return isinstance(self._source, SharedModel) and self._source.base is SharedModel(model).base
+
+    def publish_adapter(self, adapter_name: str | None = None) -> None:
+        """Sample with an adapter of the shared model as it is now, until it is published again.
+
+        It is what rows have by default and by its name; adapters that were never published are followed as they are
+        trained. A full model without adapters is always followed.
+
+        Args:
+            adapter_name: by default the model's active one; needed where many share a model.
+
+        Raises:
+            ArgumentError: there is no such adapter, or the sampler has weights of its own.
+            Unsupported: the adapter is more than low-rank terms of linear layers.
+        """
+        if not isinstance(self._source, SharedModel):
+            raise ArgumentError(
+                "publish_adapter: this sampler has weights of its own; send it the model's by "
+                "CheckpointEngineManager(model, sampler).sync_weights()"
+            )
+        with self._service.gate:
+            self._source.publish(adapter_name, self._service.runner)
+        self.reset_prefix_cache()
+
+    def _own_weights(self) -> OwnWeights:
+        if isinstance(self._source, OwnWeights):
+            return self._source
+        raise Unsupported(
+            "receive_weights: this sampler shares the weights of a live model, which belong to its training; give it "
+            "weights of its own (model_id=), or sync it with that model, which publishes an adapter"
+        )
+
+    def _version(self, adapter: Arrived, config: Mapping[str, Any] | None, adapter_name: str | None) -> AdapterVersion:
+        known = {field.name for field in fields(LoraConfig) if field.init}
+        read = LoraConfig(**{name: value for name, value in (config or {}).items() if name in known})
+        what = f"the adapter {adapter_name!r} that arrived" if adapter_name else "the adapter that arrived"
+        return arrived_version(adapter, read, self._source.sites(self._service.runner), what)
+
+
+async def collect(engine: CheckpointEngine) -> Arrived:
+    """Return all weights of a transfer by name."""
+    async with aclosing(engine.receive_weights()) as arriving:  # type: ignore[type-var]
+        return {name: tensor.clone() if engine.reuses_memory else tensor async for name, tensor in arriving}
+
+
+def split(arrived: Arrived) -> tuple[Arrived, Arrived]:
+    """Return the base's weights, and the adapter's."""
+    adapter = {name: tensor for name, tensor in arrived.items() if name.startswith(ADAPTER)}
+    return {name: tensor for name, tensor in arrived.items() if name not in adapter}, adapter
+
+
+def pair(causal: Any, arrived: Arrived) -> list[tuple[Tensor, Tensor]]:
+    """Return each weight of a model with what is to be written there.
+
+    Args:
+        causal: the Hugging Face model, perhaps with PEFT's layers inside.
+        arrived: by name; of tied weights one.
+
+    Raises:
+        ArgumentError: a weight is missing, has no place, or has another shape or kind of numbers.
+    """
+    own = base_weights(causal)
+    tied = ties(own)
+    owner = {name: tied.get(name, name) for name in own}
+    found = {owner[name]: name for name in arrived if name in owner}
+    _check_names(own, arrived, owner, found)
+    pairs = [(own[first], arrived[name]) for first, name in found.items()]
+    for (mine, theirs), name in zip(pairs, found.values(), strict=True):
+        if mine.shape != theirs.shape or not _alike(mine, theirs):
+            raise ArgumentError(
+                f"receive_weights: {name} arrived as {theirs.dtype} {list(theirs.shape)}, the sampler has "
+                f"{mine.dtype} {list(mine.shape)}; {_WAY}"
+            )
+    return pairs
+
+
+@torch.no_grad()
+def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write what was compared; numbers are rounded to the dtype that is there."""
+    for mine, theirs in pairs:
+        mine.copy_(theirs)
+
+
+_WAY = "make the sampler of the model that is trained (model_id=)"
+
+
+def _check_names(
+    own: Mapping[str, Tensor], arrived: Arrived, owner: Mapping[str, str], found: Mapping[str, str]
+) -> None:
+    if strange := sorted(set(arrived) - set(own)):
+        raise ArgumentError(f"receive_weights: {strange[0]} arrived, which the sampler does not have; {_WAY}")
+    if missing := sorted(set(owner.values()) - set(found)):
+        raise ArgumentError(f"receive_weights: {missing[0]} did not arrive ({len(missing)} such weights); {_WAY}")
+    if len(found) < len(arrived):
+        twice = next(name for name in arrived if found[owner[name]] != name)
+        raise ArgumentError(
+            f"receive_weights: {twice} and {found[owner[twice]]} arrived, which are one weight in the sampler; {_WAY}"
+        )
+
+
+def _alike(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.dtype == theirs.dtype or (mine.is_floating_point() and theirs.is_floating_point())

@@ -1,0 +1,152 @@
+"""What an adapter changes, read from the layers that hold it; nothing of the model is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor
+
+from twinkle.errors import ArgumentError, Unsupported
+from twinkle_transformers.sites import Site
+from twinkle_transformers.sync.base import plain
+from twinkle_transformers.versions import AdapterVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What an adapter adds to one weight W `[out, in]`: scale * B A.
+
+    Attributes:
+        down: A, `[r, in]`.
+        up: B, `[out, r]`.
+        scale: factor of the product.
+        transposed: the weight lies as `[in, out]` (GPT-2's layers, embeddings).
+        magnitude: of DoRA (arXiv:2402.09353), `[out]`: the length of each row of the sum; None without.
+        bias: what is added to the layer's bias, `[out]`, scaled already.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    transposed: bool = False
+    magnitude: Tensor | None = None
+    bias: Tensor | None = None
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return W + scale * B A in W's dtype, computed in float32 or wider; with DoRA its rows have `magnitude`."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        base = (weight.t() if self.transposed else weight).to(dtype)
+        found = torch.addmm(base, self.up.to(dtype), self.down.to(dtype), alpha=self.scale)
+        if self.magnitude is not None:
+            found *= (self.magnitude.to(dtype) / found.norm(dim=1))[:, None]
+        return (found.t() if self.transposed else found).to(weight.dtype)
+
+
+@dataclass(slots=True)
+class Changes:
+    """All that an adapter changes.
+
+    Attributes:
+        terms: by the name of the layer, as it is without PEFT's wrappers.
+        weights: what stands in place of weights of the base, by their names.
+        beyond: what there is beside low-rank terms of linear layers; None if those are all.
+    """
+
+    terms: dict[str, Term] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    beyond: str | None = None
+
+    def adapted(self, base: Mapping[str, Tensor]) -> dict[str, Tensor | Term]:
+        """Return what becomes of each weight that is changed, by its name in the base."""
+        found: dict[str, Tensor | Term] = dict(self.weights)
+        for place, term in self.terms.items():
+            found[f"{place}.weight"] = term
+            if term.bias is not None:
+                found[f"{place}.bias"] = base[f"{place}.bias"].detach() + term.bias
+        return found
+
+
+def changes_of(model: PeftModel, name: str) -> Changes:
+    """Return what an adapter of a module that PEFT wraps changes.
+
+    Args:
+        model: the wrapped module.
+        name: of the adapter.
+
+    Raises:
+        Unsupported: it changes more than the weights of layers, or how is not known.
+    """
+    found = Changes()
+    for path, module in model.get_base_model().named_modules():
+        place = plain(path)
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            _add_saved(found, place, module, name)
+        elif isinstance(module, BaseTunerLayer) and _holds(module, name):
+            found.terms[place] = term = _term(place, module, name)
+            if term.magnitude is not None or term.bias is not None or name in getattr(module, "lora_embedding_A", ()):
+                found.beyond = found.beyond or f"more than a low-rank term at {place}"
+    if not found.terms and not found.weights:
+        raise ArgumentError(f"adapter {name!r} has no weights in this model")
+    return found
+
+
+def terms_of(version: AdapterVersion, sites: Mapping[str, Site]) -> dict[str, Term]:
+    """Return what a version of a pool's adapter adds to the linear layers of its model."""
+    found = {}
+    for name, shape in version.layout.shapes.items():
+        entry = version.layout.entries[name]
+        down, up = entry.down_of(version.flat)[: shape.rank], entry.up_of(version.flat)[: shape.rank]
+        found[name] = Term(down, up.t(), shape.scale, sites[name].transposed)
+    return found
+
+
+def _add_saved(found: Changes, place: str, module: Any, name: str) -> None:
+    """Note a module that was trained whole beside the adapter."""
+    if isinstance(module, ModulesToSaveWrapper):
+        if name in module.modules_to_save:
+            trained = module.modules_to_save[name].state_dict(keep_vars=True)
+            found.weights |= {f"{place}.{key}": tensor.detach() for key, tensor in trained.items()}
+            found.beyond = found.beyond or f"a {place} of its own"
+    elif name in getattr(module, "trainable_tokens_delta", ()):
+        raise Unsupported(
+            f"adapter {name!r} trains single tokens of {place} ({type(module).__name__}); save it and sample from the "
+            "folder"
+        )
+
+
+def _term(place: str, layer: Any, name: str) -> Term:
+    kind, variant = type(layer).__name__, type(layer.lora_variant.get(name)).__name__
+    if kind not in ("Linear", "Embedding") or not isinstance(layer, LoraLayer):
+        raise Unsupported(f"adapter {name!r} adapts {place}, a {kind}, which is not known how to merge or send")
+    if layer.merged:
+        raise Unsupported(f"adapter {name!r} is merged into {place} already; unmerge it first")
+    if variant not in ("NoneType", "DoraLinearVariant"):
+        raise Unsupported(f"adapter {name!r} is a {variant} at {place}, which is not known how to merge or send")
+    if kind == "Embedding":
+        down, up = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+        return Term(down.detach(), up.detach(), float(layer.scaling[name]), transposed=True)
+    down, up, scale = layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
+    bias = layer.lora_B[name].bias
+    if bias is not None and variant != "NoneType":
+        raise Unsupported(f"adapter {name!r} is a DoRA with lora_bias at {place}, which is not known how to merge")
+    if bias is not None and layer.get_base_layer().bias is None:
+        raise Unsupported(f"adapter {name!r} has a bias at {place}, where the base has none to merge it into")
+    return Term(
+        down.detach(),
+        up.detach(),
+        scale,
+        bool(layer.fan_in_fan_out),
+        layer.lora_magnitude_vector[name].weight.detach() if variant != "NoneType" else None,
+        None if bias is None else bias.detach() * scale,
+    )
+
+
+def _holds(module: Any, name: str) -> bool:
+    return any(name in getattr(module, kind, ()) for kind in module.adapter_layer_names)
