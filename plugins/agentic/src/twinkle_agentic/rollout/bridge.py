@@ -10,7 +10,7 @@ from twinkle.template.completion import append_tokens
 from twinkle.template.labels import IGNORE, turn_span
 from twinkle.template.rendering import ChatRenderer
 
-_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")  # some chat templates show it in the last turn only
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\n<channel\|>")  # some show it in the last turn only
 
 
 def extend_with_bridge(
@@ -56,15 +56,22 @@ def _texts(chat: ChatRenderer, template: Template, extended: Mapping[str, Any], 
     Raises:
         EncodeError: the chat template refuses, or what was before is shown differently.
     """
-    messages = template.format_trajectory(extended, add_default_system=True)["messages"]
-    known: Any = messages[:-added]
-    after, before = chat.prompt(messages), chat.render(known)  # type: ignore[arg-type]
-    end = turn_span(chat, messages, len(known) - 1, after)[1]  # type: ignore[arg-type]
-    was = turn_span(chat, known, len(known) - 1, before)[1]
-    if _NO_THOUGHT.sub("", after[:end]) != _NO_THOUGHT.sub("", before[:was]):
+    messages: Any = template.format_trajectory(extended, add_default_system=True)["messages"]
+    known = messages[:-added]
+    turn, was, now = len(known) - 1, chat.render(known), chat.render(messages)
+    prompt = chat.render(messages, add_generation_prompt=True)
+    before, ended = _split(chat, was[: turn_span(chat, known, turn, was)[1]])
+    after, closing = _split(chat, now[: turn_span(chat, messages, turn, now)[1]])
+    same = _NO_THOUGHT.sub("", before) == _NO_THOUGHT.sub("", after) and bool(ended) == bool(closing)
+    if not same or not prompt.startswith(after + closing):
         raise EncodeError("the chat template shows the turns before differently once others follow")
-    closings = [token for token in chat.special_tokens if after[:end].endswith(token)]
-    return max(closings, key=len, default=""), after[end:]
+    return closing, prompt[len(after) + len(closing) :]
+
+
+def _split(chat: ChatRenderer, text: str) -> tuple[str, str]:
+    """Return a text without the special token at its end, and that token."""
+    found = max((token for token in chat.special_tokens if text.endswith(token)), key=len, default="")
+    return text[: len(text) - len(found)], found
 
 
 def _tokens(tokenizer: Any, ids: Sequence[int], closing: str, bridge: str) -> list[int] | None:

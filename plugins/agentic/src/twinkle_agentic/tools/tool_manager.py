@@ -67,6 +67,8 @@ class ToolManager:
             ArgumentError: the name is taken, or `tool` is none.
         """
         built = tool if isinstance(tool, Tool) else registry().build(tool, "tool")
+        if not callable(getattr(built, "tool_info", None)):
+            raise ArgumentError(f"{built!r:.80} is no tool: it has no tool_info(); subclass twinkle.tool.Tool")
         name = str(built.tool_info()["function"]["name"]) if name is None else name
         if name in self._tools:
             raise ArgumentError(f"a tool {name!r} is registered already; unregister it first, or give this one a name")
