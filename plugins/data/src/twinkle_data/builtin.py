@@ -20,12 +20,13 @@ class BuiltinHub(Hub):
         """Return the rows of a data set of the house.
 
         Args:
-            reference: `builtin://self-cognition`, `builtin://arithmetic`, `builtin://arithmetic-preferences` or
-                `builtin://arithmetic-paraphrases`.
+            reference: `builtin://self-cognition`, `builtin://arithmetic`, `builtin://arithmetic-preferences`,
+                `builtin://arithmetic-paraphrases` or `builtin://sums`.
             subset_name: there is only `default`.
             split: `train`; what is generated has `test` too.
             **kwargs: the options of what is generated: `seed`, `size`, `difficulty`, `operations`, `language`, ... (see
-                `twinkle_data.arithmetic.arithmetic` and `twinkle_data.comparisons`); an unknown name is an error.
+                `twinkle_data.arithmetic.arithmetic`, `twinkle_data.comparisons` and `twinkle_data.sums.sums`); an
+                unknown name is an error.
 
         Raises:
             ComponentNotFound: no data set has this name.
@@ -101,6 +102,12 @@ def _paraphrases(reference: str, split: str, options: dict[str, Any]) -> list[di
     return _generated(paraphrases, reference, split, options)
 
 
+def _sums(reference: str, split: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    from twinkle_data.sums import sums
+
+    return _generated(sums, reference, split, options)
+
+
 def _generated(
     generate: Callable[..., list[dict[str, Any]]], reference: str, split: str, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -115,4 +122,5 @@ DATASETS: dict[str, Callable[[str, str, dict[str, Any]], list[dict[str, Any]]]] 
     "arithmetic": _arithmetic,
     "arithmetic-preferences": _preferences,
     "arithmetic-paraphrases": _paraphrases,
+    "sums": _sums,
 }
