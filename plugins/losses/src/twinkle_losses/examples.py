@@ -22,14 +22,7 @@ def infonce() -> dict[str, Any]:
     return {"inputs": {"labels": torch.tensor([1, 0, 0, 0] * 2)}, "outputs": {"embeddings": embeddings}}
 
 
-def grpo() -> dict[str, Any]:
-    """Every term takes part: the KL term and the entropy too."""
-    return {"kwargs": {"beta": 0.1, "entropy_coef": 0.01}}
-
-
-def dpo() -> dict[str, Any]:
-    """Both terms take part."""
-    return {"kwargs": {"sft_weight": 0.5}}
+_ALL_TERMS = {"beta": 0.1, "entropy_coef": 0.01, "tis_cap": 1.1}
 
 
 def gkd() -> dict[str, Any]:
@@ -41,6 +34,46 @@ def gkd() -> dict[str, Any]:
 
 
 _HELD = {"gradient": "its ratio is held constant where the formula says so, and its value is not"}
+
+
+def policy() -> dict[str, Any]:
+    """Every term takes part: the KL term, the entropy and the sampler's own probabilities too."""
+    return {"kwargs": _ALL_TERMS}
+
+
+def dapo() -> dict[str, Any]:
+    """Every term takes part; there is no KL term."""
+    return {"kwargs": {"entropy_coef": 0.01, "tis_cap": 1.1}}
+
+
+def dr_grpo() -> dict[str, Any]:
+    """Every term takes part, and the constant is not the width of the batch."""
+    return {"kwargs": {**_ALL_TERMS, "max_completion_length": 9}}
+
+
+def dual_clip() -> dict[str, Any]:
+    """Some ratios pass each of the three bounds."""
+    return {"kwargs": {**_ALL_TERMS, "dual_clip": 1.3}}
+
+
+def capped() -> dict[str, Any]:
+    """Every term takes part."""
+    return {"kwargs": _ALL_TERMS, "skip": _HELD}
+
+
+def sapo() -> dict[str, Any]:
+    """The two temperatures differ."""
+    return {"kwargs": {**_ALL_TERMS, "tau_neg": 1.05}}
+
+
+def reinforce() -> dict[str, Any]:
+    """Tokens are weighted by their ratio."""
+    return {"kwargs": {**_ALL_TERMS, "importance_ratio": True}}
+
+
+def dpo() -> dict[str, Any]:
+    """Both terms take part."""
+    return {"kwargs": {"sft_weight": 0.5}}
 
 
 def _bounds() -> dict[str, Any]:

@@ -31,6 +31,18 @@ def number(
     raise ArgumentError(f"{type(loss).__name__}: {name}={value!r}; it must be {wanted}")
 
 
+def whole(loss: object, name: str, value: Any, *, least: int) -> int:
+    """Return an option that counts something; a float without a fraction is one too, since requests send numbers so.
+
+    Raises:
+        ArgumentError: it is no whole number of at least `least`.
+    """
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if plain and value == value // 1 and value >= least:
+        return int(value)
+    raise ArgumentError(f"{type(loss).__name__}: {name}={value!r}; it must be a whole number of at least {least}")
+
+
 def label_to_ignore(loss: object, value: Any) -> int:
     """Return `ignore_index`, checked.
 
