@@ -112,6 +112,29 @@ def draw_several(logits_BV: Tensor, noise_BN: Tensor, *, temperature: float) -> 
     return _invert(probs_BV, noise_BN)
 
 
+def drawn_log_probs(
+    logits_BV: Tensor, tokens_B: Tensor, *, temperature: float, top_k: int = -1, top_p: float = 1.0
+) -> list[float]:
+    """Return each token's log-probability in the distribution that `draw` draws from; at temperature 0 that is 0.
+
+    Args:
+        logits_BV: `[B, V]`, with any penalty applied.
+        tokens_B: int64 `[B]`, drawn with the same arguments.
+        temperature: see `draw`.
+        top_k: see `sorted_distribution`.
+        top_p: see `sorted_distribution`.
+    """
+    if temperature == 0:
+        return [0.0] * len(tokens_B)
+    if top_k == -1 and top_p >= 1:
+        found: list[float] = log_probs(logits_BV, temperature).gather(-1, tokens_B[:, None]).squeeze(-1).tolist()
+        return found
+    probs_BK, ids_BK = sorted_distribution(logits_BV, temperature, top_k, top_p)
+    mine_B = (probs_BK * (ids_BK == tokens_B[:, None])).sum(-1)
+    logs: list[float] = (mine_B / probs_BK.sum(-1)).log().tolist()
+    return logs
+
+
 def with_logprobs(log_probs_BV: Tensor, tokens_B: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """Return for each row `count` pairs (token id, log-probability): the given token, then the most probable others."""
     own = log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1).tolist()

@@ -9,7 +9,15 @@ from torch import Tensor
 from twinkle.data_format import SamplingParams, StopReason
 from twinkle.errors import NonFiniteError
 from twinkle_transformers.cached import CachedModel, Frontier
-from twinkle_transformers.drawing import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
+from twinkle_transformers.drawing import (
+    draw,
+    drawn_log_probs,
+    log_probs,
+    most_probable,
+    noise_of,
+    penalize,
+    with_logprobs,
+)
 from twinkle_transformers.prompt_scores import PromptScores
 from twinkle_transformers.stopping import StopRule, StopWatch
 
@@ -44,6 +52,8 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
     reason: StopReason | None = None
 
     def take(self, token: int) -> None:
@@ -189,7 +199,33 @@ def _draw_step(frontier: Frontier, rows: list[Draft], params: SamplingParams, se
             draft.take(token)
     if params.logprobs or params.topk_logprobs:
         _note(rows, log_probs(raw_BV, params.temperature), tokens_B, params)
+    sampled, raw = more_logprobs(logits_BV, raw_BV, tokens_B, params)
+    for row, draft in enumerate(rows):
+        for kept, values in ((draft.sampled, sampled), (draft.raw, raw)):
+            if values is not None and len(kept) < len(draft.tokens):
+                kept.append(values[row])
     return tokens_B
+
+
+def more_logprobs(
+    logits_BV: Tensor, raw_BV: Tensor, tokens_B: Tensor, params: SamplingParams
+) -> tuple[list[float] | None, list[float] | None]:
+    """Return `sampled_logprobs` and `raw_logprobs` of tokens that were drawn, where they were asked for.
+
+    Args:
+        logits_BV: what they were drawn from.
+        raw_BV: the same before the repetition penalty.
+        tokens_B: what was drawn.
+        params: how.
+    """
+    sampled = raw = None
+    if params.sampled_logprobs:
+        sampled = drawn_log_probs(
+            logits_BV, tokens_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
+        )
+    if params.raw_logprobs:
+        raw = drawn_log_probs(raw_BV, tokens_B, temperature=1.0)
+    return sampled, raw
 
 
 def _note(rows: list[Draft], table_BV: Tensor, tokens_B: Tensor, params: SamplingParams) -> None:

@@ -34,7 +34,9 @@ class TorchSampler(ReceivesWeights, Sampler):
     """An engine: all requests, of any call, thread and adapter, run in one batch, a step at a time.
 
     Log-probabilities are those of the model's distribution at the given temperature (at temperature 0, of temperature
-    1), before top-k, top-p and repetition penalty: exactly what a training forward with `temperature=` computes.
+    1), before top-k, top-p and repetition penalty: exactly what a training forward with `temperature=` computes. On
+    request they come with those of the distribution that was really drawn from, and of the model's own
+    (`sampled_logprobs`, `raw_logprobs`).
 
     With a `seed`, the noise of a token is a function of (seed, row of the call, sample, position): the same call gives
     the same tokens, whatever the batch size and whatever else is being sampled; torch's random generators are not used.
@@ -374,6 +376,8 @@ class TorchSampler(ReceivesWeights, Sampler):
             tokens=draft.tokens,
             logprobs=draft.logprobs if params.logprobs else None,
             topk_logprobs=draft.topk if params.topk_logprobs else None,
+            sampled_logprobs=draft.sampled if params.sampled_logprobs else None,
+            raw_logprobs=draft.raw if params.raw_logprobs else None,
             decoded=stop.trim(draft.tokens) if readable else None,
             new_input_feature=(
                 self.template.concat_input_feature(feature, draft.tokens) if readable and draft.tokens else None

@@ -8,7 +8,10 @@ from twinkle.data_format.features import InputFeature
 from twinkle.errors import ArgumentError, Unsupported
 
 StopReason: TypeAlias = Literal["length", "stop", "abort", "error"]
-_OURS_ALONE = ("topk_logprobs", "prompt_logprobs_last", "prompt_temperature", "prompt_targets", "prompt_draws")
+_OURS_ALONE = (
+    "topk_logprobs", "prompt_logprobs_last", "prompt_temperature", "prompt_targets", "prompt_draws", "sampled_logprobs",
+    "raw_logprobs",
+)  # fmt: skip
 
 
 @dataclass
@@ -36,6 +39,9 @@ class SamplingParams:
             is at most the prompt's length (the last row is then the place of the first new token).
         prompt_draws: this many draws, with replacement, at the place of each prompt token but the first, at
             `temperature` and without top-k and top-p.
+        sampled_logprobs: also give each drawn token's log-probability in the distribution that it was drawn from, after
+            temperature, repetition penalty, top-k and top-p.
+        raw_logprobs: also give it in the model's own distribution, at temperature 1 and without any of these.
 
     Raises:
         ValueError: a value is outside its range.
@@ -56,6 +62,8 @@ class SamplingParams:
     prompt_temperature: float | None = None
     prompt_targets: Sequence[Sequence[int]] | None = None
     prompt_draws: int = 0
+    sampled_logprobs: bool = False
+    raw_logprobs: bool = False
 
     def __post_init__(self) -> None:
         checks = {
@@ -77,6 +85,8 @@ class SamplingParams:
                 "None or at least 0 (0 counts as 1)",
             ),
             "prompt_draws": (self.prompt_draws >= 0, "at least 0"),
+            "sampled_logprobs": (isinstance(self.sampled_logprobs, bool), "True or False"),
+            "raw_logprobs": (isinstance(self.raw_logprobs, bool), "True or False"),
             "seed": (
                 self.seed is None or isinstance(self.seed, int) or len(self.seed) == self.num_samples,
                 f"one number, or one for each of num_samples = {self.num_samples}",
@@ -190,12 +200,16 @@ class SampledSequence:
     Attributes:
         stop_reason: why it ended.
         tokens: the new token ids, the stop token included.
-        logprobs: for each new token a list of (token id, log-probability), the drawn token first.
+        logprobs: for each new token a list of (token id, log-probability), the drawn token first; at the temperature of
+            sampling, before repetition penalty, top-k and top-p: what a training forward computes.
         decoded: the new text, without special tokens and without the stop string.
         new_input_feature: prompt and completion as one row, ready for `model.forward_backward`.
         routed_experts: expert choices of mixture models, where recorded.
         topk_logprobs: for each new token the most probable ones at its place, as (token id, log-probability), the best
             first; None where none were asked for.
+        sampled_logprobs: of each new token, in the distribution that it was drawn from; 0 where it was the only choice.
+            None where they were not asked for.
+        raw_logprobs: of each new token, in the model's own distribution; None where they were not asked for.
     """
 
     stop_reason: StopReason
@@ -205,6 +219,8 @@ class SampledSequence:
     new_input_feature: InputFeature | None = None
     routed_experts: Any | None = None
     topk_logprobs: list[list[tuple[int, float]]] | None = None
+    sampled_logprobs: list[float] | None = None
+    raw_logprobs: list[float] | None = None
 
 
 @dataclass

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from twinkle_transformers.drawing import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
 from twinkle_transformers.engine.requests import Request
-from twinkle_transformers.generation import Draft, broken_logits
+from twinkle_transformers.generation import Draft, broken_logits, more_logprobs
 
 Row = tuple[Request, Draft]
 
@@ -48,6 +48,7 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
     table = log_probs(raw, params.temperature) if params.logprobs or params.topk_logprobs else raw
     pairs = with_logprobs(table, tokens, params.logprobs) if params.logprobs else None
     best = most_probable(table, params.topk_logprobs) if params.topk_logprobs else None
+    sampled, own = more_logprobs(logits, raw, tokens, params)
     for index, ((request, draft), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
         if broken[index]:
             request.error = request.error or broken_logits(request.prompt.row)
@@ -56,6 +57,10 @@ def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
             draft.logprobs.append(pairs[index])
         if best is not None:
             draft.topk.append(best[index])
+        if sampled is not None:
+            draft.sampled.append(sampled[index])
+        if own is not None:
+            draft.raw.append(own[index])
         try:
             draft.take(token)
         except Exception as error:  # a tokenizer that fails on one request's text is no matter of the others

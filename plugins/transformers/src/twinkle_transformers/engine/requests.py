@@ -68,10 +68,11 @@ class Request:
         return len(self.prompt.ids) + max(0, self.prompt.room - 1)
 
     @property
-    def drawing(self) -> tuple[float, int, float, float, int, int]:
+    def drawing(self) -> tuple[float, ...]:
         """What decides how tokens are drawn: rows that agree in it are drawn together."""
         p = self.params
-        return p.temperature, p.top_k, p.top_p, p.repetition_penalty, p.logprobs or 0, p.topk_logprobs
+        scores = p.logprobs or 0, p.topk_logprobs, p.sampled_logprobs, p.raw_logprobs
+        return p.temperature, p.top_k, p.top_p, p.repetition_penalty, *scores
 
 
 @dataclass(slots=True, eq=False)

@@ -63,8 +63,8 @@ class ReceivesWeights(CheckpointEngineMixin):
         base, adapter = split(asyncio.run(collect(self.checkpoint_engine)))
         if bool(adapter) != (peft_config is not None) or (base_sync_done and base):
             raise ArgumentError(
-                f"receive_weights: {len(base)} weights of the base and {len(adapter)} of an adapter arrived, which does "
-                f"not go with base_sync_done={base_sync_done} and {'a' if peft_config else 'no'} peft_config"
+                f"receive_weights: {len(base)} weights of the base and {len(adapter)} of an adapter arrived, which "
+                f"does not go with base_sync_done={base_sync_done} and {'a' if peft_config else 'no'} peft_config"
             )
         pairs = [] if base_sync_done else pair(source.base, base)
         version = self._version(adapter, peft_config, adapter_name) if adapter else None
