@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 TOOLS = MappingProxyType(SETTINGS["tool"])
 PACKAGES = {member.source.name for member in MEMBERS}
 ELSEWHERE = {"wandb", "swanlab", "trackio", "mlflow", "liger", "npu", "envs"}
-"""Extras for accounts, devices and games that this machine need not have; `make soak` and `make gpu` test what is there."""
+"""Extras for accounts, devices and games that not every machine has; `make soak` and `make gpu` test what is there."""
 
 
 def metadata_of_wheel(project: Path, out: Path) -> Message:
