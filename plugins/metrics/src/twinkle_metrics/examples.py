@@ -16,3 +16,22 @@ def embedding() -> dict[str, Any]:
     embeddings = torch.nn.functional.normalize(vectors, dim=-1)
     labels = torch.tensor([1, 0, 0] * 4)
     return {"inputs": {"labels": labels}, "outputs": {"embeddings": embeddings}, "rows_a_group": 3}
+
+
+COMPLETIONS = {
+    "row_arguments": {
+        "rewards": {"accuracy": [1.0, 0.0, 1.0, 0.5, 0.0, 1.0], "format": [1, 1, 0, 0, 1, 1]},
+        "completion_lengths": [5, 3, 9, 1, 0, 12],
+    }
+}
+
+
+def policy() -> dict[str, Any]:
+    """Six rows of which some ratios pass the bounds; trainer and sampler disagree."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    old = -torch.rand((6, 5), generator=draw)
+    rollout = old + 0.1 * torch.randn((6, 5), generator=draw)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])
+    return {"row_arguments": {"old_logps": old, "rollout_logps": rollout, "advantages": advantages}}

@@ -11,7 +11,7 @@ from twinkle.testing.contracts.case import Case, Violation, require
 from twinkle.testing.contracts.values import is_plain_number, left_alone, same, shown
 
 _IGNORED = -100
-Rows = tuple[dict[str, Any], dict[str, Any]]
+Rows = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 @dataclass(kw_only=True)
@@ -23,6 +23,8 @@ class MetricCase(Case):
         outputs: what the forward gave for these rows; by default `logps` and `predictions`. `loss_sum`, `num_tokens`
             and `loss` are added.
         rows_a_group: rows that belong together, so that a batch is cut between groups only.
+        row_arguments: further keyword arguments of `accumulate` that have one entry a row, such as `old_logps`; or a
+            mapping of such.
         varying: keys whose value depends on more than the calls, such as a time; they are not compared.
     """
 
@@ -31,9 +33,10 @@ class MetricCase(Case):
     inputs: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] = field(default_factory=dict)
     rows_a_group: int = 1
+    row_arguments: Mapping[str, Any] = field(default_factory=dict)
     varying: Collection[str] = ()
 
-    def batch(self) -> Rows:
+    def batch(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return inputs and outputs of all rows."""
         import torch
 
@@ -54,17 +57,19 @@ class MetricCase(Case):
         inputs, outputs = self.batch()
         groups = len(inputs["labels"]) // self.rows_a_group
         bounds = [round(groups * part / count) * self.rows_a_group for part in range(count + 1)]
-        return [
-            (_rows(inputs, start, end), _counted(_rows(inputs, start, end), _rows(outputs, start, end)))
-            for start, end in itertools.pairwise(bounds)
-            if end > start
-        ]
+        return [self.part(inputs, outputs, *ends) for ends in itertools.pairwise(bounds) if ends[1] > ends[0]]
+
+    def part(self, inputs: dict[str, Any], outputs: dict[str, Any], start: int, end: int) -> Rows:
+        """Return rows `start` to `end` as one call gets them."""
+        own = _rows(inputs, start, end)
+        return own, _counted(own, _rows(outputs, start, end)), _cut(self.row_arguments, start, end)
 
 
 def accumulate(metric: Any, parts: list[Rows]) -> None:
     """Feed the pieces of one step to the metric, as a training loop does."""
-    for inputs, outputs in parts:
-        metric.accumulate(inputs, outputs, lr=1e-3, step=2, gradient_accumulation_steps=1, grad_norm=0.5)
+    for inputs, outputs, arguments in parts:
+        known = {"lr": 1e-3, "step": 2, "gradient_accumulation_steps": 1, "grad_norm": 0.5}
+        metric.accumulate(inputs, outputs, **known, **arguments)
 
 
 def compared(case: MetricCase, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def no_labels(case: MetricCase) -> None:
     if getattr(inputs["labels"], "dim", int)() == 2 and not inputs["labels"].is_floating_point():
         inputs["labels"] = torch.full_like(inputs["labels"], _IGNORED)
         metric = case.build()
-        accumulate(metric, [(inputs, _counted(inputs, outputs))])
+        accumulate(metric, [case.part(inputs, outputs, 0, len(inputs["labels"]))])
         for name, value in metric.calculate().items():
             require(math.isfinite(value), f"{name} is {shown(value)} where every label is -100")
 
@@ -150,13 +155,13 @@ def keeps_no_tensors(case: MetricCase) -> None:
     import torch
 
     metric = case.build()
-    inputs, outputs = case.parts(1)[0]
+    inputs, outputs, arguments = case.parts(1)[0]
     live = {
         name: value.clone().requires_grad_() * 1 if _is_float_tensor(value) else value
         for name, value in outputs.items()
     }
     with torch.enable_grad():
-        accumulate(metric, [(inputs, live)])
+        accumulate(metric, [(inputs, live, arguments)])
     for name, value in vars(metric).items():
         held = [leaf for leaf in _tensors(value) if leaf.requires_grad]
         require(not held, f"its attribute {name} holds a tensor with a gradient; detach it, or keep numbers")
@@ -214,6 +219,14 @@ def _counted(inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(part: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
     return {name: value[start:end] if hasattr(value, "shape") else value for name, value in part.items()}
+
+
+def _cut(arguments: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
+    """Return rows of arguments; a mapping holds further ones."""
+    return {
+        name: _cut(value, start, end) if isinstance(value, Mapping) else value[start:end]
+        for name, value in arguments.items()
+    }
 
 
 def _is_float_tensor(value: Any) -> bool:
