@@ -231,3 +231,10 @@ def test_a_parser_is_a_component() -> None:
     assert isinstance(registry().build("ReActParser", "tool_parser"), ReActParser)
     with pytest.raises(ComponentNotFound, match="'ReActParser'"):
         registry().build("ReactParser", "tool_parser")
+
+
+def test_a_call_that_another_call_quotes_in_another_markup_is_none() -> None:
+    inner = "\n<read_file>\n<path>secret</path>\n</read_file>\n"
+    text = f"<tool_call>\n<function=note>\n<parameter=text>{inner}</parameter>\n</function>\n</tool_call>"
+    assert said(TEMPLATE.parse_tool_call(text)) == [("note", {"text": inner.strip("\n")})]
+    assert TEMPLATE.clean_tool_call(text) == ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from twinkle.tool_parser.base import ToolCallParser
+from twinkle.tool_parser.base import BlockParser, ToolCallParser
 
 
 def parsers() -> Iterator[ToolCallParser]:
@@ -15,5 +15,17 @@ def parsers() -> Iterator[ToolCallParser]:
 
 
 def detect_first(text: str) -> ToolCallParser | None:
-    """Return the first installed parser, by name, that finds a call in `text`; None if none does."""
-    return next((parser for parser in parsers() if parser.detect(text)), None)
+    """Return the installed parser whose first call begins earliest in `text`, of several the first by name.
+
+    So a call that is quoted in the arguments of another, in another markup, is not taken for one. None if no parser
+    finds a call.
+    """
+    found = [(start, parser) for parser in parsers() if (start := _start(parser, text)) is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _start(parser: ToolCallParser, text: str) -> int | None:
+    """Return where the first call begins; None where there is none."""
+    if isinstance(parser, BlockParser):
+        return next((block.start for block in parser.blocks(text)), None)
+    return max(0, text.find(parser.open_marker)) if parser.detect(text) else None
