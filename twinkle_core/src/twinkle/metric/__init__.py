@@ -12,6 +12,10 @@ __getattr__, __dir__ = room(__name__, "metric")
 # Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
 if TYPE_CHECKING:
     from twinkle_metrics.accuracy import Accuracy as Accuracy
+    from twinkle_metrics.completion import CompletionRewardMetric as CompletionRewardMetric
     from twinkle_metrics.embedding import EmbeddingMetric as EmbeddingMetric
     from twinkle_metrics.loss import LossMetric as LossMetric
+    from twinkle_metrics.policy import CISPOMetric as CISPOMetric
+    from twinkle_metrics.policy import GRPOMetric as GRPOMetric
+    from twinkle_metrics.policy import GSPOMetric as GSPOMetric
     from twinkle_metrics.train import TrainMetric as TrainMetric
