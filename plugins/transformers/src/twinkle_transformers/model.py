@@ -34,6 +34,7 @@ from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_toge
 from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
 from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
+from twinkle_transformers.sharing import sharing_prefixes
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 from twinkle_transformers.sync.sending import SendsWeights
 
@@ -68,6 +69,8 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
             when the activations of a pass would not fit.
         on_nonfinite: "raise" stops at a loss or gradient norm that is not finite and keeps the batch in the error;
             "skip" leaves the micro-batch (or the step) out and counts it in `nonfinite_skipped`.
+        share_prefixes: compute a prompt that several rows of a micro-batch begin with once; with dropout those rows have
+            its draws in common. A model that cannot (one with a state along the row) computes rows whole.
         dtype: of the loaded weights; by default the checkpoint's own with mixed precision, else float32. Whatever is
             trained is kept in float32 under mixed precision.
         **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).
@@ -97,6 +100,7 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
         *,
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        share_prefixes: bool = False,
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -120,7 +124,7 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
             forward=self._probe, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,
         )  # fmt: skip
         self._scaler_options = grad_scaler_config
-        self._longest = 0
+        self._longest, self._shares = 0, share_prefixes
         self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
         self.active_group = ""
 
@@ -482,6 +486,8 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
         batch = group.processor(rows)
         check_batch(batch, self._backbone.model)
         batch = without_padding(batch, left=group.pads_left())
+        if self._shares:
+            batch = sharing_prefixes(batch, self._backbone.segmenter, self._backbone.inputs)
         context, width = context_of(self._backbone.model.config), positions(batch).width
         if context is not None and width > max(context, self._longest):
             self._longest = width

@@ -25,6 +25,11 @@ class PackedBatch(dict[str, Any]):
         self.lengths = layout.lengths
         self.places = layout.places(side)
 
+    @property
+    def width(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
     def segments(self, device: torch.device) -> Segments:
         """Return where the sequences lie in the row that the model sees."""
         return Segments.of(self.lengths, device)
@@ -68,7 +73,7 @@ class Size:
 def positions(batch: Mapping[str, Any]) -> Size:
     """Return how large the pass of a batch is."""
     if isinstance(batch, PackedBatch):
-        return Size(sum(batch.lengths), max(batch.lengths), False)
+        return Size(sum(batch.lengths), batch.width, False)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     return Size(ids.numel(), ids.shape[1], mask is not None and not bool(mask.all()))
 

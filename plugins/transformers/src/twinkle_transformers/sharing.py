@@ -1,0 +1,99 @@
+"""Batches whose rows begin alike: what they share goes through the model once."""
+
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinkle.logging import get_logger
+from twinkle.torch.prefixes import PrefixPlan, plan_prefixes
+from twinkle.torch.segments import Segments
+from twinkle_transformers.packing import PackedBatch
+from twinkle_transformers.segments import Segmenter
+
+_TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
+
+
+class SharedBatch(PackedBatch):
+    """A padded batch `[rows, longest]` that goes through the model as the stream of a plan.
+
+    Attributes:
+        lengths: tokens of each segment of the stream.
+        index: int64 `[sum of the rows' lengths]`: where each token of the rows lies in the stream.
+    """
+
+    def __init__(self, batch: dict[str, Any], plan: PrefixPlan, places: Tensor) -> None:
+        dict.__init__(self, batch)
+        self._plan = plan
+        self.lengths, self.places = plan.lengths, places
+        self.index = torch.cat([torch.from_numpy(found) for found in plan.index])
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(found) for found in self._plan.index)
+
+    def segments(self, device: torch.device) -> Segments:
+        """Return where the stream's segments lie, and what each goes on after."""
+        return Segments.of(self.lengths, device, parents=self._plan.parents)
+
+    def join(self, arguments: Any) -> dict[str, Tensor]:
+        """Return the stream with its positions, `[1, T]` each."""
+        ids = arguments["input_ids"]
+        stream = ids.new_empty(sum(self.lengths))
+        stream[self.index.to(ids.device)] = ids.flatten()[self.places.to(ids.device)]
+        return {"input_ids": stream[None], "position_ids": self.segments(ids.device).positions[None]}
+
+    def find(self, places: Tensor) -> Tensor:
+        """Return where tokens at these places of the padded batch lie in the stream."""
+        return self.index[torch.searchsorted(self.places, places)]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return `[rows, longest, ...]` of `[1, T, ...]`, with 0 where nothing was computed."""
+        return super().spread(values[:, self.index.to(values.device)])
+
+
+def sharing_prefixes(batch: dict[str, Any], segmenter: Segmenter, taken: Collection[str]) -> dict[str, Any]:
+    """Return a batch that computes once what its rows share, or the batch itself where nothing is to be saved.
+
+    Args:
+        batch: as `without_padding` returned it.
+        segmenter: of the model.
+        taken: names of the tensors that the model takes.
+    """
+    others = [name for name in taken if name in batch and name not in _TEXT and isinstance(batch[name], Tensor)]
+    if others or len(batch["input_ids"]) < 2:
+        return batch
+    lengths, places = _rows(batch)
+    if places is None or not _counts_from_zero(batch.get("position_ids"), lengths, places):
+        return batch
+    plan = plan_prefixes(batch["input_ids"].flatten()[places].split(lengths))
+    if not plan.saved:
+        return batch
+    if refusal := segmenter.check_prefixes():
+        get_logger().debug("%s; rows are computed whole", refusal)
+        return batch
+    return SharedBatch(batch, plan, places)
+
+
+def _rows(batch: dict[str, Any]) -> tuple[list[int], Tensor | None]:
+    """Return the rows' lengths and where their tokens lie; None where a row has a hole or nothing."""
+    if isinstance(batch, PackedBatch):
+        return list(batch.lengths), batch.places
+    mask = batch["attention_mask"].bool()
+    lengths = mask.sum(1)
+    runs = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+    whole = bool((runs == 1).all())
+    return lengths.tolist(), mask.flatten().nonzero().squeeze(-1) if whole else None
+
+
+def _counts_from_zero(positions: Tensor | None, lengths: list[int], places: Tensor) -> bool:
+    if positions is None:
+        return True
+    if positions.ndim != 2:
+        return False
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    plain = torch.cat([torch.arange(past - first) for first, past in pairwise(ends)])
+    return bool((positions.flatten()[places].cpu() == plain).all())
