@@ -1,5 +1,6 @@
 """A run of two steps for the contract kit: a tiny random model on a few of the house's own rows."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,41 @@ def sft() -> dict[str, Any]:
 
 
 def _values(folder: Path) -> dict[str, Any]:
-    from twinkle.hub.quiet import quiet_transformers
-    from twinkle.testing import tiny_model
-
-    with quiet_transformers():
-        model = tiny_model(folder / "model")
     return {
-        "model": {"id": str(model), "mixed_precision": "no"},
+        "model": {"id": str(_model(folder)), "mixed_precision": "no"},
         "data": {"id": "builtin://arithmetic", "slice": 8, "max_length": 128},
         "batch_size": 4,
         "max_steps": 2,
     }
+
+
+def grpo() -> dict[str, Any]:
+    """Return the values of a configuration of `grpo`, made in the folder that the kit gives."""
+    return {"values": _policy_values}
+
+
+def rloo() -> dict[str, Any]:
+    """Return the values of a configuration of `rloo`, made in the folder that the kit gives."""
+    return {"values": _policy_values}
+
+
+def _policy_values(folder: Path) -> dict[str, Any]:
+    rows = folder / "prompts.jsonl"
+    prompts = [{"messages": [{"role": "user", "content": f"{n} + 1 ="}], "user_data": [["ground_truth", str(n + 1)]]}
+               for n in range(4)]  # fmt: skip
+    rows.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+    return {
+        "model": {"id": str(_model(folder)), "mixed_precision": "no"},
+        "data": {"id": str(rows), "max_length": 64, "eval_fraction": 0},
+        "sampling": {"num_generations": 2, "max_tokens": 4},
+        "batch_size": 2,
+        "max_steps": 2,
+    }
+
+
+def _model(folder: Path) -> Path:
+    from twinkle.hub.quiet import quiet_transformers
+    from twinkle.testing import tiny_model
+
+    with quiet_transformers():
+        return tiny_model(folder / "model")

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from twinkle.errors import ConfigError
+from twinkle.platform import Platform
 from twinkle.runtime.current import current_runtime
 from twinkle_recipes.interrupt import StopRequest
 
@@ -14,6 +16,19 @@ def ranks_of_this_run() -> "Ranks":
     from twinkle.torch.ranks import Ranks
 
     return Ranks.of(current_runtime().mesh)
+
+
+def check_alone(recipe: str) -> None:
+    """Refuse to run on several ranks.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if Platform.get_world_size() > 1:
+        raise ConfigError(
+            f"the recipe {recipe} runs in one process, and {Platform.get_world_size()} were started; leave --nproc "
+            "and torchrun out"
+        )
 
 
 def agree_to_stop(stop: StopRequest, ranks: "Ranks") -> bool:

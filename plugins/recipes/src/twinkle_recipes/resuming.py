@@ -87,10 +87,18 @@ def loop_state(checkpoint: Path) -> Mapping[str, Any]:
     return state
 
 
-def score_of(history: History, best: Path | None) -> float:
-    """Return the evaluation loss of the checkpoint that `best` names; infinity where nothing is known."""
-    scores = {f"step-{step}": loss for step, loss in zip(*history.series("eval/loss"), strict=True)}
-    return scores.get(best.name, math.inf) if best is not None else math.inf
+def score_of(history: History, best: Path | None, name: str = "eval/loss", *, highest: bool = False) -> float:
+    """Return the score of the checkpoint that `best` names; infinity where nothing is known.
+
+    Args:
+        history: of the run.
+        best: the checkpoint.
+        name: of the number that decides.
+        highest: whether the highest is the best, so that the score is its negative.
+    """
+    scores = {f"step-{step}": value for step, value in zip(*history.series(name), strict=True)}
+    score = scores.get(best.name, math.inf) if best is not None else math.inf
+    return -score if highest and math.isfinite(score) else score
 
 
 def write_config(config: RunConfig, folder: Path) -> None:

@@ -1,14 +1,11 @@
 """The recipe `sft`: supervised fine-tuning on conversations. Read `sft` from top to bottom: it is the whole run."""
 
 import functools
-import json
 import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle.errors import NonFiniteError
-from twinkle.paths import write_text
 from twinkle.run import Run
 from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.building import build_model
@@ -16,7 +13,8 @@ from twinkle_recipes.checkpoints import Checkpoints
 from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.data import batches_per_epoch, count_steps, count_tokens, groups_of_batches, loaders, share
 from twinkle_recipes.interrupt import StopRequest
-from twinkle_recipes.numbers import is_due, plain, readable
+from twinkle_recipes.keeping import keep_rows
+from twinkle_recipes.numbers import is_due, readable
 from twinkle_recipes.plan import check_early, make_plan, write_plan
 from twinkle_recipes.plots import write_loss_curve
 from twinkle_recipes.progress import Silent, display
@@ -126,14 +124,10 @@ def train(model: Any, group: list[Any], config: SFTConfig, folder: Path, ranks: 
     if config.gradient_accumulation_steps > 1:
         size = config.gradient_accumulation_steps
         accumulation = {"gradient_accumulation_steps": size, "flush": len(group) < size}
-    try:
+    with keep_rows(folder, group):
         for batch in group:
             model.forward_backward(inputs=share(batch, ranks.index, ranks.size), **config.in_memory)
         model.clip_grad_and_step(max_grad_norm=config.max_grad_norm, **accumulation)
-    except NonFiniteError as error:
-        kept = folder / "nonfinite_batch.json"
-        write_text(kept, json.dumps(error.inputs or group, default=plain, ensure_ascii=False) + "\n")
-        raise NonFiniteError(f"{error}; its rows are kept in {kept}", error.inputs) from error
     tokens = sum(count_tokens(batch) for batch in group)
     speed = tokens / max(time.monotonic() - started, 1e-9)
     numbers = {"loss": math.nan, **readable(model.calculate_metric(is_training=True))}  # no loss: the step was skipped

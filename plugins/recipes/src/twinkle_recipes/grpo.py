@@ -1,0 +1,173 @@
+"""The recipes `grpo` and `rloo`: reinforcement learning from rewards. Read `grpo` from top to bottom: it is the run."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle.checkpoint_engine import CheckpointEngineManager
+from twinkle.run import Run
+from twinkle.runtime.seeding import seed_everything
+from twinkle_recipes.building import build_model
+from twinkle_recipes.completions import Completions
+from twinkle_recipes.data import batches_per_epoch, loaders
+from twinkle_recipes.interrupt import StopRequest
+from twinkle_recipes.keeper import Keeper
+from twinkle_recipes.keeping import keep_rows
+from twinkle_recipes.numbers import readable
+from twinkle_recipes.plan import check_early, make_plan, write_plan
+from twinkle_recipes.plots import Curve
+from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
+from twinkle_recipes.policy_logps import Logps
+from twinkle_recipes.progress import display
+from twinkle_recipes.ranks import check_alone
+from twinkle_recipes.results import is_finished, result_name, told_of
+from twinkle_recipes.resuming import resume, say_how_to_resume, write_config
+from twinkle_recipes.rollouts import Answer, answer_greedily, build_sampler, check_room, sample
+from twinkle_recipes.scoring import Scorer, Scores
+from twinkle_recipes.stopwatch import Stopwatch
+from twinkle_recipes.unchanged import whole_run
+
+COLUMNS = {
+    "reward": "reward",
+    "eval/reward": "eval reward",
+    "completion_length": "length",
+    "kl": "KL",
+    "approx_kl": "moved",
+    "clip_ratio": "clipped",
+    "loss": "loss",
+    "learning_rate": "lr",
+    "tokens_per_second": "tokens/s",
+}
+CURVES = {
+    "reward.png": Curve({"reward": "sampled"}, "mean reward", {"eval/reward": "greedy, held out"}),
+    "kl.png": Curve({"kl": "to the reference", "approx_kl": "since sampling"}, "KL divergence (nats per token)"),
+}
+
+
+def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
+    """Train a model to earn reward, and leave in `run.folder` everything that says how.
+
+    A step samples `num_generations` answers to each of `batch_size` prompts, scores them, compares those of one prompt,
+    and updates the model. `metrics.jsonl` (a line a step; step 0 is the evaluation before), `completions.jsonl` (every
+    answer with its rewards), `reward.png`, `kl.png`, `config.yaml`, `plugins.json`, `checkpoints/`, and the result:
+    `adapter/` (PEFT) or `model/`.
+
+    Returns:
+        `path` of the result (the weights of the last step), `steps`, the numbers of the last evaluation, and the
+        `best` checkpoint and the pictures where there are any.
+
+    Raises:
+        NonFiniteError: the loss became NaN or infinite and `on_nonfinite` is `raise`.
+        ConfigError: it goes on in a run folder, but not as the run began (`whole_run`); or there are several ranks.
+        DataError: the model has no room behind the longest prompt; or a reward raised, was late or gave what is no
+            number, and `scoring.on_error` is `fail`.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+    """
+    whole = whole_run(config)
+    check_early(config)
+    check_alone(config.recipe)
+    show = display(config.log_every, columns=COLUMNS, charted="reward")
+    with (
+        say_how_to_resume(show, run.folder, config.recipe),
+        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
+    ):
+        plan = make_plan(config)
+        seed_everything(config.seed)
+        prompts, held_out = loaders(config)
+        show.say(f"prompts: {told_of(batches_per_epoch(prompts), held_out)}")
+        model = build_model(config, whole.max_steps * config.updates)
+        resumed = resume(config, model, run)
+        prompts.resume_from_checkpoint(resumed.consumed)
+        steps = config.max_steps
+        keeper = Keeper(config, run, show, stop, resumed, steps, CURVES, decides="eval/reward", highest=True)
+        if is_finished(config, run.folder, resumed.done, steps):
+            show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
+            return keeper.summary()
+        sampler = build_sampler(config, model)
+        check_room(sampler, prompts, config)
+        syncing = CheckpointEngineManager(model=model, sampler=sampler)
+        scorer, logps = Scorer(config), Logps(config, model)
+        stop.check()
+
+        write_plan(plan, run.folder)
+        write_config(whole, run.folder)
+        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+        completions = Completions(run.folder, config, show, first_step=resumed.done + 1)
+        if held_out is not None and not resumed.done:
+            run.log(evaluate(sampler, syncing, scorer, held_out, config), 0)
+        with keeper:
+            for step, batch in keeper.batches(prompts):
+                watch = Stopwatch()
+                with watch("sync"):
+                    sync(syncing, sampler, config)
+                with watch("sample"):
+                    answers = sample(sampler, batch, config, step)
+                with watch("score"):
+                    scores = scorer(answers)
+                with watch("train"):
+                    updated = train(model, answers, scores, logps, config, run.folder)
+                metrics = scores.metrics() | updated | sizes(answers, watch.total) | watch.metrics()
+                if held_out is not None and keeper.evaluates(step):
+                    metrics |= evaluate(sampler, syncing, scorer, held_out, config)
+                completions.add(step, answers, scores)
+                keeper.keep(step, metrics, model, prompts)
+
+    model.save(result_name(config), output_dir=str(run.folder))
+    return keeper.summary()
+
+
+def rloo(config: RLOOConfig, run: Run) -> dict[str, Any]:
+    """As `grpo`, whose loop it is: the other answers' mean as baseline, and the plain policy gradient."""
+    return grpo(config, run)
+
+
+def sync(syncing: CheckpointEngineManager, sampler: Any, config: GRPOConfig) -> None:
+    """Let the sampler answer with the weights as they are now."""
+    syncing.sync_weights(merge_and_sync=config.sampling.merge_and_sync)
+    sampler.reset_prefix_cache()
+
+
+def train(
+    model: Any, answers: Sequence[Answer], scores: Scores, logps: Logps, config: GRPOConfig, folder: Path
+) -> dict[str, float]:
+    """Make the updates of one step from its answers, and return the numbers of the updates."""
+    chosen = [index for index in scores.kept if answers[index].logps]
+    rows = [answers[index].row for index in chosen]
+    if not rows:
+        return {"untrained": 1}
+    known = logps(answers, chosen) | {"advantages": scores.advantages_of(chosen)}
+    size = config.mini_batch_size or len(rows)
+    with keep_rows(folder, rows):
+        for _ in range(config.num_iterations):
+            for start in range(0, len(rows), size):
+                part = slice(start, start + size)
+                model.forward_backward(
+                    inputs=rows[part],
+                    temperature=config.sampling.temperature,
+                    **{name: values[part] for name, values in known.items()},
+                    **config.in_memory,
+                )
+                model.clip_grad_and_step(max_grad_norm=config.max_grad_norm)
+    numbers = readable(model.calculate_metric(is_training=True))
+    return {name: value for name, value in numbers.items() if name != "accuracy"}  # of drawn tokens it says nothing
+
+
+def evaluate(
+    sampler: Any, syncing: CheckpointEngineManager, scorer: Scorer, held_out: Iterable[Any], config: GRPOConfig
+) -> dict[str, float]:
+    """Return the rewards of the most probable answers to all held-out prompts, each under `eval/`."""
+    sync(syncing, sampler, config)
+    answers = answer_greedily(sampler, [prompt for batch in held_out for prompt in batch], config)
+    return {f"eval/{name}": value for name, value in scorer.rewards(answers).metrics().items()}
+
+
+def sizes(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """Return how long the answers of a step are, and how many tokens a second went through the whole step."""
+    lengths = [len(answer.logps) for answer in answers]
+    tokens = sum(len(answer.row["input_ids"]) for answer in answers)
+    return {
+        "completion_length": sum(lengths) / len(lengths),
+        "truncated": sum(answer.stop_reason == "length" for answer in answers) / len(answers),
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
