@@ -48,12 +48,14 @@ TAGGED = {
     "scores": [1, 1, 0],
 }
 MATH = {
+    "kwargs": {"time_limit": 60.0},
     "trajectories": _rows(
         ("\\boxed{0.5}", "It is \\boxed{\\frac{1}{2}}."), ("\\boxed{7}", "\\boxed{8}"), ("9", "9"), key="solution"
     ),
     "scores": [1, 0, 0],
 }
 OLYMPIAD = {
+    "kwargs": {"time_limit": 60.0},
     "trajectories": _rows(("\\boxed{2, \\frac{6}{2}}", "3, 2"), ("\\boxed{2}", "3, 2"), ("2, 3", "3, 2")),
     "scores": [1, 0.5, 0],
 }

@@ -131,9 +131,9 @@ def parts(text: str) -> list[str]:
     """Return the parts of an answer: what stands between commas and semicolons outside brackets."""
     found, depth, start = [], 0, 0
     for mark in _SEPARATOR.finditer(text):
-        if mark[0] in "({[":
+        if mark[0] in ("(", "[", "{", "\\{"):
             depth += 1
-        elif mark[0] in ")}]":
+        elif mark[0] in (")", "]", "}", "\\}"):
             depth = max(0, depth - 1)
         elif mark[0] in ",;，；、" and not depth and not _groups_thousands(text, mark.start()):
             found.append(text[start : mark.start()])

@@ -107,7 +107,7 @@ def _words(text: str) -> list[str]:
 
 def _answered(said: str, pattern: str | None) -> str:
     if pattern is not None:
-        last = deque(re.finditer(pattern, said, re.DOTALL), maxlen=1)
+        last = deque(re.finditer(pattern, said), maxlen=1)
         return last[0][1] or "" if last else ""
     for found in (texts.tagged(said, "answer"), texts.boxed(said)):
         if found is not None:
@@ -132,7 +132,7 @@ def _asked(call: Any) -> str:
 def _pattern(owner: object, given: Any) -> str:
     name = type(owner).__name__
     try:
-        groups = re.compile(given, re.DOTALL).groups
+        groups = re.compile(given).groups
     except (re.error, TypeError) as error:
         raise ArgumentError(f"{name}: answer_pattern is {given!r:.60}, no regular expression: {error}") from error
     if not groups:

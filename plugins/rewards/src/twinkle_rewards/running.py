@@ -1,6 +1,7 @@
 """One reward of a group: called in a thread or in another process, within its time, whatever it does."""
 
 import asyncio
+import functools
 import inspect
 import math
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle_rewards.worker import Worker, WorkerError
+from twinkle_rewards.worker import Worker, WorkerBroken, WorkerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Member:
 
     def __init__(self, reward: Any, isolated: bool) -> None:
         self.reward = reward
-        self._worker = Worker() if isolated else None
+        self._worker = Worker(prepare=functools.partial(_arrived, reward)) if isolated else None
         self._thread: threading.Thread | None = None
         self._found: list[Outcome] = []
         self._late = False
@@ -82,7 +83,7 @@ class Member:
         except TimeoutError as error:
             return [Failed(str(error) or "it took too long", error)] * len(rows)
         except BaseException as error:  # whatever a reward raises, SystemExit too: it must not end the thread unheard
-            if len(rows) < 2 or getattr(self.reward, "compares_rows", False):
+            if len(rows) < 2 or isinstance(error, WorkerBroken) or getattr(self.reward, "compares_rows", False):
                 return [Failed(_said(error), error)] * len(rows)
         return [self._scores([row], _of_row(kwargs, place, len(rows)), end)[0] for place, row in enumerate(rows)]
 
@@ -94,6 +95,10 @@ class Member:
             return call(self.reward, rows, dict(kwargs), left)
         plain = [{key: value for key, value in row.items() if not hasattr(value, "shape")} for row in rows]
         return self._worker.call(call, self.reward, plain, dict(kwargs), left, seconds=left)
+
+
+def _arrived(reward: Any) -> None:
+    """Do nothing: by now the other process has imported the reward, before its time counts."""
 
 
 def call(reward: Any, rows: Sequence[Any], kwargs: dict[str, Any], seconds: float) -> Any:
@@ -130,5 +135,5 @@ def _of_row(kwargs: Mapping[str, Any], place: int, count: int) -> dict[str, Any]
 
 
 def _said(error: BaseException) -> str:
-    text = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-    return f"it raised {text:.300}" if text else "it raised"
+    text = str(error) if isinstance(error, WorkerError) else f"it raised {type(error).__name__}: {error}"
+    return text[:300]

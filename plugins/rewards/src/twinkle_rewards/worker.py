@@ -158,7 +158,7 @@ def _answer(message: bytes) -> bytes:
         function, args = pickle.loads(message)
         return pickle.dumps((True, function(*args)))
     except BaseException as error:  # whatever it raises is the answer; the process lives on
-        return pickle.dumps((False, f"{type(error).__name__}: {error}"[:500]))
+        return pickle.dumps((False, f"it raised {type(error).__name__}: {error}"[:500]))
 
 
 def _serve(memory: int) -> None:
