@@ -151,4 +151,8 @@ OPEN_ENV = {
     "kwargs": {"env_cls": EmbeddedWorld, "env_kwargs": {"word": "blue"}},
     "actions": [("env_action", {"action": "red"}), ("env_action", {"action": "blue"})],
 }
-REASONING_GYM = {"kwargs": {"dataset": "basic_arithmetic", "size": 5}, "actions": [("answer", {"answer": "4"})]}
+REASONING_GYM = {
+    "kwargs": {"dataset": "basic_arithmetic", "size": 5},
+    "actions": [("answer", {"answer": "4"})],
+    "skip": {"scores": "it scores trajectories that name their question in user_data"},
+}
