@@ -113,7 +113,8 @@ class GRPOMetric(Metric):
             return
         given = {"old_logps": old_logps, "rollout_logps": rollout_logps, "advantages": advantages}
         found = {name: where.align(name, value, new) for name, value in given.items() if value is not None}
-        sums, most = _Sums(where), {}
+        sums = _Sums(where)
+        most: dict[str, Tensor] = {}
         sums.mean("policy_confidence", new.exp())
         sums.mean("mean_new_logp", new)
         if (entropies := outputs.get("entropies")) is not None:

@@ -101,9 +101,9 @@ class GAEAdvantage(Advantage):
         ends = self._ends(last_values, len(states))
         found = [self._row(*row) for row in zip(earned, states, ends, strict=True)]
         returns = [(advantage + value).float() for advantage, value in zip(found, states, strict=True)]
-        if scale == "batch" and (lengths := [len(row) for row in found]):
-            flat = torch.cat(found)
-            found = list(((flat - flat.mean()) / (deviation(flat) + EPSILON)).split(lengths) if len(flat) else found)
+        if scale == "batch" and len(flat := torch.cat([torch.zeros(0), *found])):
+            normal = (flat - flat.mean()) / (deviation(flat) + EPSILON)
+            found = list(torch.split(normal, [len(row) for row in found]))
         return TokenEstimates([row.float() for row in found], returns)
 
     def _row(self, rewards: Tensor, values: Tensor, last: float) -> Tensor:

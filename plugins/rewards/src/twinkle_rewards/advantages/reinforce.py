@@ -97,7 +97,7 @@ def _by_token(tokens: list[Tensor], penalties: list[Tensor] | None, scale: str, 
                 raise DataError(f"{owner}: row {row} has {len(penalty)} old_logps, and its turns {length} tokens")
         tokens = [a - k.flip(0).cumsum(0).flip(0) for a, k in zip(tokens, penalties, strict=True)]
     if scale == "batch" and tokens:
-        tokens = list(_normalised(torch.cat(tokens)).split(lengths))
+        tokens = list(torch.split(_normalised(torch.cat(tokens)), lengths))
     return [row.float() for row in tokens]
 
 
