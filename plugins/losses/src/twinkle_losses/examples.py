@@ -13,6 +13,13 @@ def mse() -> dict[str, Any]:
     return {"inputs": {"labels": targets}, "outputs": {"logits": torch.randn((4, 2), generator=draw)}}
 
 
+def value() -> dict[str, Any]:
+    """One value a token; some move further than they may."""
+    import torch
+
+    return {"outputs": {"logits": torch.randn((4, 6, 1), generator=torch.Generator().manual_seed(0))}}
+
+
 def infonce() -> dict[str, Any]:
     """Two groups of an anchor, a positive and two negatives."""
     import torch

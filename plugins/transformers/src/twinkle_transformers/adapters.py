@@ -19,7 +19,7 @@ from twinkle_registry import check_keywords
 from twinkle_transformers import single
 from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sharding import copy_into
-from twinkle_transformers.value_heads import peft_task
+from twinkle_transformers.value_heads import leave_head, peft_task
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -65,6 +65,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
     config = copy.deepcopy(config)  # PEFT writes into it, and the caller may use it again
     config.base_model_name_or_path = None
     config.task_type = peft_task(model.get_base_model() if isinstance(model, PeftModel) else model, config.task_type)
+    leave_head(config)
     trainable = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         with warnings.catch_warnings():

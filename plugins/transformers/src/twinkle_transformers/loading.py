@@ -67,6 +67,10 @@ def load_model(
         config = _config(folder, config, trust_remote_code)
         config, options = _with_fields(config, from_pretrained_kwargs)
         cls = _model_class(model_cls, config, trust_remote_code)
+        if "classifier_dropout" in from_pretrained_kwargs and "Classification" not in cls.__name__:
+            raise ArgumentError(
+                f"classifier_dropout is of heads that classify or give values, and {cls.__name__} has none"
+            )
         if skeleton is not None:
             return _without_weights(cls, config, skeleton, options), folder
         options |= {"config": config, "dtype": wanted}
@@ -144,7 +148,8 @@ def _config_problem(folder: Path, error: Exception) -> str:
 def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration with the fields among `given` changed, and the options among them."""
     options = {name: value for name, value in given.items() if name in _OPTIONS}
-    fields = [name for name in config.to_dict() if not name.startswith("_")] + ["num_labels"]  # kept as label names
+    fields = [name for name in config.to_dict() if not name.startswith("_")]
+    fields += ["num_labels", "classifier_dropout"]  # kept as label names, and read where a class has such a head
     changed = copy.deepcopy(config)
     for name in given.keys() - options.keys():
         if name not in fields:

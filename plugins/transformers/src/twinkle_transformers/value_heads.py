@@ -60,6 +60,12 @@ def peft_task(model: Any, asked: str | None) -> str:
     return next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), "FEATURE_EXTRACTION")
 
 
+def leave_head(config: Any) -> None:
+    """Keep low-rank terms off a head that is trained whole: PEFT takes the one of tokens for a layer like others."""
+    if config.task_type == _TASKS["ForTokenClassification"] and config.target_modules == "all-linear":
+        config.exclude_modules = config.exclude_modules or ["score"]
+
+
 @torch.no_grad()
 def _draw(model: Any, names: set[str]) -> None:
     generator = torch.Generator().manual_seed(0)
