@@ -14,7 +14,8 @@ from twinkle_registry import discovery
 from twinkle_registry.scan import PathScan, scan_path
 
 ROOT = Path(__file__).parents[2]
-STRANGERS = ("acme_losses", "acme_focal")  # packages that the pages make, and that a reader may have installed
+# Packages that the pages make, and that a reader may have installed.
+STRANGERS = ("acme_losses", "acme_focal", "acme_tapered")
 REAL_MODEL = "builtin://smollm2-135m-instruct"
 
 

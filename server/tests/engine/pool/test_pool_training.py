@@ -283,11 +283,14 @@ def test_custom_losses_of_the_sdk_are_cross_entropy_with_weights_of_either_sign(
     compare(bench, "a", other)
 
 
-def test_metrics_are_sums_by_their_names(bench):
+@pytest.mark.parametrize("loss", ["GRPOLoss", "DRGRPOLoss", "CISPOLoss"])
+def test_metrics_are_sums_by_their_names(bench, loss):
     bench.create("a")
     tokens, inputs = drawn(9, 1)
-    _, metrics = bench.run("a", [(tokens, inputs)], "GRPOLoss")
-    assert {"loss:sum", "clip_ratio:sum", "approx_kl:sum"} <= metrics.keys()
+    options = {"max_completion_length": 9.0} if loss == "DRGRPOLoss" else {}
+    weighted = {**inputs, "rollout_logps": inputs["logprobs"]}
+    _, metrics = bench.run("a", [(tokens, weighted)], loss, tis_cap=2.0, **options)
+    assert {"loss:sum", "clip_ratio:sum", "approx_kl:sum", "rollout_kl:sum"} <= metrics.keys()
     assert all(name.count(":") == 1 for name in metrics)
 
 
