@@ -31,3 +31,4 @@ if TYPE_CHECKING:
     from twinkle_losses.reinforce import ReinforceLoss as ReinforceLoss
     from twinkle_losses.sapo import SAPOLoss as SAPOLoss
     from twinkle_losses.simpo import SimPOLoss as SimPOLoss
+    from twinkle_losses.value import ValueLoss as ValueLoss
