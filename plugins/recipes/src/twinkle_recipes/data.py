@@ -3,10 +3,10 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from twinkle._registry import registry
 from twinkle.dataset.protocol import StreamLike
@@ -21,6 +21,7 @@ from twinkle_recipes.row_numbers import told_as_in_source
 from twinkle_recipes.rows_config import DataConfig, parse_slice
 from twinkle_recipes.streams import is_stream
 
+Config = TypeVar("Config", bound=RunConfig)
 Wanted = list[int] | slice | None
 """Which rows of a data set: by number, of a stream a slice, or all."""
 _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
@@ -44,25 +45,29 @@ def without_bars() -> Iterator[None]:
 
 
 @without_bars()
-def loaders(config: RunConfig) -> tuple[Any, Any]:
+def loaders(config: Config, encode: Callable[[Any, Config], None] | None = None) -> tuple[Any, Any]:
     """Return the loader of the training rows and that of the evaluation rows (None without evaluation).
 
     A held-out row is never trained on: rows with the same content always fall on the same side. Of a stream nothing is
     held out.
+
+    Args:
+        config: of the run.
+        encode: turns the rows of a data set into tokens, in place; by default the configured template does.
     """
-    data = config.data
+    data, encode = config.data, encode or encode_rows
     held_out = None
     if data.separate_eval:
         name, split = data.eval_id or data.id, data.eval_split or data.split
-        held_out = _loader(_dataset(data, name, split, None, data.eval_args), config, name, None, shuffle=False)
+        held_out = _loader(_dataset(data, name, split, None, data.eval_args), config, name, None, False, encode)
     rows: list[int] | slice = parse_slice(data.slice) if is_stream(data) else _selected_rows(data)
     if data.eval_fraction and not data.separate_eval and isinstance(rows, list):
         chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed))
         own = sorted(chosen)
-        held_out = _loader(_dataset(data, data.id, data.split, own), config, data.id, own, shuffle=False)
+        held_out = _loader(_dataset(data, data.id, data.split, own), config, data.id, own, False, encode)
         rows = [row for row in rows if row not in chosen]
     training = _dataset(data, data.id, data.split, rows)
-    return _loader(training, config, data.id, rows, data.shuffle), held_out
+    return _loader(training, config, data.id, rows, data.shuffle, encode), held_out
 
 
 def held_out_rows(indices: Sequence[int], rows: Sequence[Any], fraction: float, seed: int) -> list[int]:
@@ -168,7 +173,20 @@ def _first_rows(dataset: Any) -> Iterator[Any]:
     return (dataset[index] for index in range(min(len(dataset), _LOOKED_AT)))
 
 
-def _loader(dataset: Any, config: RunConfig, name: str, rows: Wanted, shuffle: bool) -> Any:
+def encode_rows(dataset: Any, config: RunConfig) -> None:
+    """Turn conversations, or pairs of them, into tokens by the configured template.
+
+    Prompts that are sampled from end with the header of an answer.
+    """
+    data = config.data
+    arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
+    dataset.set_template(data.template, model_id=config.model.id, **arguments)
+    dataset.encode(**({"add_generation_prompt": True} if config.samples else {}))
+
+
+def _loader(
+    dataset: Any, config: Config, name: str, rows: Wanted, shuffle: bool, encode: Callable[[Any, Config], None]
+) -> Any:
     """Return the loader of a data set, encoded.
 
     Args:
@@ -177,14 +195,13 @@ def _loader(dataset: Any, config: RunConfig, name: str, rows: Wanted, shuffle: b
         name: of the data set, for errors.
         rows: which rows of that data set these are.
         shuffle: in another order in each epoch.
+        encode: turns it into tokens.
     """
     data = config.data
-    arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
-    dataset.set_template(data.template, model_id=config.model.id, **arguments)
     stream = isinstance(dataset, StreamLike)
     numbers = rows if isinstance(rows, list) and len(rows) == len(dataset) else None
     with told_as_in_source(name, numbers):
-        dataset.encode(**({"add_generation_prompt": True} if config.samples else {}))
+        encode(dataset, config)
     if not stream and not config.samples:
         _check_labels(dataset, data)
     if hasattr(dataset, "pack_dataset"):

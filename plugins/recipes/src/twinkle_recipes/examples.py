@@ -43,6 +43,25 @@ def _policy_values(folder: Path) -> dict[str, Any]:
     }
 
 
+def dpo() -> dict[str, Any]:
+    """Return the values of a configuration of `dpo`, made in the folder that the kit gives."""
+    return {"values": _few_values}
+
+
+def embedding() -> dict[str, Any]:
+    """Return the values of a configuration of `embedding`, made in the folder that the kit gives."""
+    return {"values": _few_values}
+
+
+def _few_values(folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"id": str(_model(folder)), "mixed_precision": "no"},
+        "data": {"args": {"size": 8, "difficulty": 1, "language": "en"}, "max_length": 128},
+        "batch_size": 2,
+        "max_steps": 2,
+    }
+
+
 def _model(folder: Path) -> Path:
     from twinkle.hub.quiet import quiet_transformers
     from twinkle.testing import tiny_model

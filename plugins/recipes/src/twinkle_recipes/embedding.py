@@ -1,0 +1,140 @@
+"""The recipe `embedding`: texts that belong together come close. Read `embedding` from top to bottom: it is the run."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from twinkle._registry import registry
+from twinkle.errors import ConfigError
+from twinkle.run import Run
+from twinkle.runtime.seeding import seed_everything
+from twinkle_recipes.building import build_model
+from twinkle_recipes.data import loaders
+from twinkle_recipes.embedding_config import EmbeddingConfig
+from twinkle_recipes.groups import encode_groups, flat
+from twinkle_recipes.interrupt import StopRequest
+from twinkle_recipes.keeper import Keeper, evaluated, steps_of, update
+from twinkle_recipes.plan import check_early, make_plan, write_plan
+from twinkle_recipes.plots import LOSS, Curve
+from twinkle_recipes.progress import display
+from twinkle_recipes.ranks import check_alone
+from twinkle_recipes.results import is_finished, result_name, told_of
+from twinkle_recipes.resuming import resume, say_how_to_resume, write_config
+from twinkle_recipes.unchanged import whole_run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COLUMNS = {
+    "loss": "loss",
+    "nonfinite_skipped": "skipped",
+    "eval/loss": "eval loss",
+    "pos_sim": "near",
+    "neg_sim": "far",
+    "eval/retrieval_accuracy": "found",
+    "learning_rate": "lr",
+    "grad_norm": "grad norm",
+    "tokens_per_second": "tokens/s",
+}
+CURVES = {
+    "loss.png": Curve({"loss": "training"}, "loss (nats per anchor)", LOSS.points, from_zero=True),
+    "similarity.png": Curve(
+        {"pos_sim": "to the positive", "neg_sim": "to the negatives"},
+        "cosine of the anchor",
+        {"eval/retrieval_accuracy": "found among held-out texts (share)"},
+    ),
+}
+
+
+def embedding(config: EmbeddingConfig, run: Run) -> dict[str, Any]:
+    """Train a model to embed texts, and leave in `run.folder` everything that says how.
+
+    `metrics.jsonl` (a line a step), `config.yaml`, `plugins.json`, `loss.png`, `similarity.png`, `checkpoints/`, and
+    the result: `adapter/` (PEFT) or `model/` (all parameters).
+
+    Returns:
+        `path` of the result, `steps`, the losses and held-out numbers of the last step, the `best` checkpoint and the
+        pictures.
+
+    Raises:
+        ConfigError: several processes, a `micro_batch_size` that the loss cannot take, or a resumed run that is not as
+            it began.
+        EncodeError: a row lacks a text, or one is empty.
+        NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
+        KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
+    """
+    whole = whole_run(config)
+    check_early(config)
+    check_alone(config.recipe)
+    show = display(config.log_every, columns=COLUMNS)
+    with (
+        say_how_to_resume(show, run.folder, config.recipe),
+        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
+    ):
+        plan = make_plan(config)
+        check_memory(config)
+        seed_everything(config.seed)
+        training, held_out = loaders(config, encode_groups)
+        show.say(f"data: {told_of(len(training), held_out)}")
+        stop.check()
+
+        model = build_model(config, steps_of(whole, config.epochs, len(training)))
+        resumed = resume(config, model, run)
+        if resumed.done:
+            training.resume_from_checkpoint(resumed.consumed)
+        steps = steps_of(config, config.epochs, len(training))
+        keeper = Keeper(config, run, show, stop, resumed, steps, CURVES)
+        if is_finished(config, run.folder, resumed.done, steps):
+            show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
+            return keeper.summary()
+        stop.check()
+
+        write_plan(plan, run.folder)
+        write_config(whole, run.folder)
+        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+        with keeper:
+            for step, groups in keeper.batches(training):
+                metrics = update(model, flat(groups), config, run.folder, time.monotonic(), task="embedding")
+                if held_out is not None and keeper.evaluates(step):
+                    metrics |= evaluate(model, held_out, config)
+                keeper.keep(step, metrics, model, training)
+
+    model.save(result_name(config), output_dir=str(run.folder))
+    return keeper.summary()
+
+
+def evaluate(model: Any, held_out: Any, config: EmbeddingConfig) -> dict[str, float]:
+    """Return loss and similarities of the held-out groups, and the share of anchors that find their positive.
+
+    An anchor finds it if no other text of any held-out group is nearer.
+    """
+    import torch
+
+    anchors: list[Tensor] = []
+    documents: list[Tensor] = []
+    own: list[int] = []
+    for groups in held_out:
+        rows = flat(groups)
+        vectors = model.forward_only(inputs=rows, task="embedding", **config.in_memory)["embeddings"]
+        model.calculate_loss()
+        for row, vector in zip(rows, vectors.float(), strict=True):
+            if row["labels"]:
+                own.append(len(documents))  # the positive follows its anchor
+            (anchors if row["labels"] else documents).append(vector)
+    similarities = torch.stack(anchors) @ torch.stack(documents).T
+    positive = similarities[torch.arange(len(own)), torch.tensor(own)]
+    found = positive >= similarities.max(1).values - 1e-6  # the same text may stand in two groups
+    return {**evaluated(model), "eval/retrieval_accuracy": float(found.double().mean())}
+
+
+def check_memory(config: EmbeddingConfig) -> None:
+    """Refuse a bound of memory where the loss compares all rows of a batch.
+
+    Raises:
+        ConfigError: `micro_batch_size` is set, and the loss needs the batch in one piece.
+    """
+    loss: Any = registry().build(config.loss.name, "loss", **config.loss.args)
+    if config.micro_batch_size is not None and not getattr(loss, "splittable", True):
+        raise ConfigError(
+            f"micro_batch_size {config.micro_batch_size} cuts a batch, and the loss {config.loss.name} compares all of "
+            "its texts; leave it out, or let the loss compare within groups (loss.args.use_batch false)"
+        )
