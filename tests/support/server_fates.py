@@ -97,12 +97,15 @@ class Killer(Fate):
     def __init__(self, seed: int, kills: int, pause: float = 0.6) -> None:
         super().__init__()
         self._draw, self._pause = random.Random(seed), pause
+        self._due: float | None = None  # of the next one, which comes in the next round if this one ends before
         self.left = [["service", "engine"][at % 2] for at in range(kills)]
         self._draw.shuffle(self.left)
 
     async def act(self, service: Served) -> None:
         """Kill what is next, if there is any that runs."""
-        await asyncio.sleep(self._draw.uniform(0.05, self._pause))
+        self._due = self._due or time.monotonic() + self._draw.uniform(0.05, self._pause)
+        await asyncio.sleep(self._due - time.monotonic())
+        self._due = None
         if self.left and service.alive and await asyncio.to_thread(self._kill, service):
             self.left.pop()
 
