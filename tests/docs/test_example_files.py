@@ -1,7 +1,13 @@
 """The scripts under examples/ have the published structure; examples/README.md runs them."""
 
 import ast
+import runpy
+import threading
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -125,3 +131,35 @@ def test_the_torchrun_script_is_the_published_one_but_for_its_values() -> None:
 def test_the_single_gpu_script_is_the_published_one_with_lines_between() -> None:
     ours = iter(statements((EXAMPLES / "single_gpu.py").read_text("utf-8")))
     assert [line for line in statements(PUBLISHED) if line not in ours] == []
+
+
+def test_the_calculator_of_the_multi_turn_example_fails_hangs_and_returns_junk_and_the_rollout_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from twinkle.template import Template
+    from twinkle.testing import tiny_tokenizer
+    from twinkle_agentic.examples import ScriptedSampler
+
+    class Asks(ScriptedSampler):
+        """Calls the calculator once a question; the examples of the prompt are turns too."""
+
+        def _next(self, row: Any, params: Any) -> Any:
+            asked = row["messages"][-1]["role"] == "user"
+            self.texts = [script["call"]("2 + 3") if asked else "I see."]
+            return super()._next(row, params.__class__())
+
+    script = runpy.run_path(str(EXAMPLES / "multi_turn.py"), run_name="example")
+    let_go = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda seconds: let_go.wait(60))
+    rows = script["play"](Asks([], Template(tokenizer=tiny_tokenizer())), trouble=True, trace_dir=tmp_path)
+    let_go.set()
+    assert [row["stop_reason"] for row in rows] == ["stop"] * 4
+    results = sorted(row["messages"][-2]["content"] for row in rows)
+    assert results == [
+        "5",
+        "Error: OSError: the calculator is on fire",
+        "Error: TypeError: the tool returned 200 bytes of binary data; a result is text",
+        "Error: calculator: no answer within 1 seconds",
+    ]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert capsys.readouterr().out.count("stop after 2 turns") == 4

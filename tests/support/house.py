@@ -66,7 +66,9 @@ def modules_below(folder: Path) -> list[str]:
 
 def providers_of_packages() -> dict[str, list[str]]:
     """Return which distributions provide each top-level package; also of what is named here and not installed."""
-    return {"mlflow": ["mlflow-skinny"]} | dict(packages_distributions())
+    return {"mlflow": ["mlflow-skinny"], "openenv": ["openenv-core"], "reasoning_gym": ["reasoning-gym"]} | dict(
+        packages_distributions()
+    )
 
 
 def imported(node: ast.AST) -> Iterator[tuple[int, str]]:
