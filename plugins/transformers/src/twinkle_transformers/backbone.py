@@ -15,7 +15,7 @@ from twinkle.torch.logits import LogitTransform, transform_of
 from twinkle.torch.pooling import embed, pool
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import PackedBatch
-from twinkle_transformers.scores import IGNORE, has_targets, score_hidden, score_logits
+from twinkle_transformers.scores import IGNORE, check_top, has_targets, score_hidden, score_logits
 from twinkle_transformers.segments import Segmenter, body_of
 
 __all__ = ["IGNORE", "Backbone", "Needs", "check_batch"]
@@ -124,6 +124,8 @@ class Backbone:
             # The causal fast path of the attention kernels: nothing is masked and positions count from 0.
             arguments = {k: v for k, v in arguments.items() if k not in ("attention_mask", "position_ids")}
         arguments = {k: v.to(device) for k, v in arguments.items()}
+        scored = has_targets(batch.get("labels")) and self.model.get_output_embeddings() is not None
+        check_top(needs, scored and not needs.embeddings)
         if needs.embeddings:
             if temperature != 1.0 or needs.logits:
                 raise ArgumentError("task='embedding' makes no logits; leave temperature and return_logits out")

@@ -27,6 +27,7 @@ def needs_for(
     """Return what a forward must prepare for a loss (None: for none) and metrics; `fuses` lets the loss fuse itself."""
     return Needs(
         logits=return_logits or (bool(getattr(loss, "require_logits", False)) and task != "embedding"),
+        logps=bool(getattr(loss, "require_logps", True)),
         entropies=bool(getattr(loss, "require_entropy", False)),
         uniform_logps=bool(getattr(loss, "require_uniform_logps", False)),
         predictions=any(getattr(metric, "require_predictions", False) for metric in metrics),
@@ -133,15 +134,20 @@ def backward(group: OptimizerGroup, item: Pass) -> None:
     item.loss = None
 
 
-def detach(item: Pass) -> None:
-    """Let go of the graph of a pass; its outputs stay."""
-    item.outputs = {k: _detached(v) for k, v in item.outputs.items()}  # type: ignore[assignment]
+def detach(item: Pass, *, logits: bool = True) -> None:
+    """Let go of the graph of a pass; its outputs stay, but whole logits only if `logits`, or if they are all there is.
+
+    A loss that requires logits has seen them: those of all micro-batches together would not be bounded.
+    """
+    drop = () if logits or "logps" not in item.outputs else ("logits",)
+    item.outputs = {k: _detached(v) for k, v in item.outputs.items() if k not in drop}  # type: ignore[assignment]
 
 
 def settle(item: Pass) -> Pass:
-    """Return what metrics may keep of a pass: outputs without graph and without whole logits, no rows."""
+    """Return what metrics may keep of a pass: outputs without graph, no whole logits (a teacher's neither), no rows."""
     outputs: Any = {k: _detached(v) for k, v in item.outputs.items() if k != "logits"}
-    return Pass(item.inputs, outputs, [], None, item.loss_kwargs, item.step)
+    arguments = {k: v for k, v in item.loss_kwargs.items() if k != "teacher_logits"}
+    return Pass(item.inputs, outputs, [], None, arguments, item.step)
 
 
 def feed_metrics(group: OptimizerGroup, status: Status) -> None:

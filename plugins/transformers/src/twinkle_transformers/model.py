@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from twinkle_transformers.options import (
     check_clipping,
     check_model_id,
     check_model_options,
+    top_of_call,
 )
 from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
@@ -175,13 +177,16 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
         task: str = "causal_lm",
         micro_batch_size: int | None = None,
         disable_lora: bool = False,
+        topk_logprobs: int | None = None,
     ) -> ModelOutput:
         """Run in evaluation mode without a graph, in micro-batches of `micro_batch_size` rows.
 
-        `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. The other arguments are those of
-        `forward`.
+        `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. `topk_logprobs=k` also gives the
+        k most probable tokens at each trained position, as `topk_logprobs` and `topk_indices` `[B, T, k]`, without
+        making whole logits. The other arguments are those of `forward`.
         """
         check_call(task, temperature)
+        top = top_of_call(topk_logprobs)
         group = self._select(adapter_name)
         parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(group.loss_instance))
         batches = [self._batch(group, part) for part in parts]
@@ -192,7 +197,7 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
         with torch.no_grad(), adapters.without_adapters(self.model, base):
             idle = self._idle_passes("forward_only", len(parts))
             status.passes = [
-                self._pass(group, status, part, batch, temperature, return_logits, task)
+                self._pass(group, status, part, batch, temperature, return_logits, task, top)
                 for part, batch in zip(parts, batches, strict=True)
             ]
             for _ in range(idle):
@@ -301,7 +306,7 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
                     touched = True
                     loop.backward(group, item)
                     done.append(item)
-                loop.detach(item)
+                loop.detach(item, logits=return_logits)
             for _ in range(idle):
                 self._idle_pass(group, group.train_status, task)
         except BaseException:
@@ -499,11 +504,11 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
 
     def _pass(
         self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool,
-        task: str,
+        task: str, top: int = 0,
     ) -> Pass:  # fmt: skip
         training = status is group.train_status
         self.model.train(training)
-        needs = loop.needs_of(group, status, return_logits, task)
+        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
 
         def forward() -> ModelOutput:
             with self.autocast():

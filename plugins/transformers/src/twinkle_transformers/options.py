@@ -57,6 +57,15 @@ def check_call(task: str, temperature: float) -> None:
         raise Unsupported(f"task={task!r}; choose 'causal_lm', 'fused_lm_ce' or 'embedding'")
 
 
+def top_of_call(topk: Any) -> int:
+    """Return how many most probable tokens a call asks for: `topk_logprobs`, 0 for None."""
+    if topk is None:
+        return 0
+    if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+        raise ArgumentError(f"topk_logprobs={topk!r}; it must be a whole number of at least 1, or None")
+    return topk
+
+
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
     """Refuse a bound or a norm that is none."""
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or math.isnan(max_norm):

@@ -1,13 +1,24 @@
 """From hidden states or whole logits to what is known of each trained position, spread over `[B, T]`."""
 
+from dataclasses import fields
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
+from twinkle.errors import ArgumentError
 from twinkle.loss import HeadProduct
-from twinkle.torch.head import CHUNK_TOKENS, LogitTransform, TokenScores, is_plain, product_of, score_tokens, wide
+from twinkle.torch.head import (
+    CHUNK_TOKENS,
+    LogitTransform,
+    TokenScores,
+    is_plain,
+    product_of,
+    score_tokens,
+    top_of,
+    wide,
+)
 from twinkle_transformers.needs import Needs
 
 IGNORE = -100
@@ -21,6 +32,19 @@ def has_targets(labels: Any) -> TypeGuard[Tensor]:
 def targets_at(labels: Tensor, places: Tensor) -> Tensor:
     """Return the targets `[N]` (or `[N, K]`) at places of the flattened batch; token 0 stands in for none."""
     return labels.reshape(-1, *labels.shape[2:])[places].clamp(min=0)
+
+
+def check_top(needs: Needs, scored: bool) -> None:
+    """Refuse to look for the most probable tokens of positions where nothing is scored.
+
+    Raises:
+        ArgumentError: `scored` is False, and they are wanted.
+    """
+    if needs.top and not scored:
+        raise ArgumentError(
+            "topk_logprobs are those of positions with a label, and there are none here; give rows with `labels` (one "
+            "token a position), task='causal_lm', and a model that predicts tokens"
+        )
 
 
 def score_hidden(
@@ -53,24 +77,46 @@ def score_hidden(
         entropies=needs.entropies,
         uniform_logps=needs.uniform_logps,
         predictions=needs.predictions,
+        top=needs.top,
         chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
     )
     return spread(labels, where, scores)
 
 
 def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
-    """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`."""
+    """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`.
+
+    Scores that nothing takes a gradient of are made some positions at a time.
+    """
     labels = batch["labels"]
     chosen = trained_places(batch, needs)
     targets, where = targets_at(labels, chosen).to(logits.device), chosen.to(logits.device)
-    log_p = logits.reshape(-1, logits.shape[-1])[where].to(wide(logits.dtype)).log_softmax(-1)
-    scores = TokenScores(
+    flat = logits.reshape(-1, logits.shape[-1])
+    differentiated = needs.logps or needs.entropies or needs.uniform_logps
+    if differentiated and torch.is_grad_enabled() and logits.requires_grad:
+        return spread(labels, where, _read(flat[where], targets, needs))
+    chunk = needs.chunk_tokens or CHUNK_TOKENS
+    with torch.no_grad():
+        pieces = [slice(start, start + chunk) for start in range(0, max(len(where), 1), chunk)]
+        return spread(labels, where, _join([_read(flat[where[part]], targets[part], needs) for part in pieces]))
+
+
+def _read(logits: Tensor, targets: Tensor, needs: Needs) -> TokenScores:
+    """Return the scores of some positions from their logits `[N, V]`, with a graph where they have one."""
+    log_p = logits.to(wide(logits.dtype)).log_softmax(-1)
+    return TokenScores(
         log_p.gather(-1, targets.view(len(targets), -1)).view(targets.shape),
         -(log_p.exp() * log_p).sum(-1) if needs.entropies else None,
         log_p.mean(-1) if needs.uniform_logps else None,
         log_p.argmax(-1) if needs.predictions else None,
+        *(top_of(log_p, needs.top) if needs.top else ()),
     )
-    return spread(labels, where, scores)
+
+
+def _join(parts: list[TokenScores]) -> TokenScores:
+    columns = [[getattr(part, field.name) for part in parts] for field in fields(TokenScores)]
+    joined: list[Any] = [None if column[0] is None else torch.cat(column) for column in columns]
+    return TokenScores(*joined)
 
 
 def trained_places(batch: dict[str, Any], needs: Needs) -> Tensor:
@@ -134,6 +180,9 @@ def spread(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelOutput:
         output["uniform_logps"] = _place(shape, where, scores.uniform_logps, 0.0)
     if scores.predictions is not None:
         output["predictions"] = _place(shape, where, scores.predictions, IGNORE)
+    if scores.top_logps is not None and scores.top_tokens is not None:
+        output["topk_logprobs"] = _place(shape, where, scores.top_logps, 0.0)
+        output["topk_indices"] = _place(shape, where, scores.top_tokens, 0)
     return output
 
 

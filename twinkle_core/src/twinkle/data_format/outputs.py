@@ -26,6 +26,11 @@ class ModelOutput(TypedDict, total=False):
     """float32 `[B, T]`: mean over the vocabulary of the log-probabilities at trained positions, 0 elsewhere."""
     predictions: "torch.Tensor"
     """int64 `[B, T]`: most probable next token at trained positions, -100 elsewhere."""
+    topk_logprobs: "torch.Tensor"
+    """float32 `[B, T, k]`: log-probabilities of the k most probable next tokens at trained positions, descending, 0
+    elsewhere; `forward_only(topk_logprobs=k)` only."""
+    topk_indices: "torch.Tensor"
+    """int64 `[B, T, k]`: these tokens, 0 elsewhere."""
     embeddings: "torch.Tensor"
     """`[B, H]`: pooled and L2-normalised; `task="embedding"` only."""
     fused_loss_sum: "torch.Tensor"

@@ -33,7 +33,8 @@ class Operation:
         loss: a loss, in any form of component argument; None is the adapter's own for "forward_backward".
         loss_inputs: arguments of the loss; those with one entry a row are cut with the rows. `ref_logps="base"` stands
             for the base model's log-probabilities of the rows, computed in the same pass.
-        options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding").
+        options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding"), `topk_logprobs`
+            (None; a number asks for so many of the most probable tokens at each trained position).
         number: of the operation, from which dropout is drawn; None takes the adapter's own count.
     """
 

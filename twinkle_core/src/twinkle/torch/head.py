@@ -33,12 +33,16 @@ class TokenScores:
         uniform_logps: mean over the vocabulary of the log-probabilities, with gradient, if asked for. A target smoothed
             by e, `(1 - e) onehot(y) + e / V`, has the log-likelihood `(1 - e) logps + e uniform_logps`.
         predictions: most probable token, int64, if asked for.
+        top_logps: log-probabilities `[N, k]` of the k most probable tokens, descending, if asked for.
+        top_tokens: these tokens, int64 `[N, k]`.
     """
 
     logps: Tensor
     entropies: Tensor | None = None
     uniform_logps: Tensor | None = None
     predictions: Tensor | None = None
+    top_logps: Tensor | None = None
+    top_tokens: Tensor | None = None
 
 
 def score_tokens(
@@ -50,6 +54,7 @@ def score_tokens(
     entropies: bool = False,
     uniform_logps: bool = False,
     predictions: bool = False,
+    top: int = 0,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenScores:
     """Score `targets` under `softmax(transform(head(hidden)))`.
@@ -63,19 +68,20 @@ def score_tokens(
         entropies: also compute entropies.
         uniform_logps: also compute the mean log-probability of the whole vocabulary.
         predictions: also compute the most probable token.
+        top: also find so many of the most probable tokens.
         chunk_tokens: positions whose logits exist at one time. A plain head needs at most `2 * chunk_tokens * V`
             numbers of float32 for logits, 4 of them with entropies or a soft cap.
 
     Under autocast the products run in autocast's dtype; soft-maxes are always at least float32.
 
     Raises:
-        ArgumentError: `chunk_tokens` is not a whole number of at least 1.
+        ArgumentError: `chunk_tokens` is not a whole number of at least 1, or `top` is more than there are tokens.
     """
     if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
         raise ArgumentError(f"score_tokens: chunk_tokens={chunk_tokens!r}; it must be a whole number of at least 1")
     transform = transform or LogitTransform()
-    want = Wanted(entropies, uniform_logps, predictions)
-    if not is_plain(head):
+    want = Wanted(entropies, uniform_logps, predictions, top)
+    if top or not is_plain(head):
         return _score_by_module(hidden, targets, head, transform, want, chunk_tokens)
     frozen = not any(parameter.requires_grad for parameter in head.parameters())
     if targets.dim() == 2 and (want != Wanted() or (torch.is_grad_enabled() and not frozen)):
@@ -112,13 +118,13 @@ def product_of(hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor, Tensor 
 def _score_by_module(
     hidden: Tensor, targets: Tensor, head: nn.Module, transform: LogitTransform, want: Wanted, chunk: int
 ) -> TokenScores:
-    def score(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def score(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         raw = head(h)
         log_p = transform(raw.to(wide(raw.dtype))).log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1) if want.entropies else log_p.new_empty(0)
         uniform = log_p.mean(-1) if want.uniform else log_p.new_empty(0)
         best = log_p.argmax(-1) if want.predictions else y.new_empty(0)
-        return log_p.gather(-1, y.view(len(y), -1)).view(y.shape), entropy, uniform, best
+        return log_p.gather(-1, y.view(len(y), -1)).view(y.shape), entropy, uniform, best, *top_of(log_p, want.top)
 
     run: Callable[[Tensor, Tensor], Any] = score
     if torch.is_grad_enabled():
@@ -128,11 +134,24 @@ def _score_by_module(
     return _asked_for(tuple(torch.cat(column) for column in zip(*parts, strict=True)), want)
 
 
+def top_of(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest of each line of `log_p` `[N, V]`, descending, and their columns, `[N, count]` each.
+
+    Raises:
+        ArgumentError: there are not so many.
+    """
+    if count > log_p.shape[-1]:
+        raise ArgumentError(f"the {count} most probable of {log_p.shape[-1]} tokens were asked for; ask for fewer")
+    values, columns = log_p.topk(count, dim=-1)
+    return values, columns
+
+
 def _asked_for(scores: tuple[Tensor, ...], want: Wanted) -> TokenScores:
-    logps, entropies, uniform, best = scores
+    logps, entropies, uniform, best, *top = scores
     return TokenScores(
         logps,
         entropies if want.entropies else None,
         uniform if want.uniform else None,
         best if want.predictions else None,
+        *(top if want.top else ()),
     )

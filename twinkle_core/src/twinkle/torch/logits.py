@@ -69,6 +69,8 @@ class Wanted:
     entropies: bool = False
     uniform: bool = False
     predictions: bool = False
+    top: int = 0
+    """How many of the most probable tokens."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

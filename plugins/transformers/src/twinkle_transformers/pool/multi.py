@@ -302,12 +302,15 @@ class MultiLoraTransformersModel(TransformersModel):
         task: str = "causal_lm",
         micro_batch_size: int | None = None,
         disable_lora: bool = False,
+        topk_logprobs: int | None = None,
     ) -> Any:
         """Run rows of one adapter or of several without a graph; `disable_lora=True` sees the base model alone.
 
-        Arguments and results are those of `forward_backward`, without a loss.
+        Arguments and results are those of `forward_backward`, without a loss; `topk_logprobs` is that of
+        `TransformersModel`.
         """
-        options = {"temperature": temperature, "return_logits": return_logits, "task": task}
+        options: dict[str, Any] = {"temperature": temperature, "return_logits": return_logits, "task": task}
+        options["topk_logprobs"] = topk_logprobs
         if isinstance(adapter_name, str | None):
             tenant = self._tenant(adapter_name)
             rows = self._encoded(tenant.group, inputs)

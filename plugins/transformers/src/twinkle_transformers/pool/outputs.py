@@ -1,6 +1,7 @@
 """From the hidden states of a pass to what the losses of its parts see."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import Pass
 from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
 from twinkle_transformers.pool.work import Part
-from twinkle_transformers.scores import has_targets, score_logits, spread, targets_at, trained_places
+from twinkle_transformers.scores import check_top, has_targets, score_logits, spread, targets_at, trained_places
 
 
 class Outputs:
@@ -88,12 +89,13 @@ class Outputs:
             entropies=needs.entropies,
             uniform_logps=needs.uniform_logps,
             predictions=needs.predictions,
+            top=needs.top,
             chunk_tokens=chunk,
         )
         sizes = [*map(len, chosen), missing]
         columns = [
             [None] * len(sizes) if values is None else torch.split_with_sizes(values, sizes)
-            for values in (scores.logps, scores.entropies, scores.uniform_logps, scores.predictions)
+            for values in (getattr(scores, field.name) for field in fields(TokenScores))
         ]
         for part, where, *mine in zip(parts, chosen, *columns, strict=False):
             self._set(part, spread(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
@@ -104,6 +106,8 @@ class Outputs:
 
     def _made(self, part: Part, hidden: Tensor, head: Any) -> ModelOutput:
         needs, temperature, batch = part.work.needs, part.work.temperature, part.batch
+        scored = has_targets(batch.get("labels"))
+        check_top(needs, scored and not needs.embeddings)
         rows = hidden[part.stream.to(self.device)]
         if needs.embeddings:
             if temperature != 1.0 or needs.logits:
@@ -114,7 +118,6 @@ class Outputs:
         elif temperature != 1.0:
             rows = rows / temperature
         logits = _padded(part, rows)
-        scored = has_targets(batch.get("labels"))
         outputs: ModelOutput = score_logits(logits, batch, needs) if scored else {}
         if needs.logits or not scored:
             outputs["logits"] = logits

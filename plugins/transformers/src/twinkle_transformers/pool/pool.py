@@ -385,7 +385,8 @@ class LoraPool(AdapterPool):
                     work.grad.add_(cohort.grads[row])
         for part in flight.parts:
             if part.item is not None:
-                loop.detach(part.item)
+                asked = part.work.operation.options.get("return_logits", False)
+                loop.detach(part.item, logits=asked or not part.work.training)
             part.done = part.work.error is None
         for part, usage in self.costs.of(flight):
             part.work.usage += usage

@@ -1,7 +1,7 @@
 """Operations under way: what each must compute, in pieces that fit into a pass."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone, check_batch
 from twinkle_transformers.group import Pass
 from twinkle_transformers.needs import Needs
-from twinkle_transformers.options import check_call
+from twinkle_transformers.options import check_call, top_of_call
 from twinkle_transformers.packing import PackedBatch, without_padding
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.prompts import context_of
@@ -24,7 +24,7 @@ from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arg
 from twinkle_transformers.scores import IGNORE, has_targets
 from twinkle_transformers.scoring import check_loss_arguments, loss_name
 
-_OPTIONS = ("temperature", "return_logits", "task")
+_OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +147,8 @@ def prepare(
         encode: encodes trajectories.
         evaluates: whose loss and metrics may be calculated from a forward later.
     """
-    options: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "task": "causal_lm", **operation.options}
+    options: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "task": "causal_lm", "topk_logprobs": None}
+    options |= operation.options
     if unknown := sorted(options.keys() - set(_OPTIONS)):
         raise ArgumentError(f"an operation has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
     check_call(options["task"], options["temperature"])
@@ -342,4 +343,5 @@ def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str
     if own and owner is not None:
         loss = loss or owner.group.loss()
         metrics = (owner.group.train_status if training else owner.group.eval_status).metrics
-    return loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
+    needs = loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
+    return replace(needs, top=top_of_call(options["topk_logprobs"]))
