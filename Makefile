@@ -10,7 +10,7 @@ PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* 
 SETTINGS := requirements.txt requirements-dev.txt requirements-cookbook.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart serve-demo test soak gpu lint format bench docs clean
+.PHONY: help install quickstart serve-demo grpo-demo test soak gpu lint format bench docs clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -23,6 +23,9 @@ quickstart: install  ## Train a small real model on two CPU cores, in minutes
 
 serve-demo: install  ## Train two tenants at once through a service, with a live table, in minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/serve_demo.py
+
+grpo-demo: install  ## Let a small real model learn to add from rewards alone, in a quarter of an hour
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run grpo --config examples/grpo_demo.yaml
 
 test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)

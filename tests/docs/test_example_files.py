@@ -1,7 +1,9 @@
 """The scripts under examples/ have the published structure; examples/README.md runs them."""
 
 import ast
+import re
 import runpy
+import sys
 import threading
 import time
 from pathlib import Path
@@ -94,6 +96,164 @@ if __name__ == '__main__':
 """
 
 
+# The published script for GRPO, without its comments.
+GRPO = """
+from typing import List, Dict, Any
+from peft import LoraConfig
+import twinkle
+from twinkle import DeviceMesh, DeviceGroup, get_device_placement, get_logger
+from twinkle.advantage import GRPOAdvantage
+from twinkle.checkpoint_engine import CheckpointEngineManager
+from twinkle.data_format import SamplingParams
+from twinkle.dataloader import DataLoader
+from twinkle.dataset import Dataset, DatasetMeta
+from twinkle.model import TransformersModel
+from twinkle.processor import InputProcessor
+from twinkle.reward import GSM8KAccuracyReward, GSM8KFormatReward
+from twinkle.sampler import vLLMSampler
+from twinkle.template import Template
+from twinkle.metric import CompletionRewardMetric
+from twinkle.preprocessor.llm import GSM8KProcessor
+logger = get_logger()
+MODEL_ID = 'ms://Qwen/Qwen3.5-4B'
+MODEL_GPUS = 4
+SAMPLER_GPUS = 4
+NUM_GPUS = MODEL_GPUS + SAMPLER_GPUS
+NUM_GENERATIONS = 8
+MAX_NEW_TOKENS = 4096
+LEARNING_RATE = 1e-5
+MAX_STEPS = 200
+BATCH_SIZE = 16
+MINI_BATCH_SIZE = 16
+MICRO_BATCH_SIZE = 2
+ADAPTER_NAME = 'default'
+def create_gsm8k_dataset():
+    dataset = Dataset(DatasetMeta('ms://modelscope/gsm8k', subset_name='main', split='train'))
+    dataset.set_template('Qwen3_5Template', model_id=MODEL_ID, max_length=2048)
+    dataset.map(GSM8KProcessor())
+    dataset.encode(add_generation_prompt=True)
+    return dataset
+def compute_rewards(trajectories: List[Dict[str, Any]]):
+    accuracy_reward_fn = GSM8KAccuracyReward()
+    format_reward_fn = GSM8KFormatReward()
+    accuracy_rewards = accuracy_reward_fn(trajectories)
+    format_rewards = format_reward_fn(trajectories)
+    total_rewards = [a + f for a, f in zip(accuracy_rewards, format_rewards)]
+    return total_rewards, format_rewards, accuracy_rewards
+def main():
+    device_groups = [
+        DeviceGroup(name='model', ranks=list(range(MODEL_GPUS)), device_type='GPU'),
+        DeviceGroup(name='sampler', ranks=list(range(MODEL_GPUS, NUM_GPUS)), device_type='GPU'),
+    ]
+    model_mesh = DeviceMesh.from_sizes(world_size=MODEL_GPUS, dp_size=MODEL_GPUS)
+    sampler_mesh = DeviceMesh.from_sizes(world_size=SAMPLER_GPUS, dp_size=SAMPLER_GPUS)
+    twinkle.initialize(mode='ray', nproc_per_node=NUM_GPUS, groups=device_groups, lazy_collect=False)
+    lora_config = LoraConfig(target_modules='all-linear', r=32, lora_alpha=64, lora_dropout=0.05)
+    model = TransformersModel(model_id=MODEL_ID, device_mesh=model_mesh, remote_group='model')
+    model.add_adapter_to_model(ADAPTER_NAME, lora_config, gradient_accumulation_steps=1)
+    model.set_optimizer('AdamW', lr=LEARNING_RATE)
+    model.set_lr_scheduler('CosineAnnealingLR', T_max=MAX_STEPS, eta_min=0)
+    model.set_loss('GRPOLoss', epsilon=0.2)
+    model.set_processor(InputProcessor)
+    model.set_template('Qwen3_5Template', model_id=MODEL_ID)
+    sampler = vLLMSampler(
+        model_id=MODEL_ID,
+        engine_args={
+            'gpu_memory_utilization': 0.8,
+            'max_model_len': 4096,
+            'max_lora_rank': 32,
+            'enable_lora': False,
+        },
+        device_mesh=sampler_mesh,
+        remote_group='sampler',
+    )
+    sampler.set_template('Qwen3_5Template', model_id=MODEL_ID)
+    ckpt_manager = CheckpointEngineManager(model=model, sampler=sampler)
+    dataloader = DataLoader(
+        dataset=create_gsm8k_dataset,
+        batch_size=BATCH_SIZE,
+        min_batch_size=BATCH_SIZE,
+        device_mesh=model_mesh,
+        remote_group='model',
+    )
+    advantage_fn = GRPOAdvantage()
+    metrics = CompletionRewardMetric()
+    sampling_params = SamplingParams(max_tokens=MAX_NEW_TOKENS, num_samples=1, logprobs=1)
+    optim_step = 0
+    logger.info(get_device_placement())
+    for batch in dataloader:
+        if optim_step >= MAX_STEPS:
+            break
+        metrics.reset()
+        global_prompts = batch if isinstance(batch, list) else [batch]
+        ckpt_manager.sync_weights(merge_and_sync=True)
+        sampler.reset_prefix_cache()
+        sample_responses = sampler.sample(
+            global_prompts * NUM_GENERATIONS,
+            sampling_params,
+        )
+        all_input_data = []
+        all_old_logps = []
+        all_completion_lengths = []
+        for sample_response in sample_responses:
+            for sequence in sample_response.sequences:
+                all_input_data.append(sequence.new_input_feature)
+                all_old_logps.append([logprob[0][1] for logprob in sequence.logprobs])
+                all_completion_lengths.append(len(sequence.tokens))
+        total_rewards, format_rewards, accuracy_rewards = compute_rewards(all_input_data)
+        metrics.accumulate(
+            completion_lengths=all_completion_lengths,
+            rewards={
+                'total': total_rewards,
+                'format': format_rewards,
+                'accuracy': accuracy_rewards,
+            },
+        )
+        advantages = advantage_fn(total_rewards, num_generations=NUM_GENERATIONS, scale='group').tolist()
+        total_completions = len(all_input_data)
+        for mb_start in range(0, total_completions, MINI_BATCH_SIZE):
+            mb_end = min(mb_start + MINI_BATCH_SIZE, total_completions)
+            mb_inputs = all_input_data[mb_start:mb_end]
+            mb_old_logps = all_old_logps[mb_start:mb_end]
+            mb_advantages = advantages[mb_start:mb_end]
+            model.forward_backward(
+                inputs=mb_inputs,
+                old_logps=mb_old_logps,
+                advantages=mb_advantages,
+                micro_batch_size=MICRO_BATCH_SIZE,
+            )
+            model.clip_grad_and_step()
+            optim_step += 1
+            if optim_step >= MAX_STEPS:
+                break
+            log_dict = metrics.calculate()
+            log_dict.update(model.calculate_metric(is_training=True))
+            metrics.reset()
+            logger.info(f'[Step {optim_step}/{MAX_STEPS}] {log_dict}')
+    logger.info(f'Training completed. optim_steps={optim_step}')
+    model.save('grpo-gsm8k-checkpoint')
+if __name__ == '__main__':
+    main()
+"""
+
+# What is changed in ours, beside values: each must be there in the published script.
+GRPO_CHANGES = (
+    ("DatasetMeta('ms://modelscope/gsm8k', subset_name='main', split='train')", "DatasetMeta(data=SUMS)"),
+    ("vLLMSampler", "TorchSampler"),
+    (
+        """        engine_args={
+            'gpu_memory_utilization': 0.8,
+            'max_model_len': 4096,
+            'max_lora_rank': 32,
+            'enable_lora': False,
+        },
+""",
+        "",
+    ),
+    ("global_prompts * NUM_GENERATIONS", "[prompt for prompt in global_prompts for _ in range(NUM_GENERATIONS)]"),
+)
+
+
 def statements(source: str) -> list[str]:
     """Return imports (sorted: their order is a matter of taste), heads of blocks and statements, one text each."""
     tree = ast.parse(source)
@@ -163,3 +323,47 @@ def test_the_calculator_of_the_multi_turn_example_fails_hangs_and_returns_junk_a
     ]
     assert len(list(tmp_path.iterdir())) == 4
     assert capsys.readouterr().out.count("stop after 2 turns") == 4
+
+
+def test_the_grpo_script_is_the_published_one_but_for_three_changes() -> None:
+    published = GRPO
+    for before, after in GRPO_CHANGES:
+        assert before in published
+        published = published.replace(before, after)
+    ours = (EXAMPLES / "grpo.py").read_text("utf-8")
+    unused = {("typing", "List"), ("typing", "Dict"), ("twinkle.template", "Template")}
+    assert names_imported(published) - names_imported(ours) == unused
+    assert names_imported(ours) - names_imported(published) == set()
+    published = published.replace("List[Dict[", "list[dict[")  # what the names are called today
+    rest = [node for node in without_values(ours)[1] if "id='SUMS', ctx=Store()" not in node]
+    assert len(rest) == len(without_values(ours)[1]) - 1
+    assert rest == without_values(published)[1]
+    for change in ("# change 1", "# change 2", "# change 3"):
+        assert change in ours
+
+
+def names_imported(source: str) -> set[tuple[str, str]]:
+    """Return (module, name) of everything that a script imports."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {(getattr(node, "module", None) or "", alias.name) for node in found for alias in node.names}
+
+
+def test_the_grpo_script_runs(place: Path) -> None:
+    text = (EXAMPLES / "grpo.py").read_text("utf-8")
+    small = {"NUM_GENERATIONS": 2, "MAX_NEW_TOKENS": 4, "MAX_STEPS": 3, "BATCH_SIZE": 4, "MINI_BATCH_SIZE": 4}
+    for name, value in small.items():
+        text, found = re.subn(rf"^{name} = \d+$", f"{name} = {value}", text, flags=re.MULTILINE)
+        assert found == 1
+    (place / "grpo.py").write_text(text, "utf-8")
+    runpy.run_path("grpo.py", run_name="__main__")
+    assert (place / "output" / "grpo-gsm8k-checkpoint" / "adapter_model.safetensors").is_file()
+
+
+def test_grpo_on_mathematics_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--steps", "2", "--prompts", "2", "--group", "2", "--max-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", ["grpo_math.py", *small])
+    runpy.run_path("examples/grpo_math.py", run_name="__main__")
+    assert "step 2/2: reward" in capsys.readouterr().out
+    assert (place / "output" / "grpo-math").is_dir()

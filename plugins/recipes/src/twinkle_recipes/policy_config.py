@@ -14,7 +14,7 @@ class PromptsConfig(DataConfig):
     """Which prompts are answered; the truth that rewards read rides along in `user_data`."""
 
     id: str = Field(
-        default="builtin://arithmetic-rl", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
+        default="builtin://sums", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
     )
     max_length: Positive = Field(default=1024, description="Longest prompt, in tokens")
     truncation: Literal["raise", "left", "delete"] = Field(
@@ -22,7 +22,7 @@ class PromptsConfig(DataConfig):
     )
 
 
-class SamplingConfig(Strict):
+class DrawingConfig(Strict):
     """How answers are drawn."""
 
     name: str = Field(default="TorchSampler", description="Component of kind `sampler`")
@@ -33,11 +33,16 @@ class SamplingConfig(Strict):
     merge_and_sync: bool = Field(
         default=True, description="Of own weights: send everything with the adapter merged in, or the adapter alone"
     )
-    num_generations: Positive = Field(default=8, description="Answers to a prompt: its group")
     max_tokens: Positive = Field(default=128, description="Longest answer, in tokens")
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits, in sampling and in training")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Draw among the fewest tokens of this probability")
     top_k: int = Field(default=-1, ge=-1, description="Draw among the k most probable tokens; -1: all")
+
+
+class SamplingConfig(DrawingConfig):
+    """How answers are drawn."""
+
+    num_generations: Positive = Field(default=8, description="Answers to a prompt: its group")
 
 
 class RewardConfig(Strict):

@@ -69,10 +69,12 @@ class Scorer:
         kept = [index for index in scores.kept if answers[index].group not in alone]
         if not kept:
             return Scores(scores.total, scores.by_name, [])
+        size = {"num_generations": self._config.sampling.num_generations}
+        whole = len(kept) == len(answers)
         advantages = self._advantage(
             [scores.total[index] for index in kept],
             scale=self._config.advantage.scale,
-            group_ids=[answers[index].group for index in kept],
+            **(size if whole else {"group_ids": [answers[index].group for index in kept]}),
         )
         self._warn_of_equal(advantages)
         known = list(advantages) if isinstance(advantages, list) else advantages.tolist()
