@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, DataError
+from twinkle.torch import tables
 from twinkle.torch.logits import wide
 from twinkle.torch.trained import Trained
 from twinkle_losses.divergence import Events
@@ -71,7 +72,7 @@ def whole_teacher(name: str, value: Any, where: Trained, vocabulary: int, temper
     Raises:
         ArgumentError: they do not fit; names the row and the sizes.
     """
-    take, width = _trained_entries(name, value, where)
+    take, width = tables.trained_lines(name, value, where)
     if width != vocabulary:
         raise ArgumentError(
             f"{where.loss}: {name} are over {width} tokens, the student's logits over {vocabulary}; both need one "
@@ -106,8 +107,8 @@ def top_teacher(logprobs: Any, tokens: Any, where: Trained, vocabulary: int, res
         ArgumentError: they do not fit each other, the batch or the vocabulary, or name a token twice.
     """
     names = ("teacher_topk_logprobs", "teacher_topk_indices")
-    take_logprobs, k = _trained_entries(names[0], logprobs, where)
-    take_tokens, count = _trained_entries(names[1], tokens, where)
+    take_logprobs, k = tables.trained_lines(names[0], logprobs, where)
+    take_tokens, count = tables.trained_lines(names[1], tokens, where)
     if count != k or not 1 <= k <= vocabulary:
         raise ArgumentError(
             f"{where.loss}: {names[0]} have {k} entries a token and {names[1]} {count}; both need the same number, "
@@ -177,46 +178,3 @@ def check_numbers(teacher: WholeTeacher | TopTeacher, values: Tensor, z: Tensor,
 def _place(where: Trained, at: int) -> str:
     row, column = where.mask.nonzero()[at].tolist()
     return f"row {row} at position {column}"
-
-
-def _trained_entries(name: str, value: Any, where: Trained) -> tuple[Callable[[slice], Tensor], int]:
-    """Return what gives the entries `[n, width]` of some of the trained tokens, and their width."""
-    rows, length = where.mask.shape
-    if not isinstance(value, Tensor) or value.dim() != 3:
-        joined = _joined(name, value, where)
-        return lambda part: joined[part], joined.shape[1]
-    if len(value) != rows or value.shape[1] < length:
-        raise ArgumentError(
-            f"{where.loss}: {name} have the shape {list(value.shape)}, the batch {rows} rows of {length} tokens; give "
-            "the teacher's numbers for the same rows, one entry a token"
-        )
-    held, (row, column) = value.detach(), where.mask.nonzero(as_tuple=True)
-    row, column = row.to(held.device), column.to(held.device) + (where.window(held.shape[1]).start or 0)
-    return lambda part: held[row[part], column[part]], held.shape[2]
-
-
-def _joined(name: str, value: Any, where: Trained) -> Tensor:
-    """Return the entries `[N, width]` of the trained tokens of a list of rows."""
-    if isinstance(value, str | dict) or not hasattr(value, "__len__") or len(value) != len(where.counts):
-        found = f"{len(value)} entries" if hasattr(value, "__len__") else f"a {type(value).__name__}"
-        raise ArgumentError(
-            f"{where.loss}: {name} have {found}, the batch {len(where.counts)} rows; give a tensor [B, T, ...], or a "
-            "list with one entry a row"
-        )
-    parts = [_entry(name, row, value[row], where) for row, count in enumerate(where.counts) if count]
-    if len(widths := {part.shape[1] for part in parts}) > 1:
-        raise ArgumentError(
-            f"{where.loss}: {name} have {sorted(widths)} entries a token; give every token the same number"
-        )
-    return torch.cat(parts)
-
-
-def _entry(name: str, row: int, entry: Any, where: Trained) -> Tensor:
-    found = f"{where.loss}: {name} of row {row}"
-    try:
-        numbers = torch.as_tensor(entry).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"{found} are no table of numbers ({error}); give [n, k], one line a token") from error
-    if numbers.dim() != 2:
-        raise ArgumentError(f"{found} have the shape {list(numbers.shape)}; give [n, k], one line a token")
-    return numbers[where.pick(name, row, len(numbers)).to(numbers.device)]

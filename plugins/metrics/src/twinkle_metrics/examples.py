@@ -35,3 +35,21 @@ def policy() -> dict[str, Any]:
     rollout = old + 0.1 * torch.randn((6, 5), generator=draw)
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])
     return {"row_arguments": {"old_logps": old, "rollout_logps": rollout, "advantages": advantages}}
+
+
+def pairs() -> dict[str, Any]:
+    """Three pairs, and a reference."""
+    import torch
+
+    reference = -torch.rand((6, 5), generator=torch.Generator().manual_seed(1))
+    return {"rows_a_group": 2, "row_arguments": {"ref_logps": reference}}
+
+
+def teacher() -> dict[str, Any]:
+    """A teacher's two most probable tokens at each position."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 4, (6, 5, 1), generator=draw) + torch.tensor([0, 4])
+    logprobs = -torch.rand((6, 5, 2), generator=draw) - 1
+    return {"row_arguments": {"teacher_topk_logprobs": logprobs, "teacher_topk_indices": tokens}}

@@ -13,9 +13,11 @@ __getattr__, __dir__ = room(__name__, "metric")
 if TYPE_CHECKING:
     from twinkle_metrics.accuracy import Accuracy as Accuracy
     from twinkle_metrics.completion import CompletionRewardMetric as CompletionRewardMetric
+    from twinkle_metrics.distillation import GKDMetric as GKDMetric
     from twinkle_metrics.embedding import EmbeddingMetric as EmbeddingMetric
     from twinkle_metrics.loss import LossMetric as LossMetric
     from twinkle_metrics.policy import CISPOMetric as CISPOMetric
     from twinkle_metrics.policy import GRPOMetric as GRPOMetric
     from twinkle_metrics.policy import GSPOMetric as GSPOMetric
+    from twinkle_metrics.preference import DPOMetric as DPOMetric
     from twinkle_metrics.train import TrainMetric as TrainMetric
