@@ -48,6 +48,11 @@ def dpo() -> dict[str, Any]:
     return {"values": _few_values}
 
 
+def gkd() -> dict[str, Any]:
+    """Return the values of a configuration of `gkd`, made in the folder that the kit gives."""
+    return {"values": _distillation_values}
+
+
 def embedding() -> dict[str, Any]:
     """Return the values of a configuration of `embedding`, made in the folder that the kit gives."""
     return {"values": _few_values}
@@ -59,6 +64,16 @@ def _few_values(folder: Path) -> dict[str, Any]:
         "data": {"args": {"size": 8, "difficulty": 1, "language": "en"}, "max_length": 128},
         "batch_size": 2,
         "max_steps": 2,
+    }
+
+
+def _distillation_values(folder: Path) -> dict[str, Any]:
+    values = _few_values(folder)
+    return values | {
+        "teacher": {"id": values["model"]["id"], "mixed_precision": "no"},
+        "lora": {"rank": 2},
+        "on_policy": 1.0,
+        "sampling": {"max_tokens": 4},
     }
 
 
