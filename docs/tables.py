@@ -99,17 +99,39 @@ def contracts() -> str:
 
 def options() -> str:
     """Every option of the recipe sft."""
-    from twinkle.cli.options import options_of
     from twinkle_recipes.config import SFTConfig
 
+    return _options_table(SFTConfig)
+
+
+def options_of_grpo() -> str:
+    """Every option of the recipe grpo that sft has not, or with another default or meaning."""
+    from twinkle_recipes.config import SFTConfig
+    from twinkle_recipes.policy_config import GRPOConfig
+
+    return _options_table(GRPOConfig, beside=SFTConfig)
+
+
+def _options_table(model: Any, beside: Any = None) -> str:
+    from twinkle.cli.options import options_of
+
+    known = {o.name: (o.description, o.default) for o in options_of(beside)} if beside is not None else {}
+    found = [option for option in options_of(model) if option.group or _is_new(option, known)]
+    used = {option.path[0] for option in found if not option.group}
     rows = []
-    for option in options_of(SFTConfig):
+    for option in found:
+        if option.group and option.path[0] not in used:
+            continue
         if option.group:
             rows.append((f"**`{option.name}`**", "", "", f"**{option.description}**"))
         else:
             default = "" if option.required else f"`{_shown(option.default)}`"
             rows.append((f"`{option.name}`", f"`{option.type_text}`".replace("|", "\\|"), default, option.description))
     return _table(("key", "type", "default", "meaning"), rows)
+
+
+def _is_new(option: Any, known: dict[str, Any]) -> bool:
+    return known.get(option.name) != (option.description, option.default)
 
 
 def script_arguments() -> str:
@@ -328,7 +350,7 @@ def _arguments(function: Any) -> str:
 def _shown(value: Any) -> str:
     import json
 
-    return json.dumps(value, default=str)
+    return json.dumps(value, default=lambda other: other.model_dump() if hasattr(other, "model_dump") else str(other))
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -344,6 +366,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "hook specs": hook_specs,
     "contracts": contracts,
     "options": options,
+    "options of grpo": options_of_grpo,
     "script arguments": script_arguments,
     "errors": errors,
     "components": components,

@@ -9,7 +9,7 @@ import pytest
 from twinkle.errors import CheckpointError
 from twinkle_recipes.checkpoints import Checkpoints, find_checkpoint, run_folder_of
 from twinkle_recipes.plots import History
-from twinkle_recipes.resuming import score_of
+from twinkle_recipes.resuming import loop_state, score_of
 
 
 def write(name: str, output_dir: str) -> None:
@@ -88,3 +88,22 @@ def test_a_continued_run_knows_the_score_to_beat(tmp_path: Path) -> None:
     assert score_of(history, tmp_path / "step-1") == 0.75
     assert score_of(history, tmp_path / "step-2") == math.inf
     assert score_of(history, None) == math.inf
+
+
+def test_what_a_loop_kept_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "trainer_state.json"
+    file.write_text('{"cur_step": 9}')
+    assert loop_state(tmp_path) == {}
+    file.write_text('{"cur_step": 9, "loop": {"step": 3}}')
+    assert loop_state(tmp_path) == {"step": 3}
+    for damaged in ('{"loop": [1]}', "{", "[]"):
+        file.write_text(damaged)
+        with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+            loop_state(tmp_path)
+
+
+def test_where_more_is_better_the_highest_score_is_to_beat(tmp_path: Path) -> None:
+    history = History()
+    history.add(1, {"eval/reward": 0.75})
+    assert score_of(history, tmp_path / "step-1", "eval/reward", highest=True) == -0.75
+    assert score_of(history, tmp_path / "step-2", "eval/reward", highest=True) == math.inf

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from twinkle_recipes.chart import chart
-from twinkle_recipes.plots import History, loss_figure, smoothed, write_loss_curve
+from twinkle_recipes.plots import Curve, History, figure_of, loss_figure, smoothed, write_curve, write_loss_curve
 
 
 def history(steps: int) -> History:
@@ -72,3 +72,20 @@ def test_a_long_series_is_averaged_into_the_columns() -> None:
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert write_loss_curve(history(3), tmp_path / "absent" / "loss.png", "run") is None
     assert "no loss curve" in caplog.text
+
+
+def test_a_picture_may_have_several_lines_and_those_without_numbers_are_left_out(tmp_path: Path) -> None:
+    told = History()
+    for step in range(1, 5):
+        told.add(step, {"kl": 0.1 * step, "approx_kl": -0.01, **({"eval/reward": 0.5} if step == 4 else {})})
+    curve = Curve({"kl": "reference", "absent": "nothing", "approx_kl": "sampler"}, "nats", {"eval/reward": "greedy"})
+    axes = figure_of(told, curve, "run").axes[0]
+    assert [line.get_label() for line in axes.get_lines()] == [
+        "reference, each step", "reference, smoothed", "sampler, each step", "sampler, smoothed", "greedy",
+    ]  # fmt: skip
+    assert list(axes.get_lines()[4].get_xdata()) == [4]
+    assert axes.get_ylabel() == "nats"
+    assert axes.get_ylim()[0] < 0
+    assert write_curve(told, curve, tmp_path / "kl.png", "run") == tmp_path / "kl.png"
+    assert write_curve(told, Curve({"absent": "x"}, "y"), tmp_path / "none.png", "run") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["kl.png"]

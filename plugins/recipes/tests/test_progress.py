@@ -88,3 +88,31 @@ def test_a_step_that_left_something_out_says_so() -> None:
     show.begin(1, 2)
     show.step(1, {"loss": float("nan"), "nonfinite_skipped": 1, "grad_norm": 0.0})
     assert stream.getvalue().startswith("step 1/2 loss=nan nonfinite_skipped=1 grad_norm=0.0000 ")
+
+
+def policy_run(terminal: bool) -> str:
+    stream = io.StringIO()
+    columns = {"reward": "reward", "kl": "KL", "absent": "absent"}
+    show = display(1, Console(file=stream, force_terminal=terminal, width=80), columns, charted="reward")
+    with show:
+        show.begin(1, 2)
+        show.step(1, {"loss": 9.0, "reward": -0.5, "kl": 0.25})
+        show.table("answers of step 1", ("prompt", "reward"), [("2 +\n[bold]2", "1.00")])
+        show.step(2, {"loss": 9.0, "reward": 0.75, "kl": 0.5})
+    return stream.getvalue()
+
+
+def test_a_recipe_chooses_the_numbers_that_are_shown_and_the_one_that_is_drawn() -> None:
+    first, *table, second = policy_run(terminal=False).splitlines()
+    assert first.startswith("step 1/2 reward=-0.5000 kl=0.2500 eta=")
+    assert table == ["answers of step 1", "  prompt=2 + [bold]2 | reward=1.00"]
+    assert second.startswith("step 2/2 reward=0.7500 kl=0.5000 eta=")
+    text = policy_run(terminal=True)
+    assert "reward: -0.500 → 0.750, highest 0.750" in text
+    assert "[bold]2" in text
+    assert "loss" not in text
+
+
+def test_a_rank_that_is_not_the_first_shows_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    Silent().table("answers", ("prompt",), [("2 + 2",)])
+    assert capsys.readouterr() == ("", "")
