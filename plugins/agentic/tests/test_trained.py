@@ -18,7 +18,7 @@ from twinkle.testing import tiny_model
 from twinkle_agentic.envs import EnvTool
 from twinkle_agentic.examples import CountdownEnv
 from twinkle_agentic.rollout import MultiTurnRollout
-from twinkle_agentic.tools import ToolManager
+from twinkle_agentic.tools import CalculatorTool, ToolManager
 
 PARAMS = SamplingParams(max_tokens=30, stop=list(range(0, 256, 4)), seed=3)  # any of 64 bytes ends a turn
 
@@ -155,3 +155,24 @@ def test_what_tools_answered_changes_no_label(model: Any, rows: list[Any], tmp_p
         turns = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert pieces == turns
         assert "There are" not in "".join(pieces)
+
+
+def test_a_row_that_outgrows_the_models_context_ends_and_its_neighbour_goes_on(model: Any) -> None:
+    sampler = TorchSampler(model=model)
+    sampler.set_template(Eager, model_id=model.model_id)
+    prompts: Any = [{"messages": [{"role": "user", "content": text}]} for text in ("a", "b")]
+    managers = [ToolManager({"take": Answers(answer)}) for answer in ("y" * 600, "ok")]
+    long, short = MultiTurnRollout(sampler, None, managers, PARAMS, max_turns=3)(prompts)
+    assert (long["stop_reason"], long["turns"], long["truncated"]) == ("context", 1, True)
+    assert (short["stop_reason"], short["turns"]) == ("max_turns", 3)
+    assert long["length"] < 512
+
+
+class Answers(CalculatorTool):
+    """Answers everything with one text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __call__(self, tool_name: str, arguments: Mapping[str, Any]) -> str:
+        return self.text

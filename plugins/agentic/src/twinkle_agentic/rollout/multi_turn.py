@@ -8,7 +8,7 @@ from typing import Any
 
 from twinkle import registry, remote_class, remote_function
 from twinkle.data_format import SampledSequence, SamplingParams, Trajectory
-from twinkle.errors import ArgumentError, DataError
+from twinkle.errors import ArgumentError, CapacityError, DataError
 from twinkle.rollout import Rollout
 from twinkle_agentic.rollout.traces import Traces
 from twinkle_agentic.rollout.tracks import Track
@@ -168,7 +168,7 @@ class MultiTurnRollout(Rollout):
         """Sample a batch; where a later turn does not fit the sampler's context, each row for itself."""
         try:
             responses = self.sampler.sample([track.feature for track in group], params, **kwargs)
-        except DataError:
+        except (CapacityError, DataError):
             if any(not track.turns for track in group):
                 raise  # it is the prompt that is wrong
             if len(group) == 1:

@@ -37,6 +37,7 @@ class TimedCalls:
         self.time_limit, self.max_threads = time_limit, max_threads
         self._free = threading.BoundedSemaphore(max_threads)
         self._given_up = set[_Call]()
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         return TimedCalls, (self.time_limit, self.max_threads)
@@ -44,8 +45,9 @@ class TimedCalls:
     @property
     def hung(self) -> int:
         """How many calls were given up and have not returned."""
-        self._given_up = {call for call in self._given_up if call.is_alive()}
-        return len(self._given_up)
+        with self._lock:
+            self._given_up = {call for call in self._given_up if call.is_alive()}
+            return len(self._given_up)
 
     def __call__(self, function: Callable[[], str]) -> str:
         """Return what `function` returns, or raise what it raises.
@@ -61,7 +63,8 @@ class TimedCalls:
         call.start()
         call.join(self.time_limit)
         if call.is_alive():
-            self._given_up |= {call}
+            with self._lock:
+                self._given_up.add(call)
             raise Hung(f"no answer within {self.time_limit:g} seconds")
         if call.error is not None:
             raise call.error
