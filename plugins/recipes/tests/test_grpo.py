@@ -119,6 +119,8 @@ def test_a_run_leaves_everything_that_says_how(values: dict[str, Any], capsys: p
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "answers of step 3" in out
+    assert f"before training: eval/reward={steps[0]['eval/reward']:.4f}" in out
+    assert not {"accuracy", "correct_tokens"} & set(steps[1])
     assert len([line for line in out.splitlines() if line.startswith("  prompt=")]) == 4
 
 

@@ -55,6 +55,8 @@ def test_history_is_read_back_up_to_a_step(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"step": n, "loss": float(n)}) + "\n" for n in range(1, 6)) + '{"step": 6, "l')
     assert History.read(path, 3).series("loss") == ([1, 2, 3], [1.0, 2.0, 3.0])
     assert History.read(tmp_path / "absent", 3).steps == []
+    path.write_text('{"step": 0, "eval/reward": 0.25}\n{"step": 1, "loss": 1.0}\n{"loss": 3.0}\n')
+    assert [step for step, _ in History.read(path, 3).steps] == [0, 1]
 
 
 def test_the_chart_is_as_high_as_its_highest_value() -> None:

@@ -38,6 +38,7 @@ COLUMNS = {
     "learning_rate": "lr",
     "tokens_per_second": "tokens/s",
 }
+UNTOLD = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
 CURVES = {
     "reward.png": Curve({"reward": "sampled"}, "mean reward", {"eval/reward": "greedy, held out"}),
     "kl.png": Curve({"kl": "to the reference", "approx_kl": "since sampling"}, "KL divergence (nats per token)"),
@@ -94,7 +95,7 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
         show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
         completions = Completions(run.folder, config, show, first_step=resumed.done + 1)
         if held_out is not None and not resumed.done:
-            run.log(evaluate(sampler, syncing, scorer, held_out, config), 0)
+            keeper.begin(evaluate(sampler, syncing, scorer, held_out, config))
         with keeper:
             for step, batch in keeper.batches(prompts):
                 watch = Stopwatch()
@@ -149,7 +150,7 @@ def train(
                 )
                 model.clip_grad_and_step(max_grad_norm=config.max_grad_norm)
     numbers = readable(model.calculate_metric(is_training=True))
-    return {name: value for name, value in numbers.items() if name != "accuracy"}  # of drawn tokens it says nothing
+    return {name: value for name, value in numbers.items() if name not in UNTOLD}
 
 
 def evaluate(

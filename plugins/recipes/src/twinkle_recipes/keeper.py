@@ -76,6 +76,12 @@ class Keeper:
         endless = (batch for _ in count() for batch in training)
         return zip(range(self._first, self._steps + 1), endless, strict=False)
 
+    def begin(self, metrics: Mapping[str, float]) -> None:
+        """Log and show what was measured before the first step, as step 0."""
+        self._history.add(0, metrics)
+        self._run.log(metrics, 0)
+        self._show.say("before training: " + " ".join(f"{name}={value:.4f}" for name, value in metrics.items()))
+
     def evaluates(self, step: int) -> bool:
         """Return whether the held-out rows are looked at after this step."""
         return step == self._steps or is_due(step, self._config.eval_every)

@@ -29,7 +29,7 @@ class History:
                     line = json.loads(text)
                 except json.JSONDecodeError:
                     continue  # cut off by a crash
-                if line.get("step", 0) and line["step"] <= last_step:
+                if line.get("step", math.inf) <= last_step:
                     history.add(line["step"], line)
         return history
 
