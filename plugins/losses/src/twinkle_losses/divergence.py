@@ -35,9 +35,9 @@ class Events:
     tokens: Tensor | None = None
     rest: bool = False
 
-    def by_logits(self, slopes: Tensor, z: Tensor) -> Tensor:
-        """Return the derivative `[n, V]` by the student's logits `z` from the slopes a `[n, m]`."""
-        by_event = slopes - self.log_s.exp() * slopes.sum(-1, keepdim=True)
+    def by_logits(self, by_log_s: Tensor, z: Tensor) -> Tensor:
+        """Return the derivative `[n, V]` by the student's logits `z` from a `[n, m]`."""
+        by_event = by_log_s - self.log_s.exp().mul_(by_log_s.sum(-1, keepdim=True))
         if self.tokens is None:
             return by_event
         if not self.rest:
@@ -77,8 +77,10 @@ class Divergence(torch.autograd.Function):
         out = [logits.new_empty(len(rows), dtype=wide(logits.dtype)) for _ in range(3)]
         for part in _parts(len(rows), chunk):
             events = teacher.events(part, _scaled(logits, rows[part], columns[part], temperature))
-            for values, which in zip(out, (beta, 0.0, 1.0), strict=True):
-                values[part] = compare(events.log_s, events.log_t, which)[0]
+            both = distances(events.log_s, events.log_t)
+            mixed = jensen_shannon(events.log_s, events.log_t, beta) if 0 < beta < 1 else both[int(beta)]
+            for values, found in zip(out, (mixed, *both), strict=True):
+                values[part] = found
         ctx.save_for_backward(logits, rows, columns)
         ctx.teacher, ctx.beta, ctx.temperature, ctx.chunk = teacher, beta, temperature, chunk
         ctx.mark_non_differentiable(*out[1:])
@@ -94,32 +96,39 @@ class Divergence(torch.autograd.Function):
             where = rows[part], columns[part]
             z = _scaled(logits, *where, ctx.temperature)
             events = ctx.teacher.events(part, z)
-            by_z = events.by_logits(compare(events.log_s, events.log_t, ctx.beta)[1], z)
+            by_z = events.by_logits(slopes(events.log_s, events.log_t, ctx.beta), z)
             grad[where] = by_z.mul_(g[part, None] / ctx.temperature).to(grad.dtype)
         return grad, None, None, None, None, None, None
 
 
-def compare(log_s: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the divergence `[n]` of two distributions over the same events, and its slopes a `[n, m]`.
+def distances(log_s: Tensor, log_t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(t || s) and KL(s || t), `[n]` each, of log-probabilities `[n, m]`; -inf is 0."""
+    between = log_t - log_s
+    return _mean(log_t, between).sum(-1), -_mean(log_s, between).sum(-1)
 
-    Args:
-        log_s: `[n, m]` log-probabilities of the student; -inf is 0.
-        log_t: `[n, m]` of the teacher.
-        beta: which divergence, see above.
-    """
-    if beta == 0.0:
-        return _mean(log_t, log_t - log_s).sum(-1), log_t.exp().neg_()
-    if beta == 1.0:
-        slopes = _mean(log_s, log_s - log_t)
-        return slopes.sum(-1), slopes
-    log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
-    slopes = _mean(log_s, log_s - log_m).mul_(1 - beta)
-    return beta * _mean(log_t, log_t - log_m).sum(-1) + slopes.sum(-1), slopes
+
+def jensen_shannon(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence `[n]` of log-probabilities `[n, m]`, beta in (0, 1)."""
+    log_m = _mixture(log_s, log_t, beta)
+    return beta * _mean(log_t, log_t - log_m).sum(-1) + (1 - beta) * _mean(log_s, log_s - log_m).sum(-1)
+
+
+def slopes(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """Return the derivatives a `[n, m]` of the divergence by the student's log-probabilities `[n, m]`."""
+    if beta == 0:
+        return log_t.exp().neg_()
+    if beta == 1:
+        return _mean(log_s, log_s - log_t)
+    return _mean(log_s, log_s - _mixture(log_s, log_t, beta)).mul_(1 - beta)
+
+
+def _mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
 
 
 def _mean(log_p: Tensor, values: Tensor) -> Tensor:
     """Return p times values, 0 where p is 0, whatever the value."""
-    return torch.where(log_p == -math.inf, 0.0, log_p.exp() * values)
+    return log_p.exp().mul_(values).masked_fill_(log_p == -math.inf, 0.0)
 
 
 def _parts(count: int, chunk: int) -> list[slice]:
@@ -127,4 +136,5 @@ def _parts(count: int, chunk: int) -> list[slice]:
 
 
 def _scaled(logits: Tensor, rows: Tensor, columns: Tensor, temperature: float) -> Tensor:
-    return logits[rows, columns].to(wide(logits.dtype)) / temperature
+    z = logits[rows, columns].to(wide(logits.dtype))
+    return z if temperature == 1 else z.div_(temperature)

@@ -45,7 +45,7 @@ class GKDLoss(Loss):
             taken as they come: make them at this temperature (`forward_only(temperature=...)`). The student's forward
             keeps its temperature of 1.
         ignore_index: a label that is not trained, beside -100, which never is.
-        chunk_size: tokens that are compared at one time. It takes some `8 * chunk_size * V` numbers of float32 beside
+        chunk_size: tokens that are compared at one time. It takes some `10 * chunk_size * V` numbers of float32 beside
             the logits that are given and their gradient.
         rest: see above.
 

@@ -35,7 +35,8 @@ class WholeTeacher:
 
     def log_probs(self, part: slice, z: Tensor) -> Tensor:
         """Return the teacher's log-probabilities `[n, V]`, on the device and in the dtype of `z`."""
-        return (self.take(part).to(z.device, z.dtype) / self.temperature).log_softmax(-1)
+        logits = self.take(part).to(z.device, z.dtype)
+        return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
 
 
 @dataclass(frozen=True, slots=True)
