@@ -346,3 +346,32 @@ def test_what_cannot_be_connected_is_said_at_once(folder: Path) -> None:
         CheckpointEngineManager(sampler, sampler)
     with pytest.raises(MeshError, match="'TPU' is unknown"):
         CheckpointEngineManager(trainer(folder, None, steps=0), sampler, "TPU")
+
+
+def test_several_managers_may_share_a_model_or_a_sampler(folder: Path) -> None:
+    model, samplers = trainer(folder, LORA), [TorchSampler(folder), TorchSampler(folder)]
+    managers = [CheckpointEngineManager(model, sampler) for sampler in (*samplers, samplers[0])]
+    for merges in ((False, True, False), (False, False, True), (False, True, True)):
+        for manager, merge in zip(managers, merges, strict=True):
+            manager.sync_weights(merge_and_sync=merge)
+            assert apart(model, manager.sampler) < 1e-5
+        train(model)
+
+
+def test_a_version_that_somebody_holds_is_not_written_by_later_syncs(folder: Path) -> None:
+    model, sampler = trainer(folder, LORA), TorchSampler(folder)
+    manager = CheckpointEngineManager(model, sampler)
+    held = []
+    for _ in range(5):
+        manager.sync_weights(merge_and_sync=False)
+        version: Any = sampler._source.pick("", None, None).version
+        held.append((version, version.flat.clone()))
+        train(model)
+    assert len({version.flat.data_ptr() for version, _ in held}) == 5
+    assert all(torch.equal(version.flat, numbers) for version, numbers in held)
+    del held, version
+    places = set()
+    for _ in range(4):
+        manager.sync_weights(merge_and_sync=False)
+        places.add(sampler._source.pick("", None, None).version.flat.data_ptr())
+    assert len(places) < 4

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
@@ -190,6 +192,24 @@ def weights(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     if name:
         return dict(get_peft_model_state_dict(model, adapter_name=name))
     return {key: parameter.detach() for key, parameter in named_parameters(model, "")}
+
+
+def tuned_places(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers of a module that PEFT has wrapped, with their paths as they are without its wrappers.
+
+    It does not look at what PEFT has put inside: a walk over all modules takes longer than copying an adapter.
+    """
+    if isinstance(model, BaseTunerLayer):
+        yield path, model
+        yield from tuned_places(model.get_submodule("base_layer"), path)
+        return
+    if isinstance(model, AuxiliaryTrainingWrapper):
+        yield path, model
+        yield from tuned_places(model.get_submodule("original_module"), path)
+        return
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from tuned_places(child, f"{path}.{name}" if path else name)
 
 
 def select(model: nn.Module, name: str, trainable: bool = True) -> None:

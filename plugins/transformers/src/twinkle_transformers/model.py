@@ -71,8 +71,8 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
             when the activations of a pass would not fit.
         on_nonfinite: "raise" stops at a loss or gradient norm that is not finite and keeps the batch in the error;
             "skip" leaves the micro-batch (or the step) out and counts it in `nonfinite_skipped`.
-        share_prefixes: compute a prompt that several rows of a micro-batch begin with once; with dropout those rows have
-            its draws in common. A model that cannot (one with a state along the row) computes rows whole.
+        share_prefixes: compute a prompt that several rows of a micro-batch begin with once; with dropout they have its
+            draws in common. A model that cannot (one with a state along the row) computes rows whole.
         dtype: of the loaded weights; by default the checkpoint's own with mixed precision, else float32. Whatever is
             trained is kept in float32 under mixed precision.
         **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).

@@ -17,7 +17,7 @@ from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.logging import get_logger
 from twinkle_transformers import adapters
-from twinkle_transformers.engine.adapters import LiveAdapters, read_version, sites_of
+from twinkle_transformers.engine.adapters import LiveAdapters, Spare, read_version, sites_of
 from twinkle_transformers.engine.modes import active_adapters, evaluating, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
@@ -154,6 +154,7 @@ class OwnWeights(Source):
         self._named: dict[str, Pick] = {}
         self._by_path: dict[tuple[str, int, int], Pick] = {}
         self._count = 0
+        self.spare = Spare()
         self._default = None if adapter_path is None else _adapter_folder(adapter_path)
         if self._default is not None:
             adapters.read_config(self._default)

@@ -17,13 +17,13 @@ class CheckpointEngineManager:
     """Brings the weights of a model to a sampler, as often as asked.
 
     What it asks of both is little, so that other backends fill it: of the model `send_weights` and
-    `get_peft_config_dict`, of the sampler `receive_weights` and `get_state_keys`, of both `CheckpointEngineMixin`. A
-    sampler that may share the module of a live model says so by `shares_weights(model)`, and publishes an adapter by
-    `publish_adapter(adapter_name)`.
+    `get_peft_config_dict`, of the sampler `receive_weights`, `get_state_keys` and `count_base_writes`, of both
+    `CheckpointEngineMixin`. A sampler that may share the module of a live model says so by `shares_weights(model)`, and
+    publishes an adapter by `publish_adapter(adapter_name)`.
     """
 
     def __init__(self, model: Any, sampler: Any, platform: str = "GPU", *, engine: Any = None) -> None:
-        """Remember both; they are connected by the first sync.
+        """Remember both; a sync connects them for as long as it takes.
 
         Args:
             model: sends.
@@ -46,7 +46,7 @@ class CheckpointEngineManager:
         self.model, self.sampler, self.platform = model, sampler, platform
         here = isinstance(model, CheckpointEngineMixin) and isinstance(sampler, CheckpointEngineMixin)
         self.engine = engine or (_HERE if here else _ELSEWHERE.get(platform.strip().upper(), _HERE))
-        self._connected = self._base_is_there = False
+        self._base: int | None = None  # the sampler's count of writes to its base, where that is the model's own
 
     def sync_weights(self, merge_and_sync: bool = True, *, adapter_name: str | None = None) -> None:
         """Let the sampler sample with the model's weights as they are now, until the next sync.
@@ -71,28 +71,25 @@ class CheckpointEngineManager:
             return
         config = self.model.get_peft_config_dict(adapter_name)
         merges = merge_and_sync or config is None
-        base_is_there = self._base_is_there and not merges
+        base_is_there = not merges and self._base is not None and self._base == self.sampler.count_base_writes()
         names = {"adapter_name": adapter_name, "base_sync_done": base_is_there}
         keys = None if base_is_there else self.sampler.get_state_keys()
         send = partial(self.model.send_weights, merge_and_sync=merges, model_keys=keys, **names)
         receive = partial(self.sampler.receive_weights, peft_config=None if merges else config, **names)
+        self._base = None
         try:
             self._connect()
             self._both(receive, send)
-        except BaseException:
-            self.close()
-            raise
-        self._base_is_there = not merges
+        finally:
+            self._part()
+        if not merges:
+            self._base = self.sampler.count_base_writes()
 
-    def close(self) -> None:
-        """Release the engines; the next sync makes them again and sends everything."""
-        self._connected = self._base_is_there = False
+    def _part(self) -> None:
         self.model.finalize_checkpoint_engine()
         self.sampler.finalize_checkpoint_engine()
 
     def _connect(self) -> None:
-        if self._connected:
-            return
         from twinkle._registry import registry
 
         sides = (self.model, self.sampler)
@@ -100,7 +97,6 @@ class CheckpointEngineManager:
         engine: Any = registry().resolve(self.engine, "checkpoint_engine")
         for side, part in zip(sides, engine.build_topology(1, 1, metadata), strict=True):
             side.init_checkpoint_process_group(**{name: values[0] for name, values in part.items()})
-        self._connected = True
 
     def _both(self, *calls: Callable[[], None]) -> None:
         """Make calls that wait for each other at the same time; if one fails, the other is told and its error kept."""
@@ -109,6 +105,6 @@ class CheckpointEngineManager:
             done, waiting = wait(running, return_when=FIRST_EXCEPTION)
             failed = next((error for future in done if (error := future.exception()) is not None), None)
             if failed is not None and waiting:
-                self.close()
+                self._part()
         if failed is not None:
             raise failed

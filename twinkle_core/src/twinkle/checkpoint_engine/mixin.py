@@ -11,6 +11,7 @@ class CheckpointEngineMixin:
     """Holds this side's engine, for a class that offers `send_weights` (a model) or `receive_weights` (a sampler)."""
 
     _checkpoint_engine: CheckpointEngine | None = None
+    _built_with: tuple[Any, dict[str, Any]] | None = None
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
@@ -28,7 +29,7 @@ class CheckpointEngineMixin:
 
     @remote_function(dispatch="all")
     def prepare_checkpoint_engine(self, engine: Any, **kwargs: Any) -> dict[str, Any]:
-        """Build this side's engine and return its metadata for `CheckpointEngine.build_topology`.
+        """Build this side's engine, if it is another than before, and return its metadata for `build_topology`.
 
         Args:
             engine: any form of component argument.
@@ -36,9 +37,11 @@ class CheckpointEngineMixin:
         """
         from twinkle._registry import registry
 
-        self.finalize_checkpoint_engine()
-        self._checkpoint_engine = registry().build(engine, "checkpoint_engine", **kwargs)
-        return self.checkpoint_engine.prepare()
+        if self._checkpoint_engine is None or self._built_with != (engine, kwargs):
+            self.finalize_checkpoint_engine()
+            self._checkpoint_engine = registry().build(engine, "checkpoint_engine", **kwargs)
+            self._built_with = engine, kwargs
+        return self._checkpoint_engine.prepare()
 
     @remote_function(dispatch="all")
     def init_checkpoint_process_group(self, **kwargs: Any) -> None:
@@ -47,7 +50,6 @@ class CheckpointEngineMixin:
 
     @remote_function(dispatch="all")
     def finalize_checkpoint_engine(self) -> None:
-        """Release this side's engine, if there is one."""
-        engine, self._checkpoint_engine = self._checkpoint_engine, None
-        if engine is not None:
-            engine.finalize()
+        """Release what a transfer needed; the engine can be prepared again."""
+        if self._checkpoint_engine is not None:
+            self._checkpoint_engine.finalize()

@@ -1,7 +1,10 @@
 """Adapters as an engine takes them: from PEFT's folders, and from the layers of a live model that PEFT wraps."""
 
 import re
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.torch.layout import Layout, Shape
-from twinkle_transformers.adapters import WEIGHTS, read_config
+from twinkle_transformers.adapters import WEIGHTS, read_config, tuned_places
 from twinkle_transformers.pool.files import shapes_in
 from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sites import Site, find_sites
@@ -67,12 +70,14 @@ def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
     check_config(config, what)
     path = folder / WEIGHTS
     names, layout = lay_out(shapes_in(path), config, sites, what)
-    version = version_of(read_tensors(path), names, layout, f"{path.resolve()}@{next(_NUMBERS)}")
+    flat = flatten(layout, pairs_of(read_tensors(path), names))
     device = next(next(iter(sites.values())).module.parameters()).device
-    return AdapterVersion(layout, version.flat.to(device), version.key)
+    return AdapterVersion(layout, flat.to(device), f"{path.resolve()}@{next(_NUMBERS)}")
 
 
-def arrived_version(tensors: Mapping[str, Tensor], config: Any, sites: Mapping[str, Site], what: str) -> AdapterVersion:
+def arrived_version(
+    tensors: Mapping[str, Tensor], config: Any, sites: Mapping[str, Site], what: str, spare: "Spare"
+) -> AdapterVersion:
     """Return an adapter that came as tensors; it is copied.
 
     Args:
@@ -80,6 +85,7 @@ def arrived_version(tensors: Mapping[str, Tensor], config: Any, sites: Mapping[s
         config: its configuration.
         sites: of the model.
         what: how errors call it.
+        spare: memory of those before it.
 
     Raises:
         CheckpointError: it belongs to another model.
@@ -87,7 +93,7 @@ def arrived_version(tensors: Mapping[str, Tensor], config: Any, sites: Mapping[s
     """
     check_config(config, what)
     names, layout = lay_out({key: list(tensor.shape) for key, tensor in tensors.items()}, config, sites, what)
-    return version_of(tensors, names, layout, f"{what}@{next(_NUMBERS)}")
+    return spare.version(layout, pairs_of(tensors, names), f"{what}@{next(_NUMBERS)}")
 
 
 def check_config(config: Any, what: str) -> None:
@@ -106,20 +112,48 @@ def lay_out(
     return names, Layout.of([(name, _shape(name, shapes, sites, config, what)) for name in names])
 
 
-def version_of(tensors: Mapping[str, Tensor], names: Sequence[str], layout: Layout, key: str) -> AdapterVersion:
-    """Return a copy of an adapter's matrices as a version."""
-    pairs = [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
-    return AdapterVersion(layout, flatten(layout, pairs), key)
+def pairs_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+    """Return A and B of each place."""
+    return [(tensors[_key(name, "A")], tensors[_key(name, "B")]) for name in names]
 
 
-def flatten(layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+class Spare:
+    """Memory of versions that nobody holds any more, for the next of their layout.
+
+    On a CPU new memory costs more than the copy that is put there.
+    """
+
+    def __init__(self, kept: int = 2) -> None:
+        """Keep so many, the last that came free."""
+        self._free: deque[tuple[Layout, Tensor]] = deque(maxlen=kept)
+
+    def take(self, layout: Layout, device: torch.device) -> Tensor:
+        """Return `[P]` float32, 0 between the matrices."""
+        for _ in range(len(self._free)):
+            with suppress(IndexError):  # another thread was faster
+                known, flat = self._free.popleft()
+                if known is layout and flat.device == device:
+                    return flat
+        return torch.zeros(layout.size, dtype=torch.float32, device=device)
+
+    def version(self, layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]], key: str) -> AdapterVersion:
+        """Return a copy of all matrices as a version, whose memory comes back when nobody holds it; see `flatten`."""
+        version = AdapterVersion(layout, flatten(layout, pairs, self.take(layout, pairs[0][0].device)), key)
+        if version.flat.device.type == "cpu":
+            weakref.finalize(version, self._free.append, (layout, version.flat)).atexit = False
+        return version
+
+
+def flatten(layout: Layout, pairs: Sequence[tuple[Tensor, Tensor]], flat: Tensor | None = None) -> Tensor:
     """Return one buffer `[P]` with a copy of all matrices, float32.
 
     Args:
         layout: of the buffer.
         pairs: A `[r, in]` and B `[out, r]` of each entry, in the layout's order.
+        flat: the buffer to use; by default a new one.
     """
-    flat = torch.zeros(layout.size, dtype=torch.float32, device=pairs[0][0].device)
+    if flat is None:
+        flat = torch.zeros(layout.size, dtype=torch.float32, device=pairs[0][0].device)
     targets, sources = [], []
     for entry, (down, up) in zip(layout.entries.values(), pairs, strict=True):
         targets += [entry.down_of(flat), entry.up_of(flat)]
@@ -171,6 +205,7 @@ class LiveAdapters:
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[tuple[Any, ...], AdapterVersion]] = {}
+        self._spare = Spare()
 
     def version(self, model: PeftModel, name: str) -> AdapterVersion:
         """Return an adapter as it is now.
@@ -193,14 +228,14 @@ class LiveAdapters:
             (place, Shape(down.shape[0], down.shape[1], up.shape[0], float(layer.scaling[name])))
             for (place, layer), (down, up) in zip(layers, weights, strict=True)
         )
-        version = AdapterVersion(layout, flatten(layout, weights), f"{name}@{next(_NUMBERS)}")
+        version = self._spare.version(layout, weights, f"{name}@{next(_NUMBERS)}")
         self._versions[name] = state, version
         return version
 
 
 def _layers(model: PeftModel, name: str) -> list[tuple[str, LoraLayer]]:
     found: list[tuple[str, LoraLayer]] = []
-    for place, module in model.get_base_model().named_modules():
+    for place, module in tuned_places(model.get_base_model()):
         if isinstance(module, ModulesToSaveWrapper) and name in module.modules_to_save:
             raise Unsupported(f"adapter {name!r} has a {place} of its own")
         if not isinstance(module, BaseTunerLayer) or not _has(module, name):

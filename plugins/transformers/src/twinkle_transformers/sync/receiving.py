@@ -28,12 +28,17 @@ class ReceivesWeights(CheckpointEngineMixin):
 
     _source: Source
     _service: Service
+    _base_writes: int = 0
 
     reset_prefix_cache: Callable[[], None]
 
     def get_state_keys(self) -> list[str]:
         """Return the names of the weights that are sampled from, without adapters."""
         return sorted(base_weights(self._source.base))
+
+    def count_base_writes(self) -> int:
+        """Return how often the base was written; who knows the number knows whether somebody else has done it."""
+        return self._base_writes
 
     @remote_function(dispatch="all")
     def receive_weights(
@@ -60,7 +65,7 @@ class ReceivesWeights(CheckpointEngineMixin):
             Unsupported: the sampler shares the weights of a live model.
         """
         source = self._own_weights()
-        base, adapter = split(asyncio.run(collect(self.checkpoint_engine)))
+        base, adapter = split(collect(self.checkpoint_engine))
         if bool(adapter) != (peft_config is not None) or (base_sync_done and base):
             raise ArgumentError(
                 f"receive_weights: {len(base)} weights of the base and {len(adapter)} of an adapter arrived, which "
@@ -73,6 +78,7 @@ class ReceivesWeights(CheckpointEngineMixin):
                 source.set_default(version, adapter_name)
         else:
             with self._service.at_rest():
+                self._base_writes += 1
                 write(pairs)
                 source.set_default(version, adapter_name)
         self.reset_prefix_cache()
@@ -115,13 +121,20 @@ class ReceivesWeights(CheckpointEngineMixin):
         known = {field.name for field in fields(LoraConfig) if field.init}
         read = LoraConfig(**{name: value for name, value in (config or {}).items() if name in known})
         what = f"the adapter {adapter_name!r} that arrived" if adapter_name else "the adapter that arrived"
-        return arrived_version(adapter, read, self._source.sites(self._service.runner), what)
+        return arrived_version(adapter, read, self._source.sites(self._service.runner), what, self._own_weights().spare)
 
 
-async def collect(engine: CheckpointEngine) -> Arrived:
+def collect(engine: CheckpointEngine) -> Arrived:
     """Return all weights of a transfer by name."""
-    async with aclosing(engine.receive_weights()) as arriving:  # type: ignore[type-var]
-        return {name: tensor.clone() if engine.reuses_memory else tensor async for name, tensor in arriving}
+    arrived: Arrived = {}
+
+    async def take() -> None:
+        async with aclosing(engine.receive_weights()) as arriving:  # type: ignore[type-var]
+            async for name, tensor in arriving:
+                arrived[name] = tensor.clone() if engine.reuses_memory else tensor
+
+    asyncio.run(take())  # which would write a text of whatever is returned
+    return arrived
 
 
 def split(arrived: Arrived) -> tuple[Arrived, Arrived]:

@@ -13,8 +13,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
+from twinkle_transformers.adapters import tuned_places
 from twinkle_transformers.sites import Site
-from twinkle_transformers.sync.base import plain
 from twinkle_transformers.versions import AdapterVersion
 
 
@@ -84,8 +84,7 @@ def changes_of(model: PeftModel, name: str) -> Changes:
         Unsupported: it changes more than the weights of layers, or how is not known.
     """
     found = Changes()
-    for path, module in model.get_base_model().named_modules():
-        place = plain(path)
+    for place, module in tuned_places(model.get_base_model()):
         if isinstance(module, AuxiliaryTrainingWrapper):
             _add_saved(found, place, module, name)
         elif isinstance(module, BaseTunerLayer) and _holds(module, name):
