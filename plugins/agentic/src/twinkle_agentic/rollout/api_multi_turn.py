@@ -12,7 +12,16 @@ from twinkle.rollout import Rollout
 from twinkle.tool_parser import detect_first
 from twinkle_agentic.protocol.base import API, APIError
 from twinkle_agentic.rollout.traces import Traces
-from twinkle_agentic.rollout.turns import Turn, answered, checked_rows, checked_turns, is_over, managers, with_tools
+from twinkle_agentic.rollout.turns import (
+    Turn,
+    answered,
+    checked_rows,
+    checked_turns,
+    is_over,
+    managers,
+    name_of,
+    with_tools,
+)
 from twinkle_agentic.tools.tool_manager import ToolManager
 
 
@@ -129,6 +138,9 @@ class APIMultiTurnRollout(Rollout):
         answer: Any = self.api(talk, params, **self._more, **kwargs)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("content"), str | None):
             raise APIError(f"{type(self.api).__name__} answered with a {type(answer).__name__}; return one message")
+        calls = answer.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(name_of(call) for call in calls):
+            raise APIError(f"{type(self.api).__name__} answered with tool_calls that are no list of calls")
         message = {**answer, "role": "assistant", "content": answer.get("content") or ""}
         return _with_calls(message) if talk.get("tools") else message
 

@@ -92,10 +92,11 @@ def is_over(manager: ToolManager) -> bool:
     return any(episode.done for episode in manager.episodes)
 
 
-def name_of(call: Mapping[str, Any]) -> str:
-    """Return the name of the tool that a call wants; "" where it says none."""
-    function = call.get("function")
-    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+def name_of(call: Any) -> str:
+    """Return the name of the tool that a call wants; "" where it says none, or is no call."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _id_of(call: Mapping[str, Any]) -> dict[str, Any]:
