@@ -81,7 +81,14 @@ def test_a_comparison_that_is_late_earns_nothing_and_the_next_one_is_answered(mo
 
 def test_parts_of_an_answer_count_once_each_and_guesses_cost() -> None:
     reward = OlympiadBenchAccuracyReward(time_limit=60)
-    cases = [("2, 3", "3, 2", 1), ("2", "2,3", 0.5), ("2, 2", "2,3", 0.5), ("1, 2, 3, 4", "2,3", 0.5), ("", "2", 0)]
+    cases = [
+        ("2, 3", "3, 2", 1),
+        ("2", "2,3", 0.5),
+        ("2, 2", "2,3", 0.5),
+        ("2, 3", "2,2", 0.5),
+        ("1, 2, 3, 4", "2,3", 0.5),
+        ("", "2", 0),
+    ]
     found = reward([row(f"\\boxed{{{said}}}", truth, "ground_truth") for said, truth, _ in cases])
     assert found == [expected for *_, expected in cases]
     assert reward([row("\\boxed{0.5, 7}", ["\\frac12", "7"], "ground_truth")]) == [1.0]
