@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -153,6 +154,15 @@ def test_no_more_threads_hang_than_are_allowed_and_they_are_free_again_when_they
     while manager.calls.hung and time.monotonic() < end:
         time.sleep(0.01)
     assert manager(call()) == "ran"
+
+
+def test_calls_that_come_at_one_time_run_in_no_more_threads_than_are_allowed(forever: threading.Event) -> None:
+    manager = ToolManager([Does(lambda: str(forever.wait(60)), "hang")], time_limit=0.1, max_threads=2)
+    with ThreadPoolExecutor(6) as callers:
+        answers = list(callers.map(manager, [call("hang")] * 6))
+    assert len(running()) == 2
+    assert sum("no answer" in answer for answer in answers) == 2
+    assert sum("not begun" in answer for answer in answers) == 4
 
 
 def test_tools_have_the_names_that_a_mapping_gives_them_and_each_name_once() -> None:
