@@ -112,6 +112,30 @@ def options_of_grpo() -> str:
     return _options_table(GRPOConfig, beside=SFTConfig)
 
 
+def options_of_dpo() -> str:
+    """Every option of the recipe dpo that sft has not, or with another default or meaning."""
+    from twinkle_recipes.config import SFTConfig
+    from twinkle_recipes.preference_config import DPOConfig
+
+    return _options_table(DPOConfig, beside=SFTConfig)
+
+
+def options_of_gkd() -> str:
+    """Every option of the recipe gkd that sft has not, or with another default or meaning."""
+    from twinkle_recipes.config import SFTConfig
+    from twinkle_recipes.distillation_config import DistillationConfig
+
+    return _options_table(DistillationConfig, beside=SFTConfig)
+
+
+def options_of_embedding() -> str:
+    """Every option of the recipe embedding that sft has not, or with another default or meaning."""
+    from twinkle_recipes.config import SFTConfig
+    from twinkle_recipes.embedding_config import EmbeddingConfig
+
+    return _options_table(EmbeddingConfig, beside=SFTConfig)
+
+
 def _options_table(model: Any, beside: Any = None) -> str:
     from twinkle.cli.options import options_of
 
@@ -367,6 +391,9 @@ GENERATED: dict[str, Callable[[], str]] = {
     "contracts": contracts,
     "options": options,
     "options of grpo": options_of_grpo,
+    "options of dpo": options_of_dpo,
+    "options of gkd": options_of_gkd,
+    "options of embedding": options_of_embedding,
     "script arguments": script_arguments,
     "errors": errors,
     "components": components,

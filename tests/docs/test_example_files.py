@@ -367,3 +367,29 @@ def test_grpo_on_mathematics_runs(
     runpy.run_path("examples/grpo_math.py", run_name="__main__")
     assert "step 2/2: reward" in capsys.readouterr().out
     assert (place / "output" / "grpo-math").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "last"),
+    [
+        ("dpo.py", ["--loss", "ORPOLoss"], "saved: output/dpo"),
+        ("dpo_lora.py", [], "saved: output/dpo-lora"),
+        ("gkd_off_policy.py", ["--topk", "4"], "saved: output/gkd-off-policy"),
+        ("gkd_on_policy.py", ["--max_tokens", "2"], "saved: output/gkd-on-policy"),
+        ("embedding.py", [], "saved: output/embedding"),
+    ],
+)
+def test_scripts_of_preferences_distillation_and_embeddings_run(
+    script: str,
+    arguments: list[str],
+    last: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--steps", "1", "--batch_size", "2", *arguments])
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step 1/1: ") for line in said)
+    assert said[-1] == last
+    assert (place / last.removeprefix("saved: ")).is_dir()
