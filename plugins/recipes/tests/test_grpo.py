@@ -16,7 +16,7 @@ from twinkle_recipes.grpo import grpo, rloo
 from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
 
 REWARDS = '''
-import math
+import math, os, signal
 
 
 def said(row):
@@ -30,6 +30,14 @@ def letters(trajectories, **kwargs):
 
 def length(trajectories, **kwargs):
     return [float(len(said(row))) for row in trajectories]
+
+
+def pressing(trajectories, **kwargs):
+    """Presses Ctrl-C, once."""
+    if not os.path.exists("pressed"):
+        open("pressed", "w").close()
+        os.kill(os.getpid(), signal.SIGINT)
+    return letters(trajectories)
 
 
 def equal(trajectories, **kwargs):
@@ -100,7 +108,7 @@ def test_a_run_leaves_everything_that_says_how(values: dict[str, Any], capsys: p
     steps = lines(folder)
     assert [line["step"] for line in steps] == [0, 1, 2, 3]
     assert [line["step"] for line in steps if "eval/reward" in line] == [0, 2, 3]
-    told = {"reward", "reward_std", "reward/./rewards.py:letters", "completion_length", "truncated", "tokens", "loss"}
+    told = {"reward", "reward_std", "reward/letters", "completion_length", "truncated", "tokens", "loss"}
     told |= {"kl", "approx_kl", "clip_ratio", "learning_rate", "grad_norm", "tokens_per_second", "seconds/sample"}
     assert told <= set(steps[1])
     for name in ("reward.png", "kl.png"):
@@ -149,14 +157,17 @@ def test_own_weights_synced_each_step_make_the_same_run_as_shared_ones(values: d
 
 def test_mini_batches_and_iterations_are_updates(values: dict[str, Any]) -> None:
     folder, _ = train(
-        values, max_steps=2, mini_batch_size=8, num_iterations=2, save_every=1, micro_batch_size=4, old_logps="trainer"
-    )
+        values, max_steps=2, mini_batch_size=8, num_iterations=2, save_every=1, micro_batch_size=4, old_logps="trainer",
+        loss={"args": {"tis_cap": 2.0}}, metrics=["GRPOMetric"],
+    )  # fmt: skip
     state = json.loads((folder / "checkpoints" / "step-2" / "trainer_state.json").read_text())
     assert state["updates"] == 2 * 2 * 2
     assert state["loop"] == {"step": 2}
     steps = lines(folder)[1:]
     assert all(line["approx_kl"] > 0 for line in steps)  # later updates of a step have moved
     assert all(line["rollout_kl"] < 1e-9 for line in steps)  # sampler and trainer compute the same
+    assert all(line["tis_clip_ratio"] == 0 for line in steps)
+    assert any(name.startswith("train/") for name in steps[0])  # a metric named in the configuration
 
 
 def test_the_batch_size_in_memory_changes_no_number(values: dict[str, Any]) -> None:
@@ -190,8 +201,26 @@ def test_several_rewards_count_by_their_weights(values: dict[str, Any]) -> None:
     folder, _ = train(values, max_steps=1, rewards=rewards)
     for line in lines(folder, "completions.jsonl"):
         parts = line["rewards"]
-        wanted = 2 * parts["./rewards.py:letters"] + 0.5 * parts["./rewards.py:length"]
+        wanted = 2 * parts["letters"] + 0.5 * parts["length"]
         assert line["reward"] == pytest.approx(wanted)
+
+
+def test_ctrl_c_ends_after_the_step_and_the_run_goes_on_in_the_same_numbers(
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = merged(values, {"rewards": [{"name": "./rewards.py:pressing"}], "data": {"eval_fraction": 0}})
+    Path("pressed").touch()
+    whole, _ = train(values)
+    Path("pressed").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        train(values)
+    stopped = max(Path("runs").iterdir(), key=lambda folder: folder.stat().st_ctime_ns)
+    assert (stopped / "checkpoints" / "last").read_text() == "step-1\n"
+    assert f"twinkle run grpo --resume_from {stopped}\n" in capsys.readouterr().out
+    train(values, resume_from=str(stopped))
+    assert timeless(stopped) == timeless(whole)
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens: 8 in .*, 9 now"):
+        train(values, resume_from=str(stopped), sampling={"max_tokens": 9})
 
 
 # What goes wrong
@@ -255,6 +284,7 @@ def test_an_answer_without_a_token_is_rewarded_and_not_trained(values: dict[str,
         (GRPOConfig, {"mini_batch_size": 99}, "larger than the 16 answers"),
         (GRPOConfig, {"sampling": {"temperature": 0}}, "greater than 0"),
         (GRPOConfig, {"rewards": []}, "at least 1"),
+        (GRPOConfig, {"rewards": [{"name": "./a.py:A"}, {"name": "b:A"}]}, "two rewards have one name"),
         (GRPOConfig, {"rewards": [{"name": "A"}, {"name": "A"}]}, "two rewards have one name"),
         (GRPOConfig, {"data": {"truncation": "right"}}, "raise"),
     ],

@@ -1,5 +1,6 @@
 """The configurations of `grpo` and `rloo`: each key with its type, default and meaning."""
 
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -13,9 +14,7 @@ from twinkle_recipes.strict import Arguments, Count, Positive, Strict
 class PromptsConfig(DataConfig):
     """Which prompts are answered; the truth that rewards read rides along in `user_data`."""
 
-    id: str = Field(
-        default="builtin://sums", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
-    )
+    id: str = Field(default="builtin://sums", description="File, folder, `hf://org/name`, `ms://org/name` or builtin")
     max_length: Positive = Field(default=1024, description="Longest prompt, in tokens")
     truncation: Literal["raise", "left", "delete"] = Field(
         default="raise", description="What happens to longer prompts: an error, cut their beginning, leave them out"
@@ -51,6 +50,11 @@ class RewardConfig(Strict):
     name: str = Field(description="Component of kind `reward`")
     weight: float = Field(default=1.0, description="Its share in the total")
     args: Arguments = Field(default={}, description="Keyword arguments of the reward")
+
+    @property
+    def label(self) -> str:
+        """What its numbers are called: the name without plugin, module or file."""
+        return re.split(r"[#:/]", self.name)[-1]
 
 
 class ScoringConfig(Strict):
@@ -133,7 +137,12 @@ class GRPOConfig(RunConfig):
     @property
     def asks_reference(self) -> bool:
         """Whether log-probabilities of the untrained model are needed."""
-        return self.reference == "always" or (self.reference == "auto" and self.loss.args.get("beta", 0) > 0)
+        return self.reference == "always" or (self.reference == "auto" and self._beta > 0)
+
+    @property
+    def _beta(self) -> float:
+        beta = self.loss.args.get("beta")
+        return beta if isinstance(beta, int | float) else 0  # the loss itself refuses anything else
 
     @property
     def answers(self) -> int:
@@ -155,7 +164,7 @@ class GRPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> "GRPOConfig":
-        if self.reference == "never" and self.loss.args.get("beta", 0) > 0:
+        if self.reference == "never" and self._beta > 0:
             raise ValueError("loss.args.beta needs a reference, and reference is never; leave one of them out")
         if self.loss.args.get("tis_cap") is not None and self.old_logps == "sampler":
             raise ValueError(
@@ -166,7 +175,7 @@ class GRPOConfig(RunConfig):
                 f"mini_batch_size {self.mini_batch_size} is larger than the {self.answers} answers of a step "
                 f"(batch_size {self.batch_size} x num_generations {self.sampling.num_generations})"
             )
-        if len({reward.name for reward in self.rewards}) < len(self.rewards):
+        if len({reward.label for reward in self.rewards}) < len(self.rewards):
             raise ValueError("two rewards have one name; write a reward of your own that combines them")
         return self
 

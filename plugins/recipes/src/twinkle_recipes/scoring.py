@@ -51,8 +51,8 @@ class Scorer:
         self._group: Any = registry().build(
             settings.name,
             "reward",
-            rewards={one.name: registry().build(one.name, "reward", **one.args) for one in config.rewards},
-            weights={one.name: one.weight for one in config.rewards},
+            rewards={one.label: registry().build(one.name, "reward", **one.args) for one in config.rewards},
+            weights={one.label: one.weight for one in config.rewards},
             time_limit=settings.time_limit,
             on_error=settings.on_error,
             isolate=settings.isolate,
