@@ -94,6 +94,20 @@ def test_parts_of_an_answer_count_once_each_and_guesses_cost() -> None:
     assert reward([row("\\boxed{0.5, 7}", ["\\frac12", "7"], "ground_truth")]) == [1.0]
 
 
+def test_many_hostile_parts_have_no_more_time_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def late(said: str, truth: str, seconds: float) -> bool:
+        asked.append(said)
+        time.sleep(seconds)
+        return False
+
+    monkeypatch.setattr("twinkle_rewards.olympiad.equal", late)
+    said = ", ".join(f"9^{{{number}}}" for number in range(30))
+    assert OlympiadBenchAccuracyReward(time_limit=0.05)([row(f"\\boxed{{{said}}}", "2, 3", "ground_truth")]) == [0.0]
+    assert len(asked) == 1
+
+
 def test_commas_in_brackets_and_thousands_do_not_part() -> None:
     assert parts("(1, 2), [3, 4)，5; 1,234、\\{6,7\\}") == ["(1, 2)", "[3, 4)", "5", "1,234", "\\{6,7\\}"]
     assert parts("(1, 2), 1,234; f(x, y)") == ["(1, 2)", "1,234", "f(x, y)"]

@@ -1,6 +1,7 @@
 """Rewards that look at text: what counts as right, as well formed, and as an attempt to cheat."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -262,3 +263,39 @@ def test_quality_falls_with_circles_and_with_length() -> None:
 def test_options_outside_their_range_are_refused(make: Any) -> None:
     with pytest.raises(ArgumentError):
         make()
+
+
+def long_texts(size: int) -> list[str]:
+    """Return texts of about that many characters which make careless patterns and parsers take very long."""
+    units = [
+        "\\boxed{",
+        "\\boxed{" + "{",
+        "<answer>",
+        "<answer>a</answer>",
+        "#### ",
+        "1,",
+        "1,234",
+        "(",
+        "\\",
+        "= ",
+        "\n",
+        "漢",
+    ]
+    whole = ["\\boxed{" + "{}" * (size // 2) + "}", "#### " + "9" * size, "<answer>" + "(" * size + "</answer>"]
+    return [unit * (size // len(unit)) for unit in units] + whole
+
+
+@pytest.mark.parametrize("size", [100_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        *(ExactMatchReward(take) for take in ("all", "last_line", "last_number", "box", "tag")),  # type: ignore[arg-type]
+        *(GSM8KAccuracyReward(), GSM8KFormatReward(), MultiModalAccuracyReward(), FormatReward(), CoTReward()),
+        *(OlympiadBenchFormatReward(), OlympiadBenchQualityReward(), F1Reward(), ToolExploreReward()),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+def test_long_hostile_text_is_read_in_time_linear_in_its_length(reward: Any, size: int) -> None:
+    began = time.process_time()
+    assert all(0 <= score(reward, text, "7") <= 1 for text in long_texts(size))
+    assert time.process_time() - began < 20  # about one second; what is quadratic needs minutes at least at 1 MB

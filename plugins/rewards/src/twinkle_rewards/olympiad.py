@@ -1,6 +1,7 @@
 """OlympiadBench: answers of several parts, their form, and the quality of what leads to them."""
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,14 +26,14 @@ class OlympiadBenchAccuracyReward(Reward):
     the number of parts of the truth or of the answer, whichever is larger. So guesses beside the answer cost.
 
     Args:
-        time_limit: seconds for one comparison.
+        time_limit: seconds for the comparisons of a row: what is not found by then does not count.
 
     Raises:
         ArgumentError: `time_limit` is no number above 0.
         RequirementMissing: math-verify is not installed.
     """
 
-    def __init__(self, time_limit: float = 5.0) -> None:
+    def __init__(self, time_limit: float = 10.0) -> None:
         self.time_limit = limit(self, time_limit)
         require_math_verify(self)
 
@@ -60,12 +61,15 @@ class OlympiadBenchAccuracyReward(Reward):
         left = given = parts(said)
         if not wanted or len(given) > _PARTS:
             return 0.0
-        found = 0
+        found, end = 0, time.monotonic() + self.time_limit
         for one in wanted:
-            match = next((place for place, part in enumerate(left) if equal(part, one, self.time_limit)), None)
+            match = next((place for place, part in enumerate(left) if self._equal(part, one, end)), None)
             if match is not None:
                 found, left = found + 1, left[:match] + left[match + 1 :]
         return found / max(len(wanted), len(given))
+
+    def _equal(self, said: str, truth: str, end: float) -> bool:
+        return time.monotonic() < end and equal(said, truth, self.time_limit)
 
 
 class OlympiadBenchFormatReward(Reward):
