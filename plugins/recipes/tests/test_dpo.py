@@ -10,6 +10,7 @@ from recipe_runs import killed_and_continued, lines, run_recipe, timeless
 from twinkle.errors import ConfigError, DataError
 from twinkle.testing import tiny_model
 from twinkle_recipes import keeper
+from twinkle_recipes.pairs import interleaved
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +125,8 @@ def test_an_answer_of_which_nothing_is_trained_is_refused_before_the_first_step(
         run_recipe("dpo", {**values, "data": long})
     folder, _ = run_recipe("dpo", {**values, "data": {**long, "truncation": "delete"}, "max_steps": 1})
     assert lines(folder)[0]["step"] == 1
+
+
+def test_the_chosen_row_of_each_pair_comes_first() -> None:
+    pairs = [{"positive": "good", "negative": "bad"}, {"negative": "worse", "positive": "better"}]
+    assert interleaved(pairs) == ["good", "bad", "better", "worse"]

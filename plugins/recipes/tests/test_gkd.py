@@ -85,6 +85,18 @@ def test_a_run_goes_on_in_the_same_numbers_wherever_it_was_killed(
         assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
 
 
+def test_the_student_answers_with_its_weights_as_they_are_now_shared_or_own(values: dict[str, Any]) -> None:
+    values |= {"on_policy": 1, "lora": {"rank": 4}, "max_steps": 3, "optimizer": {"lr": 0.05}}
+    values["data"]["eval_fraction"] = 0
+    values["scheduler"] = {"warmup_steps": 0}
+    shared, _ = run_recipe("gkd", values)
+    for merge in (True, False):
+        own, _ = run_recipe("gkd", values, sampling={"weights": "own", "merge_and_sync": merge})
+        for one, other in zip(lines(shared), lines(own), strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+            assert one["tokens"] == other["tokens"]
+
+
 def test_the_most_probable_tokens_alone_give_nearly_the_same(values: dict[str, Any]) -> None:
     values |= {"on_policy": 0, "max_steps": 1}
     values["data"]["eval_fraction"] = 0

@@ -52,7 +52,8 @@ def check_vocabularies(config: DistillationConfig, student: Any, teacher: Any) -
     if different := len(own.items() ^ theirs.items()):
         raise ConfigError(
             f"the teacher {ids[1]} has a vocabulary of {len(theirs)} tokens and the student {ids[0]} one of "
-            f"{len(own)}, and {different} entries differ; they must share a tokenizer, so choose a teacher of the same family"
+            f"{len(own)}, and {different} entries differ; they must share a tokenizer, so choose a teacher of the same "
+            "family"
         )
     sizes = [model.model.config.get_text_config().vocab_size for model in (student, teacher)]
     if sizes[0] != sizes[1] and config.teacher.topk is None:
