@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from twinkle.errors import OutputError
 from twinkle.paths import write_text
@@ -50,7 +51,8 @@ class Completions:
             self._table(step, answers, scores)
 
     def _line(self, step: int, answer: Answer, scores: Scores, index: int) -> dict[str, object]:
-        kept, advantage = index in scores.advantages, scores.advantages.get(index)
+        kept = index in scores.advantages
+        advantage: Any = scores.advantages.get(index)
         return {
             "step": step,
             "prompt": answer.prompt,
