@@ -89,7 +89,7 @@ def changes_of(model: PeftModel, name: str) -> Changes:
             _add_saved(found, place, module, name)
         elif isinstance(module, BaseTunerLayer) and _holds(module, name):
             found.terms[place] = term = _term(place, module, name)
-            if term.magnitude is not None or term.bias is not None or name in getattr(module, "lora_embedding_A", ()):
+            if term.magnitude is not None or term.bias is not None or _kind(module) == "Embedding":
                 found.beyond = found.beyond or f"more than a low-rank term at {place}"
     if not found.terms and not found.weights:
         raise ArgumentError(f"adapter {name!r} has no weights in this model")
@@ -120,8 +120,12 @@ def _add_saved(found: Changes, place: str, module: Any, name: str) -> None:
         )
 
 
+def _kind(layer: object) -> str:
+    return type(layer).__name__
+
+
 def _term(place: str, layer: Any, name: str) -> Term:
-    kind, variant = type(layer).__name__, type(layer.lora_variant.get(name)).__name__
+    kind, variant = _kind(layer), type(layer.lora_variant.get(name)).__name__
     if kind not in ("Linear", "Embedding") or not isinstance(layer, LoraLayer):
         raise Unsupported(f"adapter {name!r} adapts {place}, a {kind}, which is not known how to merge or send")
     if layer.merged:
@@ -131,8 +135,9 @@ def _term(place: str, layer: Any, name: str) -> Term:
     if kind == "Embedding":
         down, up = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
         return Term(down.detach(), up.detach(), float(layer.scaling[name]), transposed=True)
-    down, up, scale = layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
-    bias = layer.lora_B[name].bias
+    # Read from dictionaries: asking some thousand modules for attributes takes longer than copying the adapter.
+    a, b = (layer._modules[matrix]._modules[name]._parameters for matrix in ("lora_A", "lora_B"))
+    down, up, bias, scale = a["weight"], b["weight"], b["bias"], float(layer.scaling[name])
     if bias is not None and variant != "NoneType":
         raise Unsupported(f"adapter {name!r} is a DoRA with lora_bias at {place}, which is not known how to merge")
     if bias is not None and layer.get_base_layer().bias is None:
@@ -148,4 +153,5 @@ def _term(place: str, layer: Any, name: str) -> Term:
 
 
 def _holds(module: Any, name: str) -> bool:
-    return any(name in getattr(module, kind, ()) for kind in module.adapter_layer_names)
+    parts = module._modules
+    return any(name in (parts[k] if k in parts else getattr(module, k, ())) for k in module.adapter_layer_names)
