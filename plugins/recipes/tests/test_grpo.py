@@ -140,6 +140,14 @@ def test_the_first_update_is_taken_where_the_sampler_stood(values: dict[str, Any
     assert step["clip_ratio"] == 0
 
 
+def test_answers_end_before_a_stop_text(values: dict[str, Any]) -> None:
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    free, _ = train(values, max_steps=1)
+    ended, _ = train(values, max_steps=1, sampling={"stop": letters})
+    found = [{c for line in lines(folder, "completions.jsonl") for c in line["completion"]} for folder in (free, ended)]
+    assert [bool(characters.intersection(letters)) for characters in found] == [True, False]
+
+
 def test_reward_rises(values: dict[str, Any]) -> None:
     folder, _ = train(values, lora=None, max_steps=15, optimizer={"lr": 0.005}, data={"eval_fraction": 0})
     rewards = [line["reward"] for line in lines(folder)]

@@ -94,6 +94,7 @@ class Student:
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            stop=settings.stop,
             seed=seed_of(self._config.seed, step),
         )
         responses = self._sampler.sample([{"messages": asked(row["messages"])} for row in rows], params)

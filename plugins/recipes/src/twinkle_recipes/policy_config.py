@@ -36,6 +36,9 @@ class DrawingConfig(Strict):
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits, in sampling and in training")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Draw among the fewest tokens of this probability")
     top_k: int = Field(default=-1, ge=-1, description="Draw among the k most probable tokens; -1: all")
+    stop: str | list[str] | None = Field(
+        default=None, description="Texts that end an answer, beside the model's own end; the answer is without them"
+    )
 
 
 class SamplingConfig(DrawingConfig):

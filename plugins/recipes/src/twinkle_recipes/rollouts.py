@@ -91,6 +91,7 @@ def _params(config: GRPOConfig, **changes: Any) -> SamplingParams:
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "top_k": settings.top_k,
+        "stop": settings.stop,
         "num_samples": settings.num_generations,
         "logprobs": 1,
     }
