@@ -84,7 +84,8 @@ def killed_and_continued(
         The folder of each run. Beside a killed one, `<name>.left` holds the lines that stood when it died.
     """
     driver = [sys.executable, "-c", _DRIVER, json.dumps([recipe, values, places])]
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(driver, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: next(Path(name).iterdir()) for name in places}
