@@ -117,7 +117,7 @@ def test_a_teacher_with_other_tokens_is_refused_with_both_sizes(values: dict[str
     file = models / "wider" / "tokenizer.json"
     kept = file.read_text()
     try:
-        file.write_text(kept.replace('"A"', '"<other>"'))
+        file.write_text(kept.replace('"Q":', '"<other>":'))
         with pytest.raises(ConfigError, match=r"of 259 tokens and the student .* one of 259, and 2 entries"):
             run_recipe("gkd", values, **wider)
     finally:
