@@ -27,6 +27,7 @@ DANGEROUS = {
     "twinkle_core/src/twinkle/testing/contracts/common.py": ["import pickle"],  # to and fro, of a component's own
     "twinkle_core/src/twinkle/testing/contracts/optimizer.py": ["torch.load"],  # as the next, of what it just saved
     "twinkle_core/src/twinkle/testing/contracts/scheduler.py": ["torch.load", "weights_only=False"],
+    "plugins/rewards/src/twinkle_rewards/worker.py": ["import pickle"],  # to its own process and back, of a call
     "plugins/transformers/src/twinkle_transformers/loading.py": ["trust_remote_code=trust_remote_code"],  # asked for
 }
 """What data may do, file by file; nothing of the service is here, for strangers send it theirs."""
