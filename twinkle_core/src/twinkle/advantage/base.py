@@ -12,8 +12,8 @@ class Advantage(ABC):
     """Turns rewards into advantages.
 
     Groups are consecutive: with `num_generations=n`, rows 0..n-1 belong to the first prompt, so prompts are repeated
-    one by one: `[prompt for prompt in prompts for _ in range(n)]`. An estimator that takes `group_ids`, one a row, finds
-    the groups by them, in any order and of any size.
+    one by one: `[prompt for prompt in prompts for _ in range(n)]`. An estimator that takes `group_ids`, one a row,
+    finds the groups by them, in any order and of any size.
     """
 
     @abstractmethod
