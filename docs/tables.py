@@ -413,9 +413,25 @@ def draw_loss(path: Path) -> None:
     write_loss_curve(History.read(DOCS / "assets" / "metrics.jsonl", last_step=10**9), path, "quickstart")
 
 
+def draw_demo(path: Path) -> None:
+    """Draw the rewards of the kept runs of `make grpo-demo`, one a seed, with the recipe's own code."""
+    from twinkle_recipes.plots import Curve, History, write_curve
+
+    runs = sorted((DOCS / "assets").glob("grpo-demo-seed*.jsonl"))
+    names = [run.stem.removeprefix("grpo-demo-").replace("seed", "seed ") for run in runs]
+    merged = History()
+    for run, name in zip(runs, names, strict=True):
+        for step, numbers in History.read(run, last_step=10**9).steps:
+            merged.add(step, {f"{key}, {name}": numbers[key] for key in ("reward", "eval/reward") if key in numbers})
+    lines = {f"reward, {name}": f"sampled, {name}" for name in names}
+    points = {f"eval/reward, {name}": f"greedy, held out, {name}" for name in names}
+    write_curve(merged, Curve(lines, "mean reward", points), path, "make grpo-demo")
+
+
 def main() -> None:
-    """Write all pages and the loss curve anew."""
+    """Write all pages and the curves anew."""
     draw_loss(DOCS / "assets" / "loss.png")
+    draw_demo(DOCS / "assets" / "grpo-demo.png")
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text("utf-8")
         if (now := renewed(text)) != text:

@@ -102,11 +102,14 @@ def test_the_published_arguments_of_portability_exist() -> None:
     assert set(names) <= known
 
 
-def test_the_loss_curve_is_our_plot_of_the_metrics_beside_it(tmp_path: Path, tables: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("draw", "name"), [("draw_loss", "loss.png"), ("draw_demo", "grpo-demo.png")])
+def test_the_curves_are_our_plots_of_the_metrics_beside_them(
+    tmp_path: Path, tables: dict[str, Any], draw: str, name: str
+) -> None:
     from matplotlib.image import imread
 
-    tables["draw_loss"](tmp_path / "loss.png")
-    ours, kept = imread(tmp_path / "loss.png"), imread(ASSETS / "loss.png")
+    tables[draw](tmp_path / name)
+    ours, kept = imread(tmp_path / name), imread(ASSETS / name)
     assert ours.shape == kept.shape, "run: python docs/tables.py"
     # matplotlib brings its own fonts; another smoothing of the curve already differs by 0.005.
     assert abs(ours - kept).mean() < 0.001, "run: python docs/tables.py"
@@ -185,3 +188,15 @@ def without_code(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     heads = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_the_figures_of_the_demo_are_those_of_all_kept_runs() -> None:
+    text = (DOCS / "reinforcement-learning.md").read_text("utf-8")
+    shown = re.findall(r"^\| seed (\d) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    runs = sorted(ASSETS.glob("grpo-demo-seed*.jsonl"))
+    assert [f"grpo-demo-seed{seed}" for seed, _, _ in shown] == [run.stem for run in runs]
+    for run, (_, before, after) in zip(runs, shown, strict=True):
+        lines = [json.loads(line) for line in run.read_text("utf-8").splitlines()]
+        told = [line["eval/reward"] for line in lines if "eval/reward" in line]
+        assert [f"{told[0]:.3f}", f"{told[-1]:.3f}"] == [before, after]
+        assert told[-1] - told[0] >= 0.25
