@@ -3,18 +3,14 @@
 import math
 from typing import TYPE_CHECKING
 
-from twinkle.data_format import InputBatch, LossOutput, ModelOutput
-from twinkle.loss import Loss
-from twinkle_losses.aligning import Trained
 from twinkle_losses.options import label_to_ignore, number
-from twinkle_losses.outputs import output
-from twinkle_losses.pairs import Pairs, logp_numbers, weigh
+from twinkle_losses.pair_loss import Halves, PairLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ORPOLoss(Loss):
+class ORPOLoss(PairLoss):
     """Preference loss over pairs of rows `[chosen 0, rejected 0, chosen 1, rejected 1, ...]`, averaged over the pairs.
 
     With c and r the mean of logp_t over the trained tokens of the chosen and of the rejected row, s the logistic
@@ -37,39 +33,21 @@ class ORPOLoss(Loss):
         ArgumentError: an option is outside its range.
     """
 
-    rows_together = 2
-
     def __init__(self, lambda_orpo: float = 0.1, ignore_index: int = -100) -> None:
         self.lambda_orpo = number(self, "lambda_orpo", lambda_orpo, least=0)
         self.ignore_index = label_to_ignore(self, ignore_index)
 
-    def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:
-        """Compute the loss of one micro-batch of whole pairs.
-
-        Args:
-            inputs: `labels` int64 `[B, T]`, B even; optional `loss_scale` float32 `[B, T]`.
-            outputs: `logps` float32 `[B, T]`.
-
-        Raises:
-            ArgumentError: B is odd.
-            DataError: only one row of a pair has trained tokens.
-            TrainingStateError: the forward was of another task.
-        """
+    def _terms(self, sums: Halves, means: Halves) -> "tuple[Tensor, dict[str, Tensor]]":
         from torch.nn.functional import logsigmoid
 
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
-        where = Trained.of(inputs, logps, self.ignore_index, self)
-        pairs = Pairs.of(where)
-        scores = weigh(where.fill(logps), inputs)
-        chosen, rejected = pairs.split(where.means(scores))
+        chosen, rejected = means
         ratio = _log_odds(chosen) - _log_odds(rejected)
         terms = -chosen - self.lambda_orpo * logsigmoid(ratio)
-        numbers = logp_numbers(*pairs.split(scores.sum(1))) | {
+        return terms, {
             "log_odds_ratio": ratio.detach(),
             "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
             "nll": -chosen.detach(),
         }
-        return LossOutput(pairs.total(terms), pairs.count, pairs.numbers(numbers))
 
 
 def _log_odds(logp: "Tensor") -> "Tensor":

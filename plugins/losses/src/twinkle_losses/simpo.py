@@ -1,14 +1,16 @@
 """SimPO: preferences by mean log-probabilities, with a margin and without a reference."""
 
-from twinkle.data_format import InputBatch, LossOutput, ModelOutput
-from twinkle.loss import Loss
-from twinkle_losses.aligning import Trained
+from typing import TYPE_CHECKING
+
 from twinkle_losses.options import label_to_ignore, number
-from twinkle_losses.outputs import output
-from twinkle_losses.pairs import Pairs, logp_numbers, reward_numbers, weigh
+from twinkle_losses.pair_loss import Halves, PairLoss
+from twinkle_losses.pairs import reward_numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class SimPOLoss(Loss):
+class SimPOLoss(PairLoss):
     """Preference loss over pairs of rows `[chosen 0, rejected 0, chosen 1, rejected 1, ...]`, averaged over the pairs.
 
     With c and r the mean of logp_t over the trained tokens of the chosen and of the rejected row, and s the logistic
@@ -33,32 +35,14 @@ class SimPOLoss(Loss):
         ArgumentError: an option is outside its range.
     """
 
-    rows_together = 2
-
     def __init__(self, beta: float = 2.5, gamma: float = 0.5, ignore_index: int = -100) -> None:
         self.beta = number(self, "beta", beta, above=0)
         self.gamma = number(self, "gamma", gamma, least=0)
         self.ignore_index = label_to_ignore(self, ignore_index)
 
-    def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:
-        """Compute the loss of one micro-batch of whole pairs.
-
-        Args:
-            inputs: `labels` int64 `[B, T]`, B even; optional `loss_scale` float32 `[B, T]`.
-            outputs: `logps` float32 `[B, T]`.
-
-        Raises:
-            ArgumentError: B is odd.
-            DataError: only one row of a pair has trained tokens.
-            TrainingStateError: the forward was of another task.
-        """
+    def _terms(self, sums: Halves, means: Halves) -> "tuple[Tensor, dict[str, Tensor]]":
         from torch.nn.functional import logsigmoid
 
-        logps = output(outputs, "logps", self, "call with task='causal_lm', on rows with labels")
-        where = Trained.of(inputs, logps, self.ignore_index, self)
-        pairs = Pairs.of(where)
-        scores = weigh(where.fill(logps), inputs)
-        chosen, rejected = pairs.split(where.means(scores))
+        chosen, rejected = means
         terms = -logsigmoid(self.beta * (chosen - rejected) - self.gamma)
-        numbers = reward_numbers(self.beta, chosen, rejected) | logp_numbers(*pairs.split(scores.sum(1)))
-        return LossOutput(pairs.total(terms), pairs.count, pairs.numbers(numbers))
+        return terms, reward_numbers(self.beta, chosen, rejected)
