@@ -61,7 +61,7 @@ def compute_rewards(trajectories: list[dict[str, Any]]):
     format_reward_fn = GSM8KFormatReward()
     accuracy_rewards = accuracy_reward_fn(trajectories)
     format_rewards = format_reward_fn(trajectories)
-    total_rewards = [a + f for a, f in zip(accuracy_rewards, format_rewards)]  # noqa: B905
+    total_rewards = [a + f for a, f in zip(accuracy_rewards, format_rewards)]  # noqa: B905 - as published
     return total_rewards, format_rewards, accuracy_rewards
 
 

@@ -15,34 +15,19 @@ from twinkle_recipes.keeper import Keeper
 from twinkle_recipes.keeping import keep_rows
 from twinkle_recipes.numbers import readable
 from twinkle_recipes.plan import check_early, make_plan, write_plan
-from twinkle_recipes.plots import Curve
 from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
 from twinkle_recipes.policy_logps import Logps
+from twinkle_recipes.policy_shown import COLUMNS, CURVES
 from twinkle_recipes.progress import display
 from twinkle_recipes.ranks import check_alone
 from twinkle_recipes.results import is_finished, result_name, told_of
 from twinkle_recipes.resuming import resume, say_how_to_resume, write_config
-from twinkle_recipes.rollouts import Answer, answer_greedily, build_sampler, check_room, sample
+from twinkle_recipes.rollouts import Answer, answer_greedily, build_sampler, check_room, sample, sizes
 from twinkle_recipes.scoring import Scorer, Scores
 from twinkle_recipes.stopwatch import Stopwatch
 from twinkle_recipes.unchanged import whole_run
 
-COLUMNS = {
-    "reward": "reward",
-    "eval/reward": "eval reward",
-    "completion_length": "length",
-    "kl": "KL",
-    "approx_kl": "moved",
-    "clip_ratio": "clipped",
-    "loss": "loss",
-    "learning_rate": "lr",
-    "tokens_per_second": "tokens/s",
-}
 UNTOLD = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
-CURVES = {
-    "reward.png": Curve({"reward": "sampled"}, "mean reward", {"eval/reward": "greedy, held out"}),
-    "kl.png": Curve({"kl": "to the reference", "approx_kl": "since sampling"}, "KL divergence (nats per token)"),
-}
 
 
 def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
@@ -160,15 +145,3 @@ def evaluate(
     sync(syncing, sampler, config)
     answers = answer_greedily(sampler, [prompt for batch in held_out for prompt in batch], config)
     return {f"eval/{name}": value for name, value in scorer.rewards(answers).metrics().items()}
-
-
-def sizes(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """Return how long the answers of a step are, and how many tokens a second went through the whole step."""
-    lengths = [len(answer.logps) for answer in answers]
-    tokens = sum(len(answer.row["input_ids"]) for answer in answers)
-    return {
-        "completion_length": sum(lengths) / len(lengths),
-        "truncated": sum(answer.stop_reason == "length" for answer in answers) / len(answers),
-        "tokens": tokens,
-        "tokens_per_second": tokens / max(seconds, 1e-9),
-    }

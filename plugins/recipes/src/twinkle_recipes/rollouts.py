@@ -78,6 +78,18 @@ def answer_greedily(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: 
     return _answers(sampler.sample(list(prompts), _params(config, **_GREEDY)), prompts)
 
 
+def sizes(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """Return how long the answers of a step are, and how many tokens a second went through the whole step."""
+    lengths = [len(answer.logps) for answer in answers]
+    tokens = sum(len(answer.row["input_ids"]) for answer in answers)
+    return {
+        "completion_length": sum(lengths) / len(lengths),
+        "truncated": sum(answer.stop_reason == "length" for answer in answers) / len(answers),
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+
+
 def seed_of(seed: int, step: int) -> int:
     """Return a seed in [0, 2^63) that depends on both numbers alone."""
     digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
