@@ -24,9 +24,9 @@ def named(found: list[Shape]) -> list[tuple[str, Shape]]:
     return [(f"layer{number}", shape) for number, shape in enumerate(found)]
 
 
-@given(st.lists(shapes, min_size=1, max_size=6), st.sampled_from([1, 8, 16]))
-def test_matrices_are_whole_apart_and_aligned(found: list[Shape], multiple: int) -> None:
-    layout = Layout.of(named(found), rank_multiple=multiple)
+@given(st.lists(shapes, min_size=1, max_size=6), st.sampled_from([1, 8, 16]), st.booleans())
+def test_matrices_are_whole_apart_and_aligned(found: list[Shape], multiple: int, as_given: bool) -> None:
+    layout = Layout.of(named(found), rank_multiple=multiple, as_given=as_given)
     flat = torch.zeros(layout.size)
     for entry, shape in zip(layout.entries.values(), found, strict=True):
         unit = 1 if shape.experts else multiple  # grouped products of experts take any rank
@@ -45,8 +45,9 @@ def test_matrices_are_whole_apart_and_aligned(found: list[Shape], multiple: int)
     assert layout.parameters == sum(max(1, s.experts) * s.rank * (s.fan_in + s.fan_out) for s in found)
 
 
-def test_views_of_many_buffers_are_those_of_each() -> None:
-    layout = Layout.of([("a", Shape(3, 5, 7, 1.0)), ("b", Shape(2, 5, 4, 1.0, experts=2))])
+@pytest.mark.parametrize("as_given", [False, True])
+def test_views_of_many_buffers_are_those_of_each(as_given: bool) -> None:
+    layout = Layout.of([("a", Shape(3, 5, 7, 1.0)), ("b", Shape(2, 5, 4, 1.0, experts=2))], as_given=as_given)
     flats = torch.randn(4, layout.size, generator=torch.Generator().manual_seed(0))
     wide = torch.randn(4, 2 * layout.size)
     wide[:, 3 : 3 + layout.size] = flats
@@ -62,6 +63,14 @@ def test_what_is_written_into_a_view_is_in_the_buffer() -> None:
     flat = torch.zeros(layout.size)
     layout.entries["a"].up_of(flat)[1, 2] = 5.0
     assert flat[ALIGNMENT + 4 + 2] == 5.0
+
+
+def test_matrices_that_lie_as_peft_has_them_are_in_its_order() -> None:
+    layout = Layout.of([("a", Shape(2, 3, 4, 1.0))], as_given=True)
+    entry, flat = layout.entries["a"], torch.zeros(layout.size)
+    entry.up_of(flat).copy_(torch.arange(8.0).view(4, 2).t())
+    assert flat[entry.up :][:8].tolist() == list(range(8))
+    assert pickle.loads(pickle.dumps(layout)) is layout is not Layout.of([("a", Shape(2, 3, 4, 1.0))])
 
 
 def test_layouts_of_the_same_places_are_one_and_others_are_not() -> None:

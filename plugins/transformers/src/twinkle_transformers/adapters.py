@@ -194,22 +194,32 @@ def weights(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return {key: parameter.detach() for key, parameter in named_parameters(model, "")}
 
 
-def tuned_places(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers of a module that PEFT has wrapped, with their paths as they are without its wrappers.
+def tuned_places(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a module that PEFT has wrapped, with their paths as they are without its wrappers.
 
     It does not look at what PEFT has put inside: a walk over all modules takes longer than copying an adapter.
     """
-    if isinstance(model, BaseTunerLayer):
-        yield path, model
-        yield from tuned_places(model.get_submodule("base_layer"), path)
-        return
-    if isinstance(model, AuxiliaryTrainingWrapper):
-        yield path, model
-        yield from tuned_places(model.get_submodule("original_module"), path)
-        return
-    for name, child in model._modules.items():
-        if child is not None:
-            yield from tuned_places(child, f"{path}.{name}" if path else name)
+    found: list[tuple[str, nn.Module]] = []
+
+    def walk(part: nn.Module, path: str) -> None:
+        inside = _wrapped(part)
+        if inside:
+            found.append((path, part))
+            walk(part.get_submodule(inside), path)
+            return
+        for name, child in part._modules.items():
+            if child is not None:
+                walk(child, f"{path}.{name}" if path else name)
+
+    walk(model, "")
+    return found
+
+
+def _wrapped(part: nn.Module) -> str:
+    """Return the name under which a wrapper of PEFT keeps what it wraps; "" for other modules."""
+    if isinstance(part, BaseTunerLayer):
+        return "base_layer"
+    return "original_module" if isinstance(part, AuxiliaryTrainingWrapper) else ""
 
 
 def select(model: nn.Module, name: str, trainable: bool = True) -> None:

@@ -24,6 +24,7 @@ class Entry:
         down: offset of A.
         up: offset of B.
         experts: number of experts, each with matrices of its own; 0 for an ordinary linear layer.
+        as_given: B lies as PEFT has it, `[fan_out, r]`, for buffers that are mostly copied and not trained.
 
     A lies there as `[r, fan_in]`, B transposed, as `[r, fan_out]`. With experts A lies as `[experts, r, fan_in]` and B
     as `[r, experts, fan_out]`, so that both can be seen as the matrices that PEFT has; ranks are not rounded up there.
@@ -36,6 +37,7 @@ class Entry:
     down: int
     up: int
     experts: int = 0
+    as_given: bool = False
 
     @property
     def down_shape(self) -> tuple[int, ...]:
@@ -53,6 +55,8 @@ class Entry:
 
     def up_of(self, flat: Tensor) -> Tensor:
         """Return B, transposed, as a view of one buffer `[P]`, or of several, `[n, P]`."""
+        if self.as_given:
+            return _view(flat, self.up, (self.fan_out, self.rank)).mT
         if not self.experts:
             return _view(flat, self.up, self.up_shape)
         return _view(flat, self.up, (self.rank, self.experts, self.fan_out)).transpose(-3, -2)
@@ -80,22 +84,25 @@ class Layout:
         entries: the same with offsets.
         size: numbers in the buffer, what lies between matrices for the sake of alignment included.
         rank_multiple: ranks are stored rounded up to a multiple of it.
+        as_given: each B lies as PEFT has it (see `Entry`); not those of experts.
     """
 
     shapes: Mapping[str, Shape]
     entries: Mapping[str, Entry]
     size: int
     rank_multiple: int = 1
+    as_given: bool = False
 
     @staticmethod
-    def of(shapes: Iterable[tuple[str, Shape]], *, rank_multiple: int = 1) -> "Layout":
+    def of(shapes: Iterable[tuple[str, Shape]], *, rank_multiple: int = 1, as_given: bool = False) -> "Layout":
         """Lay matrices out one after the other.
 
         Args:
             shapes: name of the place and what the adapter has there.
             rank_multiple: ranks are stored rounded up to a multiple of it.
+            as_given: let each B lie as PEFT has it.
         """
-        return _layout(tuple(shapes), rank_multiple)
+        return _layout(tuple(shapes), rank_multiple, as_given)
 
     @cached_property
     def parameters(self) -> int:
@@ -103,11 +110,11 @@ class Layout:
         return sum(s.rank * (s.fan_in + s.fan_out) * max(1, s.experts) for s in self.shapes.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _layout, (tuple(self.shapes.items()), self.rank_multiple)
+        return _layout, (tuple(self.shapes.items()), self.rank_multiple, self.as_given)
 
 
 @cache
-def _layout(shapes: tuple[tuple[str, Shape], ...], rank_multiple: int) -> Layout:
+def _layout(shapes: tuple[tuple[str, Shape], ...], rank_multiple: int, as_given: bool = False) -> Layout:
     entries: dict[str, Entry] = {}
     at = 0
     for name, shape in shapes:
@@ -115,8 +122,9 @@ def _layout(shapes: tuple[tuple[str, Shape], ...], rank_multiple: int) -> Layout
         count = rank * max(1, shape.experts)
         down, up = at, _aligned(at + count * shape.fan_in)
         at = _aligned(up + count * shape.fan_out)
-        entries[name] = Entry(rank, shape.fan_in, shape.fan_out, shape.scale, down, up, shape.experts)
-    return Layout(MappingProxyType(dict(shapes)), MappingProxyType(entries), at, rank_multiple)
+        given = as_given and not shape.experts
+        entries[name] = Entry(rank, shape.fan_in, shape.fan_out, shape.scale, down, up, shape.experts, given)
+    return Layout(MappingProxyType(dict(shapes)), MappingProxyType(entries), at, rank_multiple, as_given)
 
 
 def _aligned(offset: int) -> int:

@@ -92,7 +92,8 @@ def arrived_version(
         Unsupported: it is more than low-rank terms of linear layers.
     """
     check_config(config, what)
-    names, layout = lay_out({key: list(tensor.shape) for key, tensor in tensors.items()}, config, sites, what)
+    shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
+    names, layout = lay_out(shapes, config, sites, what, as_given=True)
     return spare.version(layout, pairs_of(tensors, names), f"{what}@{next(_NUMBERS)}")
 
 
@@ -105,11 +106,12 @@ def check_config(config: Any, what: str) -> None:
 
 
 def lay_out(
-    shapes: Mapping[str, list[int]], config: LoraConfig, sites: Mapping[str, Site], what: str
+    shapes: Mapping[str, list[int]], config: LoraConfig, sites: Mapping[str, Site], what: str, as_given: bool = False
 ) -> tuple[list[str], Layout]:
     """Return the places that an adapter adapts, and where its matrices go; shapes are those by PEFT's names."""
     names = _names(shapes, what)
-    return names, Layout.of([(name, _shape(name, shapes, sites, config, what)) for name in names])
+    found = [(name, _shape(name, shapes, sites, config, what)) for name in names]
+    return names, Layout.of(found, as_given=as_given)
 
 
 def pairs_of(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
@@ -224,10 +226,11 @@ class LiveAdapters:
         known = self._versions.get(name)
         if known is not None and known[0] == state:
             return known[1]
-        layout = Layout.of(
+        shapes = [
             (place, Shape(down.shape[0], down.shape[1], up.shape[0], float(layer.scaling[name])))
             for (place, layer), (down, up) in zip(layers, weights, strict=True)
-        )
+        ]
+        layout = Layout.of(shapes, as_given=True)
         version = self._spare.version(layout, weights, f"{name}@{next(_NUMBERS)}")
         self._versions[name] = state, version
         return version

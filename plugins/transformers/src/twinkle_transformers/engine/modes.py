@@ -6,8 +6,9 @@ from typing import Any
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+
+from twinkle_transformers.adapters import tuned_places
 
 
 @contextmanager
@@ -52,9 +53,7 @@ def silent(module: nn.Module) -> Iterator[None]:
     if not isinstance(module, PeftModel):
         yield
         return
-    layers: list[Any] = [
-        part for part in module.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
-    ]
+    layers: list[Any] = [part for _, part in tuned_places(module.get_base_model())]
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
@@ -68,7 +67,8 @@ def silent(module: nn.Module) -> Iterator[None]:
 def active_adapters(module: PeftModel) -> list[str]:
     """Return the adapters that answer now."""
     tuner: Any = module.base_model
-    silent = any(part.disable_adapters for part in module.modules() if isinstance(part, BaseTunerLayer))
+    layers = (part for _, part in tuned_places(module.get_base_model()) if isinstance(part, BaseTunerLayer))
+    silent = any(part.disable_adapters for part in layers)
     return [] if silent else list(tuner.active_adapters)
 
 
