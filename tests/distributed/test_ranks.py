@@ -20,6 +20,7 @@ WORKER = Path(__file__).with_name("two_ranks_worker.py")
 WAYS = ("DDP", "FSDP2")
 KINDS = ("LoRA", "full")
 CLIP = 0.05
+_CLOCKS = ("total time elapse", "speed")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def run(folder: Path, names: str, ranks: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    return run(folder, "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,dropout,apart", 2)
+    return run(folder, "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,losses,dropout,apart", 2)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +204,22 @@ def test_a_loss_that_is_nan_on_one_rank_is_left_out_and_counted_once(two: dict[s
         for way in WAYS:
             assert seen[way]["nonfinite_skipped"] == 1
             assert seen[way]["loss"] == pytest.approx(5.6, abs=0.1)
+
+
+def test_a_step_of_each_loss_is_that_of_one_process_with_all_rows(
+    folder: Path, two: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(WORKER.parent))
+    from loss_steps import CASES, LOSSES, loss_step
+
+    alone = {loss: loss_step(folder, None, slice(None), loss) for loss in LOSSES}
+    for way, loss in CASES:
+        whole, cell = alone[loss], f"{way} {loss}"
+        for seen in two["losses"]:
+            assert distance(seen[cell]["update"], whole["update"]) < 5e-6, cell
+            wanted = {name: value for name, value in whole["metrics"].items() if name not in _CLOCKS}
+            found = {name: seen[cell]["metrics"][name] for name in wanted}
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7), cell
 
 
 @pytest.mark.parametrize("way", WAYS)

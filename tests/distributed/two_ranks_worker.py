@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from grid_worker import adapter, rows, start
+from loss_steps import CASES, SHARES, loss_step
 
 import twinkle
 from twinkle import DeviceMesh, Platform, registry
@@ -229,6 +230,13 @@ def nonfinite(folder: Path) -> dict[str, Any]:
         model.clip_grad_and_step()
         seen[name] = model.calculate_metric(is_training=True)
     return seen
+
+
+@scenario
+def losses(folder: Path) -> dict[str, Any]:
+    """Make a step of each loss, on fewer rows (and micro-batches) than the other rank."""
+    share, ways = SHARES[Platform.get_rank()], meshes()
+    return {f"{way} {loss}": loss_step(folder, ways[way], share, loss) for way, loss in CASES}
 
 
 @scenario
