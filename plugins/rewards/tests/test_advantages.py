@@ -71,7 +71,8 @@ def test_groups_by_name_may_lie_in_any_order(cls: Any, loop: Any, scale: str) ->
     expected = pytest.approx(loop(REWARDS, MIXED, scale), rel=1e-6)
     assert cls()(REWARDS, scale=scale, group_ids=MIXED).tolist() == expected
     numbers = torch.tensor([ord(name) for name in MIXED])
-    assert cls()(torch.tensor(REWARDS), 3, scale, group_ids=numbers).tolist() == expected
+    for ids in (numbers, list(numbers), [(name, 1) for name in MIXED]):
+        assert cls()(torch.tensor(REWARDS), 3, scale, group_ids=ids).tolist() == expected
 
 
 @pytest.mark.parametrize(("cls", "loop", "scale"), CASES)
@@ -166,7 +167,9 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (FAMILY, {"rewards": REWARDS, "num_generations": 0}, ArgumentError, "num_generations is 0"),
     (FAMILY, {"rewards": REWARDS, "group_ids": [1, 1]}, DataError, "group_ids has 2 entries, there are 9 rewards"),
     (FAMILY, {"rewards": REWARDS, "num_generations": 3, "group_ids": [1] * 9}, DataError, "group 1 has 9 rows"),
-    (FAMILY, {"rewards": REWARDS, "group_ids": [[1]] * 9}, ArgumentError, r"group_ids has \[1\]"),
+    (FAMILY, {"rewards": REWARDS, "group_ids": [[1]] * 9}, ArgumentError, "group_ids has an unhashable type"),
+    (FAMILY, {"rewards": [1.0, 2.0], "group_ids": [([],), ([],)]}, ArgumentError, "group_ids has an unhashable type"),
+    (FAMILY, {"rewards": [1.0, 2.0], "group_ids": "ab"}, ArgumentError, "group_ids is 'ab'"),
     (FAMILY, {"rewards": [1.0, math.nan], "num_generations": 2}, DataError, "reward of row 1 is nan"),
     (FAMILY, {"rewards": [math.inf, 0.0], "num_generations": 2}, DataError, "reward of row 0 is inf"),
     (FAMILY, {"rewards": [1.0, "2"], "num_generations": 2}, ArgumentError, "reward of row 1 is '2'"),

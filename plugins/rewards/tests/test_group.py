@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from twinkle.errors import ArgumentError, ComponentNotFound, DataError
+from twinkle_rewards.advantages.grpo import GRPOAdvantage
+from twinkle_rewards.advantages.reinforce import ReinforcePlusPlusAdvantage
+from twinkle_rewards.advantages.rloo import RLOOAdvantage
 from twinkle_rewards.exact import ExactMatchReward
 from twinkle_rewards.group import RewardGroup
 
@@ -38,8 +41,15 @@ async def slow_judge(trajectories: Any, **kwargs: Any) -> list[float]:
 
 
 STUCK = """
+import os
+
+
 def stuck(trajectories, **kwargs):
-    hard = any(row["messages"][-1]["content"] == "hard" for row in trajectories)
+    print("a reward may print")
+    said = [row["messages"][-1]["content"] for row in trajectories]
+    if "deadly" in said:
+        os._exit(3)
+    hard = "hard" in said
     return [float(pow(9, 9**9) if hard else 1) for _ in trajectories]  # in C, which only the process's end ends
 """
 
@@ -116,6 +126,31 @@ def test_a_row_that_makes_a_reward_raise_does_not_cost_the_others() -> None:
         drop(said)
 
 
+def test_a_reward_that_is_only_reported_drops_no_row() -> None:
+    group = RewardGroup({"fragile": fragile, "length": length}, weights={"fragile": 0}, on_error="drop")
+    scores = group.score(rows("1", ""))
+    assert (scores.total, scores.kept) == ([1.0, 0.0], [True, True])
+    assert scores.failures == ["reward 'fragile': row 1: it raised ZeroDivisionError: float division by zero"]
+
+
+def test_all_rows_may_be_dropped_and_no_rows_have_no_advantages() -> None:
+    scores = RewardGroup({"fragile": fragile}, on_error="drop").score(rows("", ""))
+    assert (scores.total, scores.rows) == ([0.0, 0.0], [])
+    for advantage in (GRPOAdvantage(), RLOOAdvantage(), ReinforcePlusPlusAdvantage()):
+        assert advantage([], group_ids=[]).tolist() == []  # type: ignore[union-attr]
+
+
+def test_a_row_whose_judge_did_not_answer_in_time_does_not_cost_the_others() -> None:
+    def asks(trajectories: Any, **kwargs: Any) -> list[float]:
+        if any(row["messages"][-1]["content"] == "b" for row in trajectories):
+            raise TimeoutError("the judge is away")
+        return [1.0 for _ in trajectories]
+
+    scores = RewardGroup({"asks": asks}, on_error="zero").score(rows("a", "b", "c"))
+    assert scores.total == [1.0, 0.0, 1.0]
+    assert scores.failures == ["reward 'asks': row 1: it raised TimeoutError: the judge is away"]
+
+
 def test_arguments_of_rows_go_with_the_row_that_is_asked_again() -> None:
     def divides(trajectories: Any, by: Any, **kwargs: Any) -> list[float]:
         return [12 / one for one in by]
@@ -184,7 +219,7 @@ def test_an_async_reward_that_is_late_is_cancelled() -> None:
     assert cancelled.wait(30)
 
 
-def test_an_isolated_reward_is_killed_when_its_time_is_over_and_answers_again(
+def test_an_isolated_reward_is_killed_when_its_time_is_over_may_end_its_process_and_answers_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "acme_stuck.py").write_text(STUCK)
@@ -196,6 +231,9 @@ def test_an_isolated_reward_is_killed_when_its_time_is_over_and_answers_again(
     again = RewardGroup(named, isolate="stuck")
     feature = {**rows("easy")[0], "input_ids": torch.tensor([1, 2])}
     assert again.score([feature]).total == [1.0]
+    deadly = RewardGroup(named, on_error="drop", isolate="stuck").score(rows("easy", "deadly"))
+    assert (deadly.total, deadly.kept) == ([1.0, 0.0], [True, False])
+    assert deadly.failures == ["reward 'stuck': row 1: its process ended with code 3"]
 
 
 def test_a_reward_that_another_process_cannot_have_says_so() -> None:

@@ -48,6 +48,11 @@ def score(reward: Any, said: Any, truth: Any = "", **message: Any) -> float:
         ("last_number", "20 + 48 = 68.", "68", 1),
         ("last_number", "68, or 67", "68", 0),
         ("last_number", "none", "68", 0),
+        ("last_number", "68" + " and so on" * 300, "68", 1),
+        ("last_number", "1234567" + "x" * 1998, "67", 0),
+        ("last_number", "the change is -$68", "-68", 1),
+        ("last_number", "the change is -$68", "68", 0),
+        ("last_number", "$70-$68", "68", 1),
         ("last_line", "thinking\n68\n", "68", 1),
         ("last_line", "68\nno", "68", 0),
         ("box", "\\boxed{68} then \\boxed{ 68 }", "68", 1),
@@ -78,6 +83,12 @@ def test_exactly_the_answer(take: Any, said: str, truth: Any, expected: float) -
         ("72", "72", 0),
         ("####\n72", "72", 0),
         ("#### -5", "-5", 1),
+        ("#### -$5", "-5", 1),
+        ("#### -$5", "5", 0),
+        ("\\boxed{-\\$1,200}", "-1200", 1),
+        ("\\boxed{x = - 5}", "-5", 1),
+        ("\\boxed{- 5}", "5", 0),
+        ("#### total - 5", "5", 1),
         ("#### 72", "reasoning #### 72", 1),
         ("#### Blue", "blue", 1),
     ],
@@ -147,6 +158,8 @@ def test_the_truth_may_be_given_beside_as_value_or_trajectory() -> None:
         ExactMatchReward()(rows, ground_truths=truths[:3])
     with pytest.raises(DataError, match="row 1 has no 'ground_truth' in its user_data"):
         GSM8KAccuracyReward()([row("#### 3", "3"), *rows])
+    with pytest.raises(DataError, match="row 1 has no 'ground_truth' in its user_data"):
+        F1Reward()([row("3", ["3"]), row("3", [])])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class RewardGroup(Reward):
         time_limit: seconds for one reward over all rows of a call.
         on_error: where a reward raises, is late, or gives no finite number for a row (or not one number a row):
             "fail" raises and names reward and row; "zero" counts 0 for it there; "drop" marks the row in
-            `Scores.kept`, so that the loop leaves it out.
+            `Scores.kept`, so that the loop leaves it out, unless the reward has weight 0.
         isolate: names of rewards that run in a process of their own.
 
     Raises:
@@ -125,7 +125,8 @@ class RewardGroup(Reward):
         if failures:
             get_logger().warning("%s (%d failures; on_error=%r)", failures[0], len(failures), self.on_error)
         by_name = {name: [_number(score) for score in one.scores] for name, one in found.items()}
-        whole = [not any(isinstance(one.scores[row], Failed) for one in found.values()) for row in range(len(rows))]
+        counting = [one.scores for name, one in found.items() if self.weights[name]]
+        whole = [not any(isinstance(scores[row], Failed) for scores in counting) for row in range(len(rows))]
         kept = whole if self.on_error == "drop" else [True] * len(rows)
         total = [self._sum(by_name, row) if keep else 0.0 for row, keep in enumerate(kept)]
         return Scores(total, by_name, kept, failures, {name: one.seconds for name, one in found.items()})

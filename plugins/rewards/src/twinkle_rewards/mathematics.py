@@ -16,16 +16,21 @@ from twinkle_rewards.worker import Worker, WorkerError
 
 _LONGEST = 500
 _MEMORY = 4 << 30
-_SCIENTIFIC = re.compile(r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*-?[0-9]+\s*\}|-?[0-9]+)")
-_OPEN = re.compile(r"[0-9)}]\s*(?:[-+*^]|\\times|\\cdot|\\div)\s*[0-9({\\]")
+_SCIENTIFIC = re.compile(r"(?:\\times|\\cdot|[*×⋅·])\s*10\s*\^\s*(?:\{\s*-?[0-9]+\s*\}|-?[0-9]+)")
+_UNIT = re.compile(r"\^(?:\\circ|\{\\circ\})|\\(?:text|mathrm)\{[^{}0-9]*[A-Za-z][^{}0-9]*\}(?:\^(?:[0-9]|\{[0-9]\}))?")
+_SPACE = r"\s|~|&|\\[!,;: ]|\\q?quad"
+_OPEN = re.compile(
+    rf"[0-9)}}\]!%](?:{_SPACE})*(?:[-+*^×⋅·∗÷\u2212]|\\(?:times|cdot|div|ast))(?:[-+\u2212]|{_SPACE})*[0-9.(\[{{\\]"
+)
 
 
 class MathReward(Reward):
     r"""1 if the last `\boxed{}` of the answer equals that of the truth as mathematics, else 0.
 
     `math-verify` compares: `\frac{1}{2}` and `0.5`, `(x+1)^2` and `x^2+2x+1`, sets in any order. A truth without a box
-    is the formula itself. Where the truth is a plain number, the answer may not leave anything to compute: `23+45` is
-    not 68. A box of more than 500 characters earns 0, and so does one that cannot be compared in time.
+    is the formula itself. Where the truth is a plain number, the answer may have a unit (`68\text{ cm}^2`), but no sum,
+    product or power may be left to compute: `23+45` is not 68. A box of more than 500 characters earns 0, and so does
+    one that cannot be compared in time.
 
     Comparing runs in another process, which is killed when the time is over: so it may be called in any thread, and
     no formula stops a run. `pip install 'math-verify>=0.9'`.
@@ -71,7 +76,7 @@ def equal(said: str, truth: str, seconds: float) -> bool:
         return True
     if not said or not truth or max(len(said), len(truth)) > _LONGEST:
         return False
-    if texts.number(truth) is not None and _OPEN.search(_SCIENTIFIC.sub("", said)):
+    if texts.number(truth) is not None and _OPEN.search(_UNIT.sub("", _SCIENTIFIC.sub("", said))):
         return False
     try:
         return _compared(truth, said, seconds)

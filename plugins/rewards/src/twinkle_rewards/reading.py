@@ -50,9 +50,11 @@ def truths(owner: object, trajectories: Sequence[Trajectory], given: Any, key: s
         count = f"{len(given)} entries" if isinstance(given, Sequence) else repr(given)[:60]
         raise ArgumentError(f"{name}: ground_truths has {count}, there are {len(trajectories)} rows; give one a row")
     found = [_truth(one, key) for one in given]
-    if None in found:
+    empty = (row for row, one in enumerate(found) if one is None or (isinstance(one, list | tuple) and not one))
+    missing = next(empty, None)
+    if missing is not None:
         raise DataError(
-            f"{name}: row {found.index(None)} has no {key!r} in its user_data; let a preprocessor put the right answer "
+            f"{name}: row {missing} has no {key!r} in its user_data; let a preprocessor put the right answer "
             "there, or pass ground_truths="
         )
     return found

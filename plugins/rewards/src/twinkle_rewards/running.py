@@ -80,9 +80,9 @@ class Member:
     def _scores(self, rows: list[Any], kwargs: Mapping[str, Any], end: float) -> list[float | Failed]:
         try:
             return checked(self._call(rows, kwargs, end), len(rows))
-        except TimeoutError as error:
-            return [Failed(str(error) or "it took too long", error)] * len(rows)
         except BaseException as error:  # whatever a reward raises, SystemExit too: it must not end the thread unheard
+            if isinstance(error, TimeoutError) and time.monotonic() >= end:  # ours, and none that the reward raises
+                return [Failed(str(error) or "it took too long", error)] * len(rows)
             if len(rows) < 2 or isinstance(error, WorkerBroken) or getattr(self.reward, "compares_rows", False):
                 return [Failed(_said(error), error)] * len(rows)
         return [self._scores([row], _of_row(kwargs, place, len(rows)), end)[0] for place, row in enumerate(rows)]

@@ -1,6 +1,7 @@
 """Finding answers in text, in time linear in its length: boxes, tags, numbers."""
 
 import re
+from collections import deque
 from decimal import Decimal
 from itertools import islice
 
@@ -9,6 +10,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOX = "\\boxed{"
 _SPACES = str.maketrans({"\u2212": "-", "$": " "})
 _LATEX = re.compile(r"\\[$!,;: ]|\{,\}")
+_SIGNED = re.compile(r"(?<![\w)}\]])([-+\u2212])\\?[$€£¥₹]\s?(?=[.0-9])")
 
 
 def boxed(text: str) -> str | None:
@@ -56,15 +58,19 @@ def number(text: str) -> Decimal | None:
 
 
 def only_number(text: str) -> Decimal | None:
-    """Return the number in a text that has exactly one, such as `42 apples`; None with none or several."""
-    found = list(islice(_NUMBER.finditer(_plain(text)), 2))
-    return _value(found[0][0]) if len(found) == 1 else None
+    """Return the number in a text that has exactly one, such as `42 apples` or `- 42`; None with none or several."""
+    plain = _plain(text)
+    found = list(islice(_NUMBER.finditer(plain), 2))
+    if len(found) != 1:
+        return None
+    value, before = _value(found[0][0]), plain[: found[0].start()].rstrip()
+    return -value if before.endswith("-") and not _ends_a_term(before[:-1]) else value
 
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number in a text."""
-    found = _NUMBER.findall(_plain(text[-2000:]))
-    return _value(found[-1]) if found else None
+    found = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    return _value(found[0][0]) if found else None
 
 
 def normal(text: str) -> str:
@@ -79,7 +85,14 @@ def same(one: str, other: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return _LATEX.sub(lambda found: "," if found[0] == "{,}" else "", text).translate(_SPACES)
+    signed = _SIGNED.sub(r"\1", text)
+    return _LATEX.sub(lambda found: "," if found[0] == "{,}" else "", signed).translate(_SPACES)
+
+
+def _ends_a_term(text: str) -> bool:
+    """Say whether a minus after this text subtracts (or is a dash after a word), and is no sign."""
+    last = text.rstrip()[-1:]
+    return last.isalnum() or last in tuple(")]}%")
 
 
 def _value(text: str) -> Decimal:

@@ -201,13 +201,17 @@ def _groups(name: str, rows: int, num_generations: Any, group_ids: Any) -> tuple
                 "the group of each row by group_ids"
             )
         return [row // num_generations for row in range(rows)], list(range(rows // num_generations))
-    ids = list(group_ids.tolist() if hasattr(group_ids, "tolist") else group_ids)
+    ids = group_ids.tolist() if hasattr(group_ids, "tolist") else group_ids
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise ArgumentError(f"{name}: group_ids is {ids!r:.60}; give a tensor or a list with one entry a row")
+    ids = [one.tolist() if hasattr(one, "tolist") else one for one in ids]  # tensors hash by identity
     if len(ids) != rows:
         raise DataError(f"{name}: group_ids has {len(ids)} entries, there are {rows} rewards; give one a row")
-    if unfit := next((one for one in ids if not isinstance(one, Hashable)), None):
-        raise ArgumentError(f"{name}: group_ids has {unfit!r:.60}; give numbers or texts")
     places: dict[Hashable, int] = {}
-    groups = [places.setdefault(one, len(places)) for one in ids]
+    try:
+        groups = [places.setdefault(one, len(places)) for one in ids]
+    except TypeError as error:
+        raise ArgumentError(f"{name}: group_ids has an {error}; give numbers or texts") from error
     for group, identity in enumerate(places):
         if num_generations > 1 and (found := groups.count(group)) != num_generations:
             raise DataError(
