@@ -63,7 +63,7 @@ def by_hand(
             bounded = min(max(ratio, 1 - epsilon), 1 + high)
             term = -min(ratio * a, bounded * a)
             clips += bounded * a < ratio * a
-            moves.append(math.exp(old - logp) - (old - logp) - 1)
+            moves.append(ratio - 1 - math.log(ratio))
             term += beta * (math.exp(ref - logp) - (ref - logp) - 1)
             terms.append(term - entropy_coef * float(outputs["entropies"][b, t]))
         if terms:
@@ -213,6 +213,16 @@ def test_a_reference_without_beta_is_measured_and_changes_nothing() -> None:
     kl = ((difference.exp() - difference - 1) * mask).sum(1) / mask.sum(1).clamp(min=1)
     assert measured.metrics["kl"] == pytest.approx(float(kl.sum()), rel=1e-12)
     assert "kl" not in plain.metrics
+
+
+def test_what_it_says_of_moving_is_on_average_the_divergence_from_the_policy_that_drew_the_tokens() -> None:
+    old, now = (torch.tensor(row, dtype=torch.float64).log_softmax(0) for row in ([0.0, 1.0, -2.0], [1.5, -0.5, 0.0]))
+    average = 0.0
+    for old_logp, logp in zip(old.tolist(), now.tolist(), strict=True):
+        row: Any = {"labels": torch.tensor([[1]])}, {"logps": torch.tensor([[logp]], dtype=torch.float64)}
+        found = GRPOLoss()(*row, old_logps=[[old_logp]], advantages=[1.0]).metrics["approx_kl"]
+        average += math.exp(old_logp) * found
+    assert average == pytest.approx(float((old.exp() * (old - now)).sum()), rel=1e-12)
 
 
 def test_what_a_sampler_returned_goes_to_its_tokens() -> None:

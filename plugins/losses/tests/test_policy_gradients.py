@@ -101,7 +101,7 @@ def by_hand(
             cap = o.get("tis_cap", math.inf)
             term *= min(weight, cap) if "tis_cap" in o else 1
             term += o.get("beta", 0) * k3(ref - logp) - o.get("entropy_coef", 0) * entropy
-            found = {"term": term, "clip_ratio": clipped, "approx_kl": k3(old - logp), "kl": k3(ref - logp)}
+            found = {"term": term, "clip_ratio": clipped, "approx_kl": k3(logp - old), "kl": k3(ref - logp)}
             found |= {"entropy": entropy, "rollout_kl": k3(old - rollout), "tis_clip_ratio": weight > cap}
             rows[-1].append(found)
     return means(name, o, rows)

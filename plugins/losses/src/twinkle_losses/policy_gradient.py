@@ -33,10 +33,11 @@ class PolicyGradientLoss(Loss):
     of sequences that train something; with the class attribute `over_tokens` they are the sum of all l_t and the number
     of trained tokens. Both add up over any split of the rows.
 
-    `metrics` are means of the same kind: `approx_kl` (k_t with old in the place of ref: how far the policy has moved
-    since sampling), `clip_ratio` (share of tokens that the loss clips, if it clips), `kl` (k_t, if `ref_logps` are
-    given), `entropy` (with `entropy_coef`), `rollout_kl` (k_t of old_t against rollout_t, if `rollout_logps` are given:
-    how far trainer and sampler disagree) and `tis_clip_ratio` (share of tokens at the cap, with `tis_cap`).
+    `metrics` are means of the same kind: `approx_kl` (r_t - log r_t - 1, an estimate of KL(old || now), since old drew
+    the tokens: how far the policy has moved), `clip_ratio` (share of tokens that the loss clips, if it clips), `kl`
+    (k_t, if `ref_logps` are given), `entropy` (with `entropy_coef`), `rollout_kl` (the same as `approx_kl`, of old_t
+    against rollout_t, if `rollout_logps` are given: how far trainer and sampler disagree) and `tis_clip_ratio` (share
+    of tokens at the cap, with `tis_cap`).
 
     Args:
         beta: weight of the KL term; above 0 it needs `ref_logps`.
@@ -100,7 +101,7 @@ class PolicyGradientLoss(Loss):
         old = rows.get("old_logps", logps.detach())
         ratio = self._log_ratio(logps, old, where).clamp(-_LIMIT, _LIMIT).exp()
         terms = self._policy_terms(ratio, weight, logps)
-        numbers = {"approx_kl": _kl(old - logps.detach()), **self._numbers(ratio.detach(), weight)}
+        numbers = {"approx_kl": _kl(logps.detach() - old), **self._numbers(ratio.detach(), weight)}
         if "rollout_logps" in rows:
             weights, about = self._off_sampler(old - rows["rollout_logps"])
             terms, numbers = terms * weights, numbers | about
