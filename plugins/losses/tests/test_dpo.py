@@ -198,12 +198,29 @@ def test_no_trained_token_counts_nothing_and_keeps_the_graph() -> None:
             r"ref_chosen_logps has the shape \[8\], the batch has 4 pairs",
         ),
         ({}, {"ref_chosen_logps": [1.0] * 4, "ref_rejected_logps": ["x"] * 4}, "ref_rejected_logps are no numbers"),
+        ({}, {"ref_logps": torch.full((8, 6), math.nan)}, "ref_logps of row 0 holds nan at a trained token"),
+        ({}, {"ref_logps": torch.full((8, 6), -math.inf)}, "ref_logps of row 0 holds -inf at a trained token"),
+        (
+            {},
+            {"ref_chosen_logps": [1.0] * 4, "ref_rejected_logps": [1.0, math.inf, 1.0, 1.0]},
+            "ref_rejected_logps of pair 1 is inf; leave the pair out",
+        ),
     ],
 )
 def test_a_reference_that_is_missing_or_does_not_fit_is_refused(options: Any, arguments: Any, message: str) -> None:
     inputs, logps, _ = batch()
     with pytest.raises(ArgumentError, match=message):
         DPOLoss(**options)(inputs, {"logps": logps}, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_reference_of_a_pair_that_trains_nothing_may_be_no_number() -> None:
+    inputs, logps, _ = batch()
+    leaf = logps.clone().requires_grad_()
+    sums: Any = {"ref_chosen_logps": [1.0, 1.0, math.nan, 1.0], "ref_rejected_logps": [1.0, 1.0, -math.inf, 1.0]}
+    found = DPOLoss()(inputs, {"logps": leaf}, **sums)  # type: ignore[arg-type]
+    assert math.isfinite(found.loss_sum.item())
+    assert all(math.isfinite(value) for value in found.metrics.values())
+    assert bool(torch.isfinite(torch.autograd.grad(found.loss_sum, leaf)[0]).all())
 
 
 def test_rows_that_are_no_pairs_are_refused() -> None:

@@ -1,5 +1,6 @@
 """ValueLoss: against the papers' formula one token at a time, however rows are cut, and what it refuses."""
 
+import math
 from typing import Any
 
 import pytest
@@ -76,11 +77,24 @@ def test_a_value_that_has_moved_too_far_towards_its_goal_has_no_gradient() -> No
         ({"returns": RETURNS}, "old_values are missing.*or set clip=None"),
         ({"returns": RETURNS[:2], "old_values": OLD}, "returns has 2 entries, the batch has 3 rows"),
         ({"returns": [[1.0], [], [1.0, 2.0]], "old_values": OLD}, "returns of row 0 has 1 numbers"),
+        ({"returns": [[1.0, math.nan, 0.0], [], [1.5, 0.1]], "old_values": OLD}, "returns of row 0 holds nan"),
+        ({"returns": RETURNS, "old_values": [*OLD[:2], [0.5, math.inf]]}, "old_values of row 2 holds inf"),
     ],
 )
 def test_what_does_not_fit_the_rows_is_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         ValueLoss()(*batch(), **arguments)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_a_value_where_nothing_is_trained_is_never_read(junk: float) -> None:
+    values = VALUES.masked_fill((LABELS == -100)[..., None], junk).requires_grad_()
+    found = ValueLoss()({"labels": LABELS}, {"logits": values}, returns=RETURNS, old_values=OLD)
+    wanted = ValueLoss()({"labels": LABELS}, {"logits": VALUES}, returns=RETURNS, old_values=OLD)
+    assert (float(found.loss_sum.detach()), found.metrics) == (float(wanted.loss_sum), wanted.metrics)
+    gradient = torch.autograd.grad(found.loss_sum, values)[0]
+    assert not gradient[LABELS == -100].any()
+    assert bool(torch.isfinite(gradient).all())
 
 
 def test_a_model_without_one_value_a_token_is_refused() -> None:

@@ -102,7 +102,8 @@ class DPOLoss(Loss):
             ref_rejected_logps: the same of the rejected rows.
 
         Raises:
-            ArgumentError: the reference is missing, comes in several forms, or does not fit; or B is odd.
+            ArgumentError: the reference is missing, comes in several forms, does not fit, or is NaN or infinite where
+                something is trained; or B is odd.
             DataError: only one row of a pair has trained tokens.
             TrainingStateError: the forward was of another task.
         """
@@ -113,8 +114,8 @@ class DPOLoss(Loss):
         policy = weigh(where.fill(logps), inputs).sum(1)
         ratios = policy
         if "ref_logps" in reference:
-            token_refs = where.align("ref_logps", reference["ref_logps"], logps, broadcast=False)
-            ratios = weigh(where.fill(logps - token_refs), inputs).sum(1)
+            tokens = where.aligned(reference, logps, broadcast=False)
+            ratios = weigh(where.fill(logps - tokens["ref_logps"]), inputs).sum(1)
         elif reference:
             ratios = policy - pairs.interleave(reference, logps)
         chosen, rejected = pairs.split(ratios)

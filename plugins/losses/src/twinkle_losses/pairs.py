@@ -72,7 +72,7 @@ class Pairs:
         """Return two arguments with one number a pair, of the chosen and of the rejected rows, as one a row: `[B]`.
 
         Raises:
-            ArgumentError: one has no such numbers; names it.
+            ArgumentError: one has no such numbers, or one of a pair that trains is NaN or infinite; names it.
         """
         import torch
 
@@ -92,7 +92,11 @@ class Pairs:
                 f"{found} has the shape {list(numbers.shape)}, the batch has {pairs} pairs; give one number a pair: "
                 "the sum over the row's trained tokens"
             )
-        return numbers.reshape(-1)
+        numbers = numbers.reshape(-1)
+        for pair in (~torch.isfinite(numbers)).nonzero().flatten().tolist():
+            if self.trained[pair]:
+                raise ArgumentError(f"{found} of pair {pair} is {float(numbers[pair])}; leave the pair out")
+        return numbers
 
 
 def weigh(terms: "Tensor", inputs: InputBatch) -> "Tensor":

@@ -60,7 +60,8 @@ class ValueLoss(Loss):
             old_values: values of a forward before the update; needed with `clip`.
 
         Raises:
-            ArgumentError: `returns` are missing, or `old_values` with `clip`, or lengths do not fit.
+            ArgumentError: `returns` are missing, or `old_values` with `clip`; lengths do not fit; or a number at a
+                trained token is NaN or infinite.
             DataError: the model gives more than one value a token.
         """
         import torch
@@ -73,11 +74,14 @@ class ValueLoss(Loss):
             )
         values = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
         where = Trained.of(inputs, values, self.ignore_index, self)
-        goal = where.align("returns", self._given("returns", returns), values, broadcast=False)
+        given = {"returns": self._given("returns", returns)}
+        if self.clip is not None:
+            given["old_values"] = self._given("old_values", old_values)
+        rows, values = where.aligned(given, values, broadcast=False), where.fill(values)
+        goal, old = rows["returns"], rows.get("old_values")
         error = (values - goal).square()
         numbers = {"value_error": error}
-        if self.clip is not None:
-            old = where.align("old_values", self._given("old_values", old_values), values, broadcast=False)
+        if self.clip is not None and old is not None:
             bounded = (old + (values - old).clamp(-self.clip, self.clip) - goal).square()
             numbers["value_clip_ratio"] = (bounded > error).to(error.dtype)
             error = torch.maximum(error, bounded)

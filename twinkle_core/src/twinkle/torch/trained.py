@@ -93,7 +93,7 @@ class Trained:
             placed = self._from_rows(name, entries, like.dtype, broadcast)
         return self.fill(placed.to(like.device, like.dtype))
 
-    def aligned(self, values: Mapping[str, Any], like: "Tensor") -> "dict[str, Tensor]":
+    def aligned(self, values: Mapping[str, Any], like: "Tensor", *, broadcast: bool = True) -> "dict[str, Tensor]":
         """Return those of the per-row arguments that are not None, each as `align` does, if all numbers are finite.
 
         Raises:
@@ -101,7 +101,8 @@ class Trained:
         """
         import torch
 
-        found = {name: self.align(name, value, like) for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        found = {name: self.align(name, value, like, broadcast=broadcast) for name, value in given.items()}
         wrong = ~torch.isfinite(torch.stack(list(found.values()))) if found else self.mask.new_zeros(0)
         if bool(wrong.any()):
             which, row, column = wrong.nonzero()[0].tolist()
