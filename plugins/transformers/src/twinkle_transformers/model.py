@@ -1,48 +1,41 @@
 """`TransformersModel`: a Hugging Face model with its adapters, trained by a loop that the user writes."""
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
-from twinkle import get_logger, remote_class, remote_function
+from twinkle import remote_class, remote_function
 from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle_transformers import adapters, loop
-from twinkle_transformers.backbone import IGNORE, check_batch
 from twinkle_transformers.checkpoints import Checkpoints
-from twinkle_transformers.components import Components
 from twinkle_transformers.describe import describe
-from twinkle_transformers.group import OptimizerGroup, Pass, Status
+from twinkle_transformers.group import OptimizerGroup, Pass
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.options import (
-    PRECISION,
     check_call,
     check_clipping,
     check_model_id,
     check_model_options,
     top_of_call,
 )
-from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.parallel import load_on_ranks, parallel_of
-from twinkle_transformers.prompts import context_of
+from twinkle_transformers.passes import Passes
 from twinkle_transformers.recompute import Recompute
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_together, share_arguments, split_rows
 from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
 from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
-from twinkle_transformers.sharing import sharing_prefixes
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 from twinkle_transformers.sync.sending import SendsWeights
 
 
 @remote_class()
-class TransformersModel(Components, Checkpoints, SendsWeights):
+class TransformersModel(Passes, Checkpoints, SendsWeights):
     """A causal language model from a Hugging Face folder (or GGUF file), on one device or on the ranks of a mesh.
 
     Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods
@@ -436,93 +429,3 @@ class TransformersModel(Components, Checkpoints, SendsWeights):
         """Return the adapter's PEFT configuration as a dict, or None for the full model."""
         config = self._group(adapter_name).adapter_config
         return None if config is None else config.to_dict()
-
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Context in which this model's forwards run: mixed precision, if it is on."""
-        dtype = PRECISION[self.mixed_precision]
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            yield
-
-    # inside
-
-    def _rows(self, group: OptimizerGroup, inputs: Inputs) -> list[Any]:
-        """Return encoded rows; one of several ranks may have none."""
-        if not self.parallel.ranks.alone and isinstance(inputs, list | tuple) and not inputs:
-            return []
-        return as_rows(inputs, group.encoder(self.model_path))
-
-    def _ready(self, group: OptimizerGroup, *, training: bool) -> None:
-        """Do what passes rely on; ranks do it together, those without rows too."""
-        if training and group.optimizer is None:
-            get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
-            self.set_optimizer("AdamW", adapter_name=group.adapter_name)
-        group.loss()
-        self._place(group, trained=training)
-
-    def _idle_passes(self, call: str, passes: int) -> int:
-        """Return how many passes without rows this rank must make so that sharded ranks stay together.
-
-        Sharded ranks at different calls are told so here.
-        """
-        if not self.parallel.in_lockstep:
-            return 0
-        return int(self.parallel.ranks.agree(call, passes).max()) - passes
-
-    def _idle_pass(self, group: OptimizerGroup, status: Status, task: str) -> None:
-        """Make a pass that adds nothing: the other ranks need this one's shards."""
-        row = {"input_ids": [0, 0], "labels": [0, IGNORE]}
-        outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False, task).outputs
-        if status is not group.train_status:
-            return
-        if self._counts(True):
-            made = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-            (torch.stack([v.sum() for v in made]).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
-        else:
-            loop.leave_to_others(group, self.on_nonfinite)
-
-    def _counts(self, usable: bool) -> bool:
-        """Return whether a pass is counted; where ranks go in lockstep, only if all can count theirs."""
-        if self.parallel.in_lockstep:
-            return bool(self.parallel.ranks.agree("losses are finite", usable).all())
-        return usable
-
-    def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
-        batch = group.processor(rows)
-        check_batch(batch, self._backbone.model)
-        batch = without_padding(batch, left=group.pads_left())
-        if self._shares:
-            batch = sharing_prefixes(batch, self._backbone.segmenter, self._backbone.inputs)
-        context, width = context_of(self._backbone.model.config), positions(batch).width
-        if context is not None and width > max(context, self._longest):
-            self._longest = width
-            get_logger().warning(
-                "a row has %d tokens, and the model was made for %d; to cut rows set max_length= of the template",
-                width, context,
-            )  # fmt: skip
-        return batch
-
-    def _pass(
-        self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool,
-        task: str, top: int = 0,
-    ) -> Pass:  # fmt: skip
-        training = status is group.train_status
-        self.model.train(training)
-        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
-
-        def forward() -> ModelOutput:
-            with self.autocast():
-                return self.parallel.run(
-                    self._backbone.model, lambda: self._backbone(batch, self.device, needs, temperature)
-                )
-
-        if not training:
-            return Pass(batch, forward(), list(rows))
-        sizes = positions(batch)
-        masked = self.parallel.in_lockstep or sizes.masked  # sharded ranks measure the same
-        self._recompute.prepare(sizes.tokens, sizes.width, group.adapter_name, masked)
-        return Pass(batch, self._recompute.run(forward), list(rows))
-
-    def _probe(self, row: dict[str, torch.Tensor]) -> object:
-        with self.autocast():
-            return self.parallel.run(self._backbone.model, lambda: self._backbone.body(**row, use_cache=False))
