@@ -116,13 +116,15 @@ def test_a_hook_or_another_class_makes_a_head_no_plain_product() -> None:
     assert not is_plain(Doubled())
 
 
-def test_no_trained_position_is_a_zero_gradient() -> None:
-    head = nn.Linear(8, 13).requires_grad_(False)
+@pytest.mark.parametrize(("head", "top"), [(nn.Linear(8, 13), 0), (nn.Linear(8, 13), 2), (Doubled(), 0)])
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_no_trained_position_is_a_zero_gradient(head: nn.Module, top: int, shape: tuple[int, ...]) -> None:
+    head.requires_grad_(False)
     hidden = torch.randn(4, 8, requires_grad=True)
-    chosen = torch.zeros(0, dtype=torch.int64)
-    scores = score_tokens(hidden[chosen], chosen, head)
+    scores = score_tokens(hidden[:0], torch.zeros(shape, dtype=torch.int64), head, top=top)
     scores.logps.sum().backward()
-    assert scores.logps.shape == (0,)
+    assert scores.logps.shape == shape
+    assert scores.top_logps is None or scores.top_logps.shape == (0, top)
     assert torch.equal(hidden.grad, torch.zeros(4, 8))
 
 

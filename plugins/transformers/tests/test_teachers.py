@@ -232,6 +232,26 @@ def test_adapters_of_a_pool_learn_from_a_teacher_in_one_pass_what_each_learns_al
         assert float((alone["a"] - before).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["one", "pool"])
+def test_a_micro_batch_without_a_trained_token_is_like_the_others(folders: Any, rows: Any, many: bool) -> None:
+    """An empty completion: nothing to find, nothing to learn, also where it comes alone."""
+    model = pool_of(folders[0], "a") if many else opened(folders[0])
+    options: dict[str, Any] = {"adapter_name": "a"} if many else {}
+    model.set_loss("GKDLoss", **options)
+    given = [*rows[:2], {**rows[2], "labels": [-100] * LENGTHS[2]}, *rows[3:]]
+    tops, losses = [], []
+    for size in (None, 1):
+        tops.append(model.forward_only(inputs=given, topk_logprobs=4, micro_batch_size=size, **options))
+        teacher = {"teacher_topk_logprobs": tops[0]["topk_logprobs"] - 1.0}
+        teacher["teacher_topk_indices"] = tops[0]["topk_indices"]
+        losses.append(model.forward_backward(inputs=given, micro_batch_size=size, **teacher, **options)["loss"])
+        model.zero_grad(flush=True, **options)
+    assert torch.allclose(tops[0]["topk_logprobs"], tops[1]["topk_logprobs"], atol=1e-5)
+    assert not tops[1]["topk_indices"][2].any()
+    assert losses[0] > 0
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_whole_logits_are_not_kept_beyond_the_loss(folders: Any, rows: Any) -> None:
     """Neither the student's nor the teacher's: micro-batches, and steps that accumulate, would add up."""
     student = opened(folders[0])

@@ -104,8 +104,9 @@ def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOu
 def _read(logits: Tensor, targets: Tensor, needs: Needs) -> TokenScores:
     """Return the scores of some positions from their logits `[N, V]`, with a graph where they have one."""
     log_p = logits.to(wide(logits.dtype)).log_softmax(-1)
+    columns = targets if targets.ndim == 2 else targets[:, None]
     return TokenScores(
-        log_p.gather(-1, targets.view(len(targets), -1)).view(targets.shape),
+        log_p.gather(-1, columns).view(targets.shape),
         -(log_p.exp() * log_p).sum(-1) if needs.entropies else None,
         log_p.mean(-1) if needs.uniform_logps else None,
         log_p.argmax(-1) if needs.predictions else None,

@@ -124,7 +124,8 @@ def _score_by_module(
         entropy = -(log_p.exp() * log_p).sum(-1) if want.entropies else log_p.new_empty(0)
         uniform = log_p.mean(-1) if want.uniform else log_p.new_empty(0)
         best = log_p.argmax(-1) if want.predictions else y.new_empty(0)
-        return log_p.gather(-1, y.view(len(y), -1)).view(y.shape), entropy, uniform, best, *top_of(log_p, want.top)
+        columns = y if y.dim() == 2 else y[:, None]
+        return log_p.gather(-1, columns).view(y.shape), entropy, uniform, best, *top_of(log_p, want.top)
 
     run: Callable[[Tensor, Tensor], Any] = score
     if torch.is_grad_enabled():
