@@ -210,6 +210,19 @@ def test_micro_batches_that_would_cut_a_pair_are_refused_before_anything_is_comp
         )
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_reference_may_be_part_of_that_of_more_and_longer_rows(
+    folder: Path, rows: list[dict[str, Any]], side: str
+) -> None:
+    model = trained(folder, "GRPOLoss", {"padding_side": side})
+    reference = model.forward_only(inputs=rows)["logps"][:4]
+    for micro in (None, 1, 3):
+        for given in (reference, reference.tolist()):
+            model.forward_backward(inputs=rows[:4], advantages=[0.0] * 4, ref_logps=given, micro_batch_size=micro)
+            model.clip_grad_and_step()
+            assert model.calculate_metric(is_training=True)["kl"] < 1e-9, micro
+
+
 @pytest.mark.parametrize(
     ("rows", "size", "together", "sizes"),
     [(8, 3, 2, [2, 2, 2, 2]), (8, 5, 2, [4, 4]), (7, 4, 3, [3, 3, 1]), (5, 1, 2, [1] * 5), (5, None, 2, [5])],
@@ -233,3 +246,7 @@ def test_arguments_are_cut_with_their_rows_and_groups() -> None:
     }  # fmt: skip
     assert right[0]["ref_logps"] == [[0, 1, 2]] * 4
     assert share_arguments(given, cut, [(4, 3), (2, 2)], left=True)[1]["ref_logps"] == [[6, 7]] * 2
+    table: dict[str, Any] = {"ref_logps": torch.arange(12).reshape(2, 6), "mine": torch.arange(12).reshape(2, 6)}
+    [share] = share_arguments(table, cut | {"mine": 1}, [(2, 3)], left=True)
+    assert share["ref_logps"].tolist() == [[3, 4, 5], [9, 10, 11]]
+    assert share["mine"].shape == (2, 6)  # nobody said that it has a number for each token

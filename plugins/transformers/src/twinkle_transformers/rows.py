@@ -21,6 +21,9 @@ PER_ROW = frozenset(
 )
 """Loss arguments with one entry a row, cut by name; a loss adds its own in its attribute `row_inputs`."""
 
+_OF_TOKENS = PER_ROW - {"group_ids", "rewards"} | {"old_values", "returns", "rollout_logps"}
+"""Those that have a number (or a line of them) for each token, where an entry is as long as a row or longer."""
+
 
 def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
     """Return encoded rows for one row, a list of rows, or a collated batch; trajectories pass through `encode`.
@@ -95,7 +98,8 @@ def share_arguments(
         left: whether rows are padded on the left.
 
     A tensor `[B, T, ...]` as long as the longest micro-batch (what `forward_only` returned, say), or such a list of
-    lists, is also narrowed to each micro-batch's own length.
+    lists, is also narrowed to each micro-batch's own length; one of the usual arguments of tokens also if it is longer,
+    as what `forward_only` gave for more rows is. Only here is it known on which side the rows are padded.
 
     Raises:
         ArgumentError: an argument has another number of entries.
@@ -106,11 +110,10 @@ def share_arguments(
             row_count(name, arguments[name], total, per_row[name])
     shares, start = [], 0
     for rows, length in batches:
-        positions = slice(longest - length, None) if left else slice(0, length)
         share = dict(arguments)
         for name in per_row.keys() & arguments.keys():
-            first, end = start // per_row[name], (start + rows) // per_row[name]
-            share[name] = _Cut(slice(first, end), longest, positions)(arguments[name])
+            part = slice(start // per_row[name], (start + rows) // per_row[name])
+            share[name] = _Cut(part, longest, length, left, name in _OF_TOKENS)(arguments[name])
         shares.append(share)
         start += rows
     return shares
@@ -118,11 +121,13 @@ def share_arguments(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Takes some rows of a value, and of a tensor as long as `longest` only `positions`."""
+    """Takes some rows of a value, and of entries as long as `longest` (or longer, if `of_tokens`) only `length`."""
 
     rows: slice
     longest: int
-    positions: slice
+    length: int
+    left: bool
+    of_tokens: bool
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -132,14 +137,20 @@ class _Cut:
         part = value[self.rows]
         shape: tuple[int, ...] = getattr(part, "shape", ())
         if len(shape) > 1:
-            return part[:, self.positions] if shape[1] == self.longest else part
-        if isinstance(value, list | tuple) and all(self._is_whole(entry) for entry in value):
-            return [entry[self.positions] for entry in part]
+            return part[:, self._positions(shape[1])] if self._is_whole(shape[1]) else part
+        if isinstance(value, list | tuple) and all(self._is_whole_row(entry) for entry in value):
+            return [entry[self._positions(len(entry))] for entry in part]
         return part
 
-    def _is_whole(self, entry: Any) -> bool:
-        """Return whether an entry of a list has one number for each position of the longest micro-batch."""
-        return not isinstance(entry, str | Mapping) and _is_sized(entry) and len(entry) == self.longest
+    def _is_whole(self, width: int) -> bool:
+        """Return whether so many numbers are one for each position of the longest micro-batch, and perhaps more."""
+        return width >= self.longest if self.of_tokens else width == self.longest
+
+    def _is_whole_row(self, entry: Any) -> bool:
+        return not isinstance(entry, str | Mapping) and _is_sized(entry) and self._is_whole(len(entry))
+
+    def _positions(self, width: int) -> slice:
+        return slice(width - self.length, None) if self.left else slice(0, self.length)
 
 
 def row_inputs(loss: Any) -> dict[str, int]:
