@@ -131,6 +131,7 @@ def test_it_is_found_by_name_and_refuses_what_it_does_not_know(loss: Any) -> Non
         ("CrossEntropyLoss", {"label_smoothing": "a"}, "label_smoothing='a'"),
         ("CrossEntropyLoss", {"ignore_index": None}, "ignore_index=None; it must be a whole number"),
         ("CrossEntropyLoss", {"dft": True, "label_smoothing": 0.1}, "leave label_smoothing out"),
+        ("CrossEntropyLoss", {"dft": "no"}, "dft='no'; it must be True or False"),
         ("ChunkedCrossEntropyLoss", {"chunk_size": 0}, "chunk_size=0; it must be a whole number of at least 1"),
         ("ChunkedCrossEntropyLoss", {"chunk_size": 1.5}, "chunk_size=1.5"),
         ("LigerFusedLinearCrossEntropyLoss", {"softcap": 0.0}, "softcap=0.0; it must be above 0"),

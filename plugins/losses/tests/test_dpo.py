@@ -242,11 +242,12 @@ def test_rows_that_are_no_pairs_are_refused() -> None:
     [
         ({"beta": 0}, "beta=0; it must be a finite number above 0"),
         ({"beta": float("inf")}, "beta=inf"),
+        ({"beta": 10**400}, "beta=1000"),
         ({"label_smoothing": 0.5}, "label_smoothing=0.5; it must be a finite number of at least 0 and below 0.5"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "has a meaning for loss_type='sigmoid' only, not for 'ipo'"),
         ({"loss_type": "kto"}, "loss_type='kto'; it must be one of sigmoid, hinge, ipo, kto_pair"),
         ({"loss_type": ["ipo"]}, "loss_type="),
-        ({"reference_free": 1}, "reference_free=1; it must be True or False"),
+        ({"reference_free": "no"}, "reference_free='no'; it must be True or False"),
         ({"sft_weight": -1}, "sft_weight=-1; it must be a finite number of at least 0"),
         ({"ignore_index": None}, "ignore_index=None"),
         ({"bta": 1}, "unknown argument 'bta', nearest: 'beta'"),

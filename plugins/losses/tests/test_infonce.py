@@ -151,9 +151,13 @@ def test_a_group_without_negatives_cannot_have_hard_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0}, "temperature=0; it must be a number above 0"),
-        ({"hard_negatives": -1}, "hard_negatives=-1; it must be a whole number from 0"),
+        ({"temperature": 0}, "temperature=0; it must be a finite number above 0"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"hard_negatives": -1}, "hard_negatives=-1; it must be a whole number of at least 0"),
         ({"hard_negatives": True}, "hard_negatives=True"),
+        ({"mask_fake_negative": "no"}, "mask_fake_negative='no'; it must be True or False"),
+        ({"include_qq": None}, "include_qq=None; it must be True or False"),
+        ({"fake_neg_margin": math.nan}, "fake_neg_margin=nan; it must be a finite number"),
         ({"use_batch": False, "include_qq": True}, "use_batch=False leaves out"),
         ({"use_batch": False, "include_dd": True}, "use_batch=False leaves out"),
     ],

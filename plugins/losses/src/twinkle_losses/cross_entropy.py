@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
+from twinkle_losses.options import flag
 from twinkle_losses.outputs import output
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class CrossEntropyLoss(Loss):
             raise ArgumentError(f"{what}: dft=True weights by the probability of one target; leave label_smoothing out")
         self.ignore_index = ignore_index
         self.reduction = reduction
-        self.dft = dft
+        self.dft = flag(self, "dft", dft)
         self.label_smoothing = float(label_smoothing)
         self.require_uniform_logps = label_smoothing > 0
 

@@ -7,7 +7,7 @@ from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import Loss
 from twinkle_losses.aligning import Trained
-from twinkle_losses.options import label_to_ignore, number
+from twinkle_losses.options import flag, label_to_ignore, number
 from twinkle_losses.outputs import output
 from twinkle_losses.pairs import Pairs, logp_numbers, reward_numbers, weigh
 
@@ -65,8 +65,6 @@ class DPOLoss(Loss):
         what = type(self).__name__
         if loss_type not in get_args(LossType):
             raise ArgumentError(f"{what}: loss_type={loss_type!r}; it must be one of {', '.join(get_args(LossType))}")
-        if not isinstance(reference_free, bool):
-            raise ArgumentError(f"{what}: reference_free={reference_free!r}; it must be True or False")
         self.beta = number(self, "beta", beta, above=0)
         self.label_smoothing = number(self, "label_smoothing", label_smoothing, least=0, below=0.5)
         if self.label_smoothing and loss_type != "sigmoid":
@@ -76,7 +74,7 @@ class DPOLoss(Loss):
             )
         self.ignore_index = label_to_ignore(self, ignore_index)
         self.loss_type = loss_type
-        self.reference_free = reference_free
+        self.reference_free = flag(self, "reference_free", reference_free)
         self.sft_weight = number(self, "sft_weight", sft_weight, least=0)
 
     def __call__(

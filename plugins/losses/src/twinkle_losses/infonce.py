@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
+from twinkle_losses.options import flag, number, whole
 from twinkle_losses.outputs import output
 
 if TYPE_CHECKING:
@@ -57,27 +58,20 @@ class InfonceLoss(Loss):
         include_dd: bool = False,
         process_group: Any = None,
     ) -> None:
-        if not isinstance(temperature, int | float) or not temperature > 0:
-            raise ArgumentError(f"InfonceLoss: temperature={temperature!r}; it must be a number above 0")
-        counted = hard_negatives is None or (isinstance(hard_negatives, int) and not isinstance(hard_negatives, bool))
-        if not counted or (hard_negatives or 0) < 0:
-            raise ArgumentError(
-                f"InfonceLoss: hard_negatives={hard_negatives!r}; it must be a whole number from 0, or None"
-            )
-        if not use_batch and (include_qq or include_dd):
+        self.temperature = number(self, "temperature", temperature, above=0)
+        self.use_batch = flag(self, "use_batch", use_batch)
+        self.hard_negatives = None if hard_negatives is None else whole(self, "hard_negatives", hard_negatives, least=0)
+        self.mask_fake_negative = flag(self, "mask_fake_negative", mask_fake_negative)
+        self.fake_neg_margin = number(self, "fake_neg_margin", fake_neg_margin)
+        self.include_qq = flag(self, "include_qq", include_qq)
+        self.include_dd = flag(self, "include_dd", include_dd)
+        if not self.use_batch and (self.include_qq or self.include_dd):
             raise ArgumentError(
                 "InfonceLoss: include_qq and include_dd compare groups with each other, which use_batch=False leaves "
                 "out; give one or the other"
             )
-        self.temperature = temperature
-        self.use_batch = use_batch
-        self.hard_negatives = hard_negatives
-        self.mask_fake_negative = mask_fake_negative
-        self.fake_neg_margin = fake_neg_margin
-        self.include_qq = include_qq
-        self.include_dd = include_dd
         self.process_group = process_group
-        self.splittable = not use_batch
+        self.splittable = not self.use_batch
 
     def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:
         """Compute the loss of a batch.
@@ -181,15 +175,15 @@ def _starts(labels: Any, rows: int) -> list[int]:
             "where an [anchor, positive, negatives ...] group begins, else 0"
         )
     numbers = labels.reshape(-1).tolist()
-    for row, number in enumerate(numbers):
-        if number not in (0, 1):
-            raise DataError(f"InfonceLoss: the label of row {row} is {number}; it must be 1 (an anchor) or 0")
+    for row, label in enumerate(numbers):
+        if label not in (0, 1):
+            raise DataError(f"InfonceLoss: the label of row {row} is {label}; it must be 1 (an anchor) or 0")
     if not numbers or numbers[0] != 1:
         raise DataError(
             "InfonceLoss: row 0 begins no group (its label is not 1); keep groups whole: batch sizes and "
             "micro_batch_size must be multiples of the group's size, and rows must not be shuffled one by one"
         )
-    return [row for row, number in enumerate(numbers) if number == 1]
+    return [row for row, label in enumerate(numbers) if label == 1]
 
 
 def _only(columns: "Tensor", width: int) -> "Tensor":

@@ -1,6 +1,7 @@
 """Checks of the numbers that losses are built with."""
 
 import math
+import sys
 from typing import Any
 
 from twinkle.errors import ArgumentError
@@ -23,7 +24,7 @@ def number(
         ArgumentError: it is no finite number, or outside its range.
     """
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if plain and math.isfinite(value) and value >= least and above < value < below:
+    if plain and abs(value) <= sys.float_info.max and value >= least and above < value < below:
         return float(value)
     bounds = [f"of at least {least:g}"] * (least > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
     bounds += [f"below {below:g}"] * (below < math.inf)
@@ -41,6 +42,17 @@ def whole(loss: object, name: str, value: Any, *, least: int) -> int:
     if plain and value == value // 1 and value >= least:
         return int(value)
     raise ArgumentError(f"{type(loss).__name__}: {name}={value!r}; it must be a whole number of at least {least}")
+
+
+def flag(loss: object, name: str, value: Any) -> bool:
+    """Return an option that is on or off; 1 and 0 are so too, since requests send numbers.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    raise ArgumentError(f"{type(loss).__name__}: {name}={value!r}; it must be True or False")
 
 
 def label_to_ignore(loss: object, value: Any) -> int:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from twinkle.errors import ArgumentError
 from twinkle_losses.aligning import Trained
+from twinkle_losses.options import flag
 from twinkle_losses.policy_gradient import PolicyGradientLoss
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ class ReinforceLoss(PolicyGradientLoss):
         super().__init__(beta, entropy_coef, ignore_index, tis_cap)
         if per not in get_args(Per):
             raise ArgumentError(f"ReinforceLoss: per={per!r}; it must be one of {', '.join(get_args(Per))}")
-        if importance_ratio not in (True, False):
-            raise ArgumentError(f"ReinforceLoss: importance_ratio={importance_ratio!r}; it must be True or False")
         self.per = per
-        self.importance_ratio = bool(importance_ratio)
+        self.importance_ratio = flag(self, "importance_ratio", importance_ratio)
 
     def _policy_terms(self, ratio: "Tensor", advantages: "Tensor", logps: "Tensor") -> "Tensor":
         return -(ratio if self.importance_ratio else logps) * advantages
