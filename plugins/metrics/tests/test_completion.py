@@ -4,6 +4,7 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
 import pytest
 
 from twinkle.errors import ArgumentError, DataError
@@ -48,3 +49,11 @@ def test_a_reward_that_is_no_number_is_named_and_nothing_is_taken_in(bad: Any) -
     assert metric.calculate() == {}
     with pytest.raises(ArgumentError, match="rewards is"):
         metric.accumulate(rewards=[1.0])  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"reward 'accuracy' is 1\.0; give one number a row"):
+        metric.accumulate(rewards={"accuracy": 1.0})  # type: ignore[dict-item]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    metric = CompletionRewardMetric()
+    metric.accumulate(rewards={"accuracy": list(np.array([1.0, 0.0], np.float32))}, completion_lengths=np.array([3, 5]))
+    assert metric.calculate()["train/accuracy_reward"] == 0.5

@@ -82,6 +82,11 @@ def test_passes_that_have_no_pairs_for_it_are_left_out_and_odd_rows_refused() ->
     assert metric.calculate() == {}
     with pytest.raises(ArgumentError, match="DPOMetric: the batch has 3 rows, which are no pairs"):
         metric.accumulate({"labels": inputs["labels"][:3]}, {"logps": logps[:3]})
+    sums = {"ref_chosen_logps": [0.0] * 2, "ref_rejected_logps": [0.0]}
+    with pytest.raises(
+        ArgumentError, match=r"DPOMetric: ref_chosen_logps .* have \[2, 1\] numbers, the batch has 2 pairs"
+    ):
+        metric.accumulate({"labels": inputs["labels"][:4]}, {"logps": logps[:4]}, **sums)
     with pytest.raises(ArgumentError, match="DPOMetric: beta=0; it is a finite number above 0"):
         registry().build("DPOMetric", "metric", beta=0)
 

@@ -204,6 +204,8 @@ def test_micro_batches_that_would_cut_a_pair_are_refused_before_anything_is_comp
     with pytest.raises(ArgumentError, match="the batch has 3 rows, which are no pairs"):
         model.calculate_loss()
     assert all(parameter.grad is None for parameter in model.model.parameters())
+    with pytest.raises(ArgumentError, match=r"ref_logps is 'base'; give one entry a row .*disable_lora=True"):
+        trained(folder, "DPOLoss").forward_backward(inputs=rows, ref_logps="base")
     with pytest.raises(ArgumentError, match=r"ref_chosen_logps has 6 entries, the batch has 6 rows; .*for each 2 rows"):
         trained(folder, "DPOLoss").forward_backward(
             inputs=rows, ref_chosen_logps=[0.0] * 6, ref_rejected_logps=[0.0] * 3

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from twinkle.data_format import InputBatch, ModelOutput
@@ -86,9 +87,11 @@ class CompletionRewardMetric(Metric):
 
 
 def _numbers(what: str, values: Any) -> list[float]:
-    plain = values.tolist() if hasattr(values, "tolist") else list(values)
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(plain, Sequence) or isinstance(plain, str):
+        raise DataError(f"CompletionRewardMetric: {what} is {plain!r:.60}; give one number a row")
     for row, value in enumerate(plain):
-        if isinstance(value, bool | str) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise DataError(f"CompletionRewardMetric: {what} of row {row} is {value!r:.60}; give finite numbers")
     return [float(value) for value in plain]
 

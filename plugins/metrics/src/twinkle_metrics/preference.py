@@ -90,6 +90,11 @@ class DPOMetric(Metric):
         halves = [given.get(name) for name in ("ref_chosen_logps", "ref_rejected_logps")]
         if all(half is not None for half in halves):
             columns = [torch.as_tensor(half, dtype=logps.dtype, device=logps.device).reshape(-1) for half in halves]
+            if (sizes := [len(column) for column in columns]) != [len(logps) // 2] * 2:
+                raise ArgumentError(
+                    f"DPOMetric: ref_chosen_logps and ref_rejected_logps have {sizes} numbers, the batch has "
+                    f"{len(logps) // 2} pairs; give one number a pair each"
+                )
             return torch.stack(columns, dim=1).flatten()
         tokens = given.get("ref_logps")
         if tokens is None:

@@ -62,6 +62,11 @@ def row_count(name: str, value: Any, rows: int, together: int = 1) -> None:
         for key, part in value.items():
             if _is_sized(part):
                 row_count(f"{name}[{key!r}]", part, rows, together)
+    elif isinstance(value, str):
+        raise ArgumentError(
+            f"{name} is {value!r:.40}; give one entry a row ('base' is for models with many adapters: here "
+            "forward_only(disable_lora=True) gives what the base model says of the rows)"
+        )
     elif not _is_sized(value) or len(value) * together != rows:
         found = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
         each = "a row" if together == 1 else f"for each {together} rows"
