@@ -20,7 +20,7 @@ from twinkle_agentic.rollout.api_multi_turn import APIMultiTurnRollout as Publis
 from twinkle_agentic.tools import CalculatorTool, ToolManager
 
 KEY = "sk-very-secret-key"
-Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]]
+Answer = tuple[int, Any] | tuple[int, Any, dict[str, str]] | bytes
 
 
 def said(content: str | None = None, finish: str = "stop", **more: Any) -> Answer:
@@ -33,7 +33,10 @@ def wants(name: str, arguments: str) -> Answer:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers each request by `answer(body, number)`; keeps the bodies and how many were served at one time."""
+    """Answers each request by `answer(body, number)`; keeps the bodies and how many were served at one time.
+
+    An answer that is bytes is sent as it is.
+    """
 
     daemon_threads = True
 
@@ -56,9 +59,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             number = len(self.server.bodies)
             self.server.now += 1
             self.server.most = max(self.server.most, self.server.now)
-        status, answer, *headers = self.server.answer(body, number)
+        answered = self.server.answer(body, number)
         with self.server.lock:
             self.server.now -= 1
+        if isinstance(answered, bytes):
+            self.wfile.write(answered)
+            return
+        status, answer, *headers = answered
         data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         self.send_response(status)
         for name, value in (headers[0] if headers else {}).items():
@@ -204,11 +211,41 @@ def test_what_is_wrong_is_not_asked_again_and_the_key_is_never_shown(
     assert len(text) < 2000
 
 
-@pytest.mark.parametrize("answer", ["no json", "[1]", {"choices": []}, {"choices": [{}]}, {"error": "none"}])
+@pytest.mark.parametrize(
+    "answer", ["no json", "[1]", "[" * 100_000, {"choices": []}, {"choices": [{}]}, {"error": "none"}]
+)
 def test_an_answer_that_is_none_is_an_error(client: Client, answer: Any) -> None:
     api, _ = client(lambda body, number: (200, answer))
     with pytest.raises(APIError, match=r"no JSON object|without choices"):
         api(ask("hi")[0])
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"choices": [', "RemoteProtocolError"),
+        (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n{"cho', "RemoteProtocolError"),
+        (b"", "RemoteProtocolError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd", "DecodingError"),
+        (None, "ReadTimeout"),
+    ],
+    ids=["half a body", "half a chunk", "nothing", "no gzip", "never"],
+)
+def test_an_answer_that_ends_early_or_never_comes_is_asked_for_again(
+    client: Client, payload: bytes | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    over = threading.Event()
+
+    def answer(body: dict[str, Any], number: int) -> bytes:
+        return payload if payload is not None else b"" * over.wait(60)
+
+    api, server = client(answer, timeout=0.3 if payload is None else 30.0)
+    row: Any = APIMultiTurnRollout(api)(ask("hi"))[0]
+    over.set()
+    assert row["stop_reason"] == "error"
+    assert row["error"].endswith(f"gave no answer after 3 attempts: {says}")
+    assert len(server.bodies) == 3
 
 
 def test_a_server_that_is_away_is_an_error_within_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +281,9 @@ def test_options_that_do_not_fit_are_refused() -> None:
             OpenAI("small", KEY, url)
     with pytest.raises(ArgumentError, match="client_kwargs has no 'timeouts', nearest: 'timeout'"):
         OpenAI("small", client_kwargs={"timeouts": 3})
+    for retries in (-1, "many", True):
+        with pytest.raises(ArgumentError, match="max_retries is"):
+            OpenAI("small", client_kwargs={"max_retries": retries})
     with pytest.raises(Unsupported, match="leave logprobs out"):
         OpenAI("small")(ask("hi")[0], {"logprobs": 1})
     with pytest.raises(ArgumentError, match="num_samples is 2"):
@@ -266,6 +306,25 @@ def test_a_conversation_goes_on_until_there_is_no_call(client: Client) -> None:
     assert server.bodies[1]["min_p"] == 0.1
     assert server.bodies[0]["tools"][0]["function"]["name"] == "calculator"
     assert len(given[0]["messages"]) == 1
+
+
+def test_text_that_is_no_unicode_goes_back_as_it_came(client: Client) -> None:
+    script = [wants("calculator", '{"expression": "1"}'), said("ok")]
+    script[0][1]["choices"][0]["message"]["content"] = "half a sign \ud83d"
+    api, server = client(lambda body, number: script[turns_of(body)])
+    (row,) = APIMultiTurnRollout(api, ToolManager([CalculatorTool()]))(ask("?"))
+    assert row["stop_reason"] == "stop"  # type: ignore[typeddict-item]
+    assert server.bodies[1]["messages"][1]["content"] == "half a sign \ud83d"
+
+
+def test_a_call_that_a_server_gave_no_id_gets_one_that_its_result_names(client: Client) -> None:
+    calls = [{"type": "function", "function": {"name": "calculator", "arguments": {"expression": n}}} for n in "12"]
+    script = [said("", tool_calls=calls), said("ok")]
+    api, server = client(lambda body, number: script[turns_of(body)])
+    APIMultiTurnRollout(api, ToolManager([CalculatorTool()]))(ask("?"))
+    _, called, *results = server.bodies[1]["messages"]
+    assert [call["id"] for call in called["tool_calls"]] == ["call_0", "call_1"]
+    assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "call_0"), ("tool", "call_1")]
 
 
 def test_calls_that_a_server_leaves_in_the_text_are_read_and_broken_ones_answered(client: Client) -> None:
@@ -320,8 +379,10 @@ def test_calls_that_are_none_end_their_own_trajectory(client: Client, calls: Any
 
 
 def test_no_more_conversations_run_at_one_time_than_allowed(client: Client) -> None:
+    together = threading.Barrier(2, timeout=30)
+
     def answer(body: dict[str, Any], number: int) -> Answer:
-        threading.Event().wait(0.02)
+        together.wait()
         return said("ok")
 
     api, server = client(answer)

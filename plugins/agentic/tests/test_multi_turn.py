@@ -268,6 +268,22 @@ def test_what_a_sampler_says_of_a_turn_that_failed_is_the_reason(reason: Any) ->
     assert not rows[0]["truncated"]
 
 
+@pytest.mark.parametrize(("reason", "logprobs"), [("stop", []), ("abort", None), ("length", [])])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_an_empty_turn_ends_its_own_trajectory_alone(turn: int, reason: Any, logprobs: Any) -> None:
+    class Silent(Script):
+        def say(self, row: Mapping[str, Any], params: SamplingParams) -> SampledSequence:
+            said = super().say(row, params)
+            roles = [message["role"] for message in row["messages"]]
+            empty = row["messages"][0]["content"] == "a" and roles.count("assistant") == turn - 1
+            return SampledSequence(reason, [], logprobs) if empty else said
+
+    a, b = played(Silent(a=[SUM, "never"], b=[SUM, "5"]))
+    assert (a["turns"], a["turn_tokens"][-1], a["stop_reason"]) == (turn, 0, reason)
+    assert a["messages"][-1] == {"role": "assistant", "content": ""}
+    assert (b["turns"], b["stop_reason"]) == (2, "stop")
+
+
 def take(*numbers: int) -> list[str]:
     return [calls("take", f'{{"number": {number}}}') for number in numbers]
 
@@ -301,6 +317,15 @@ def test_trajectories_do_not_share_an_environment() -> None:
         with pytest.raises(ArgumentError, match="would act in one environment"):
             played_with(managers, Script(a=["ok"], b=["ok"]))
     assert played_with([shared, None], Script(a=["ok"], b=["ok"]))[1]["stop_reason"] == "stop"
+
+
+def test_an_episode_that_is_over_is_not_begun_again_by_a_rollout() -> None:
+    manager, script = ToolManager(EnvTool.from_env(CountdownEnv(3))), Script(a=take(3))
+    assert played_with([manager], script)[0]["turn_rewards"] == [1.0]
+    with pytest.raises(ArgumentError, match=r"the episode of trajectory 0 is over; begin another by reset\(\)"):
+        played_with([manager], script)
+    manager.episodes[0].reset()
+    assert played_with([manager], script)[0]["turn_rewards"] == [1.0]
 
 
 def test_the_given_trajectories_stay_as_they_are_and_their_own_tools_are_kept() -> None:
@@ -339,6 +364,20 @@ def test_no_two_turns_are_drawn_with_one_seed_and_more_arguments_reach_the_sampl
     again = Script(a=[SUM, SUM, "5"])
     MultiTurnRollout(again, TEMPLATE, ToolManager([CalculatorTool()]))(ask("a"), {"seed": 7})
     assert [params.seed for _, params, _ in again.calls] == seeds
+
+
+def test_rows_that_are_sampled_apart_in_one_turn_are_not_drawn_with_one_noise() -> None:
+    """The noise of a row depends on the seed and on its place in the batch, which is 0 in each of these."""
+    by_room, by_context = (
+        Script(a=["x"], bb=["x"]),
+        Script(a=[SUM, "x"], b=[SUM, "x"], long=[calls("huge")], context=700),
+    )
+    tools = [CalculatorTool(), Says("huge", "y" * 900)]
+    played(by_room, sampling_params=SamplingParams(seed=7), max_trajectory_tokens=500)
+    played(by_context, sampling_params=SamplingParams(seed=7), tools=tools)
+    for sampler in (by_room, by_context):
+        apart = [params.seed for names, params, _ in sampler.calls if len(names) == 1 and names != ["long"]]
+        assert len(apart) == len(set(apart)) == 2
 
 
 def test_rows_with_less_room_are_sampled_with_fewer_tokens() -> None:

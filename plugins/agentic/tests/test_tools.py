@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -135,6 +136,29 @@ def test_a_call_that_hangs_is_given_up_and_others_still_run(forever: threading.E
     assert manager(call("hang")) == "Error: hang: no answer within 0.05 seconds"
     assert manager(call()) == "ran"
     assert manager.calls.hung == 1
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    script = (
+        "import time\nfrom twinkle.tool import Tool\nfrom twinkle_agentic.tools import ToolManager\n"
+        "class Hangs(Tool):\n    def __call__(self, name, arguments):\n        time.sleep(3600)\n"
+        "    def tool_info(self):\n        return {'type': 'function', 'function': {'name': 'hangs'}}\n"
+        "print(ToolManager([Hangs()], time_limit=0.05)({'name': 'hangs'}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "Error: hangs: no answer within 0.05 seconds\n"
+
+
+def test_a_thread_that_the_system_does_not_give_is_no_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = ToolManager([Does(lambda: "ran")], time_limit=5.0, max_threads=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: boom_of_threads())
+        assert manager(call()) == "Error: RuntimeError: can't start new thread"
+    assert manager(call()) == "ran"
+
+
+def boom_of_threads() -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_no_more_threads_hang_than_are_allowed_and_they_are_free_again_when_they_return(

@@ -53,6 +53,23 @@ def test_without_a_step_the_calls_are_counted(tmp_path: Path) -> None:
     ]
 
 
+def test_calls_in_the_prompt_are_shown_too(tmp_path: Path) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    example = [{"role": "user", "content": "1 + 2?"}, called, {"role": "tool", "content": "3"}]
+    rollout(trace_dir=tmp_path)([{"messages": [*example, {"role": "user", "content": "2 + 3?"}]}])
+    (file,) = tmp_path.iterdir()
+    assert 'Calls `add`:\n\n```text\n{"a": 1}\n```\n\n## tool\n' in file.read_text("utf-8")
+
+
+def test_several_processes_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        rollout(trace_dir=tmp_path)(ask("a"), global_step=3)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["step-000003-rank0-0000.md", "step-000003-rank1-0000.md"]
+
+
 def test_a_callback_gets_what_the_file_says_as_plain_data() -> None:
     seen: list[dict[str, Any]] = []
     found: Any = rollout(trace_callback=seen.append, success_callback=lambda row: row["turns"] == 2)(

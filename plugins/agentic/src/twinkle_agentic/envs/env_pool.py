@@ -1,7 +1,8 @@
 """A pool of environments of one kind: each slot is an episode of its own, and batches of slots step together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from twinkle import registry, remote_class, remote_function
@@ -19,7 +20,8 @@ class EnvPool:
     """Holds `pool_size` environments, made when they are first used.
 
     An environment that raises in a step ends that episode, `done=True` with the error in `info["error"]`, and not the
-    batch. The slots of a batch run in threads, at most 32 at one time.
+    batch. The slots of a batch run in threads, at most 32 at one time, and a batch is as slow as its slowest step. A
+    slot whose last step hangs (a `ToolManager` does not wait for it) has a new environment for its next episode.
     """
 
     def __init__(
@@ -46,11 +48,15 @@ class EnvPool:
         self.pool_size, self.device_mesh = pool_size, device_mesh
         self._class, self._kwargs = env_cls, dict(env_kwargs or {})
         self._envs: dict[int, Env] = {}
+        self._running: dict[int, Env] = {}
 
     @remote_function(dispatch="all", collect="first")
     def reset(self, idx: int, trajectory: Trajectory | None = None) -> StepResult:
         """Begin an episode in one slot."""
         env = self._env(idx)
+        if self._running.pop(idx, None) is not None:  # its last step hangs
+            del self._envs[idx]
+            env = self._env(idx)
         return checked(env, env.reset(trajectory))
 
     @remote_function(dispatch="all", collect="first")
@@ -58,8 +64,9 @@ class EnvPool:
         """Act once in one slot."""
         env = self._env(idx)
         try:
-            return checked(env, env.step(tool_name, arguments))
-        except Exception as error:  # whatever an environment raises ends its own episode only
+            with self._step_of(idx, env):
+                return checked(env, env.step(tool_name, arguments))
+        except (Exception, SystemExit) as error:  # whatever an environment raises ends its own episode only
             text = error_text(error)
             return StepResult(f"Error: {text}", 0.0, True, {"error": text})
 
@@ -104,18 +111,39 @@ class EnvPool:
 
     @remote_function(dispatch="all")
     def close(self) -> None:
-        """Close every environment; the pool may be used again, and makes new ones then."""
+        """Close every environment, whatever others raise; the pool may be used again, and makes new ones then.
+
+        One whose step still runs is closed when it is over.
+        """
         envs, self._envs = self._envs, {}
-        for env in envs.values():
-            env.close()
+        running, self._running = self._running, {}
+        with ExitStack() as closing:
+            for idx, env in envs.items():
+                if idx not in running:
+                    closing.callback(env.close)
 
     def _env(self, idx: int) -> Env:
         if isinstance(idx, bool) or not isinstance(idx, int) or not 0 <= idx < self.pool_size:
             raise ArgumentError(f"there is no slot {idx!r}; this pool has 0 to {self.pool_size - 1}")
         if idx not in self._envs:
             made: Env = registry().build(self._class, "env", **self._kwargs)
-            self._envs.setdefault(idx, made)
+            if self._envs.setdefault(idx, made) is not made:
+                made.close()  # another thread was faster
         return self._envs[idx]
+
+    @contextmanager
+    def _step_of(self, idx: int, env: Env) -> Iterator[None]:
+        """Take a slot for one step; an environment that the slot was rid of meanwhile is closed."""
+        if idx in self._running:
+            raise RuntimeError("the slot is still busy with the step before")
+        self._running[idx] = env
+        try:
+            yield
+        finally:
+            if self._running.get(idx) is env:
+                del self._running[idx]
+            else:
+                env.close()
 
     def _together(
         self, act: Callable[..., StepResult], indices: Sequence[int], **rest: Sequence[Any]

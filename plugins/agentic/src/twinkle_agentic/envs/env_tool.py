@@ -4,6 +4,7 @@ import copy
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from twinkle.data_format import Trajectory
@@ -96,10 +97,18 @@ def checked(env: Env, result: Any) -> StepResult:
     name = type(env).__name__
     if not isinstance(result, StepResult):
         raise ComponentTypeError(f"{name} answered with a {type(result).__name__}; return twinkle.env.StepResult")
-    reward = result.reward
+    reward = _plain(result.reward)
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ComponentTypeError(f"{name} gave the reward {reward!r:.60}; it must be a finite number")
-    return result
+    return replace(result, reward=reward)
+
+
+def _plain(reward: Any) -> Any:
+    """Return a number of NumPy or torch as one of Python, and all else as it is."""
+    try:
+        return reward.item() if hasattr(reward, "item") else reward
+    except (ValueError, RuntimeError):  # an array of several
+        return reward
 
 
 class EnvTool(Tool):

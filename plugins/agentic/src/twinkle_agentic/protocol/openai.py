@@ -48,7 +48,7 @@ class OpenAI(API):
                 (of TLS: True, or the path of a file of certificates).
 
         Raises:
-            ArgumentError: `base_url` is no address, or `client_kwargs` has another key.
+            ArgumentError: `base_url` is no address, or `client_kwargs` has another key or a `max_retries` that is none.
         """
         url = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         parts = urllib.parse.urlsplit(url)
@@ -59,6 +59,9 @@ class OpenAI(API):
             if name not in _OPTIONS:
                 hint = "".join(f", nearest: {near!r}" for near in nearest(name, _OPTIONS, 1))
                 raise ArgumentError(f"OpenAI: client_kwargs has no {name!r}{hint}; it takes: {', '.join(_OPTIONS)}")
+        retries = options.get("max_retries", 0)
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise ArgumentError(f"OpenAI: max_retries is {retries!r}; it is a whole number from 0")
         self.model, self.host = model, parts.hostname
         self._url, self._options = f"{url.rstrip('/')}/chat/completions", {**_OPTIONS, **options}
         self._key = api_key if api_key is not None else os.environ.get("OPENAI_API_KEY", "")
@@ -130,11 +133,12 @@ class OpenAI(API):
         """Send a request until it is answered, or may not be sent again."""
         import httpx
 
-        client, attempts = self._connections(), int(self._options["max_retries"]) + 1
+        client, attempts = self._connections(), self._options["max_retries"] + 1
+        sent = json.dumps(body, allow_nan=False).encode()  # in ASCII: what a model writes may be no Unicode
         for attempt in range(1, attempts + 1):
             pause = min(_LONGEST_PAUSE, 0.5 * 2.0 ** (attempt - 1)) * (0.5 + 0.5 * _random.random())
             try:
-                response = client.post(self._url, json=body)
+                response = client.post(self._url, content=sent, headers={"Content-Type": "application/json"})
             except httpx.HTTPError as error:
                 why, refused, again = type(error).__name__, False, True
             else:
@@ -151,7 +155,7 @@ class OpenAI(API):
     def _parsed(self, response: Any) -> dict[str, Any]:
         try:
             answer = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise APIError(f"{self.host} answered with something that is no JSON object: {self._shown(response)}")

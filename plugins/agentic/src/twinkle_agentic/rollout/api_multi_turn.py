@@ -142,6 +142,8 @@ class APIMultiTurnRollout(Rollout):
         if not isinstance(calls, list) or not all(name_of(call) for call in calls):
             raise APIError(f"{type(self.api).__name__} answered with tool_calls that are no list of calls")
         message = {**answer, "role": "assistant", "content": answer.get("content") or ""}
+        if calls:  # each result names its call, so each call has a name
+            message["tool_calls"] = [{**call, "id": call.get("id") or f"call_{n}"} for n, call in enumerate(calls)]
         return _with_calls(message) if talk.get("tools") else message
 
     def _ended(self, talk: dict[str, Any], manager: ToolManager | None, turns: list[Turn], finish: str) -> str:

@@ -16,7 +16,8 @@ from twinkle_agentic.rollout.turns import checked_rows, checked_turns, managers,
 from twinkle_agentic.tools.tool_manager import ToolManager
 
 _THREADS = 16
-_TURN = 1_000_003  # what a seed grows by from turn to turn, so that no two turns are drawn with the same noise
+_TURN = 1_000_003  # what a seed grows by from turn to turn, so that no two turns are drawn with the same noise,
+_PLACE = 7_368_787  # and from batch to batch of one turn, since the rows of each are counted from 0
 Managers = ToolManager | Sequence[ToolManager | None] | None
 
 
@@ -128,7 +129,7 @@ class MultiTurnRollout(Rollout):
             live = [track for track in tracks if track.reason is None]
             if not live:
                 break
-            self._sample(live, params if params.seed is None else _reseeded(params, turn), kwargs)
+            self._sample(live, params if params.seed is None else _reseeded(params, turn * _TURN), kwargs)
             self._answer([track for track in live if track.reason is None], last=turn == self.max_turns - 1)
         results = [track.result() for track in tracks]
         self._traces.keep(results, [row["messages"] for row in rows], [track.turns for track in tracks], global_step)
@@ -159,22 +160,23 @@ class MultiTurnRollout(Rollout):
             groups.setdefault(min(limits, default=None), []).append(track)
         for limit, group in groups.items():
             shortened = limit is not None and limit != params.max_tokens
-            for track, sequence in self._drawn(group, replace(params, max_tokens=limit), kwargs):
+            for track, sequence in self._drawn(group, live, replace(params, max_tokens=limit), kwargs):
                 track.take(sequence, self.template, "max_trajectory_tokens" if shortened else "length")
 
     def _drawn(
-        self, group: Sequence[Track], params: SamplingParams, kwargs: Mapping[str, Any]
+        self, group: Sequence[Track], live: Sequence[Track], params: SamplingParams, kwargs: Mapping[str, Any]
     ) -> list[tuple[Track, SampledSequence]]:
-        """Sample a batch; where a later turn does not fit the sampler's context, each row for itself."""
+        """Sample a batch of those that live; where a later turn does not fit the context, each row for itself."""
+        seeded = params if params.seed is None else _reseeded(params, live.index(group[0]) * _PLACE)
         try:
-            responses = self.sampler.sample([track.feature for track in group], params, **kwargs)
+            responses = self.sampler.sample([track.feature for track in group], seeded, **kwargs)
         except (CapacityError, DataError):
             if any(not track.turns for track in group):
                 raise  # it is the prompt that is wrong
             if len(group) == 1:
                 group[0].cut("context")
                 return []
-            return [pair for track in group for pair in self._drawn([track], params, kwargs)]
+            return [pair for track in group for pair in self._drawn([track], live, params, kwargs)]
         if len(responses) != len(group):
             raise DataError(f"the sampler gave {len(responses)} responses for {len(group)} rows")
         return [(track, response.sequences[0]) for track, response in zip(group, responses, strict=True)]
@@ -205,6 +207,6 @@ def _checked(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams
     return replace(params, logprobs=max(1, params.logprobs or 0))
 
 
-def _reseeded(params: SamplingParams, turn: int) -> SamplingParams:
+def _reseeded(params: SamplingParams, more: int) -> SamplingParams:
     seed = params.seed if isinstance(params.seed, int) else next(iter(params.seed or (0,)))
-    return replace(params, seed=(seed + turn * _TURN) % 2**63)
+    return replace(params, seed=(seed + more) % 2**63)

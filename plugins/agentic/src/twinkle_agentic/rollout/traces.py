@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle import get_logger
+from twinkle.platform import Platform
 from twinkle_agentic.rollout.turns import Turn, name_of
 
 _RUN = re.compile(r"`+")
@@ -20,7 +21,8 @@ class Traces:
     """Writes what became of trajectories; neither a full disk nor a callback that raises ends a run, the log says so.
 
     Args:
-        folder: for one Markdown file a trajectory, `step-000003-0007.md` of step 3; a file appears whole or not at all.
+        folder: for one Markdown file a trajectory, `step-000003-0007.md` of step 3 (`step-000003-rank1-0007.md` where
+            several processes run); a file appears whole or not at all.
         trace_callback: called with each trace: a dict with `trajectory` (its place), `step`, `messages` (the prompt),
             `turns` (dicts of `Turn`), `stop_reason`, `truncated`, and `success` and `error` where there is one.
         success_callback: called with each finished trajectory; what it returns stands as `success` in both.
@@ -53,6 +55,7 @@ class Traces:
         """
         self._calls += 1
         number = self._calls if step is None else int(step)
+        rank = f"rank{Platform.get_rank()}-" if Platform.get_world_size() > 1 else ""
         for place, (result, prompt, own) in enumerate(zip(results, prompts, turns, strict=True)):
             if self._success is not None:
                 result["success"] = _guarded(self._success, result)
@@ -62,7 +65,7 @@ class Traces:
             trace: dict[str, Any] = {"trajectory": place, "step": number, "messages": list(prompt), "turns": turned}
             trace.update((key, result[key]) for key in _ENDS if key in result)
             if self._folder is not None:
-                _guarded(partial(_write, self._folder / f"step-{number:06d}-{place:04d}.md"), trace)
+                _guarded(partial(_write, self._folder / f"step-{number:06d}-{rank}{place:04d}.md"), trace)
             if self._trace is not None:
                 _guarded(self._trace, trace)
 
@@ -71,19 +74,23 @@ def markdown(trace: Mapping[str, Any]) -> str:
     """Return a trace as Markdown."""
     parts = [f"# Trajectory {trace['trajectory']} of step {trace['step']}"]
     for message in trace["messages"]:
-        parts += [f"## {message['role']}", _fenced(_text(message.get("content")))]
+        parts += [f"## {message['role']}", _fenced(_text(message.get("content"))), *_calls(message)]
     for number, turn in enumerate(trace["turns"], 1):
         counted = f", {turn['tokens']} tokens" if turn["tokens"] else ""
         parts += [f"## Turn {number} ({turn['stop_reason']}{counted})", _fenced(turn["text"])]
-        for call in turn["tool_calls"]:
-            function = call.get("function") or {}
-            parts += [f"Calls `{name_of(call)}`:", _fenced(_text(function.get("arguments")))]
+        parts += _calls(turn)
         parts += [part for text in turn["results"] for part in ("Result:", _fenced(text))]
         if turn["reward"] is not None:
             parts.append(f"Reward: {turn['reward']:g}")
     ended = f"**Ended: {trace['stop_reason']}**" + (" (truncated)" if trace["truncated"] else "")
     rest = [f"{key}: {trace[key]}" for key in ("success", "error") if key in trace]
     return "\n\n".join([*parts, ended, *rest]) + "\n"
+
+
+def _calls(turn: Mapping[str, Any]) -> list[str]:
+    """Return the calls of a turn, each with its arguments."""
+    called = [(name_of(call), (call.get("function") or {}).get("arguments")) for call in turn.get("tool_calls") or ()]
+    return [part for name, arguments in called for part in (f"Calls `{name}`:", _fenced(_text(arguments)))]
 
 
 def _text(value: Any) -> str:

@@ -44,7 +44,7 @@ class Track:
         self.end(reason, truncated=True)
 
     def take(self, sequence: SampledSequence, template: Any, cut_reason: str) -> None:
-        """Append a sampled turn.
+        """Append a sampled turn, which may be empty.
 
         Args:
             sequence: what the sampler returned.
@@ -54,9 +54,9 @@ class Track:
         Raises:
             DataError: it has not one log-probability a token.
         """
-        pairs = sequence.logprobs
-        if pairs is None or len(pairs) != len(sequence.tokens) or not sequence.tokens:
-            found = "none" if pairs is None else str(len(pairs))
+        pairs = sequence.logprobs or []
+        if len(pairs) != len(sequence.tokens):
+            found = "none" if sequence.logprobs is None else str(len(pairs))
             raise DataError(
                 f"the sampler gave {len(sequence.tokens)} tokens with {found} log-probabilities; give one a token"
             )

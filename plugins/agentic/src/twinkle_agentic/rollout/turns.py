@@ -35,7 +35,7 @@ def managers(given: Any, count: int, what: str) -> list[ToolManager | None]:
     """Return the tool manager of each trajectory, of one for all or of a list with one for each.
 
     Raises:
-        ArgumentError: it is neither, or trajectories would act in one environment.
+        ArgumentError: it is neither, trajectories would act in one environment, or in an episode that is over.
     """
     found = list(given) if isinstance(given, list | tuple) else [given] * count
     if len(found) != count:
@@ -49,6 +49,12 @@ def managers(given: Any, count: int, what: str) -> list[ToolManager | None]:
             f"{what}: several trajectories would act in one environment; give each an environment and a tool manager "
             "of its own: tool_manager=[ToolManager(EnvTool.from_env(env)) for env in envs]"
         )
+    for row, manager in enumerate(found):
+        if manager is not None and is_over(manager):
+            raise ArgumentError(
+                f"{what}: the episode of trajectory {row} is over; begin another by reset() of its EnvTool, or make "
+                "the tools anew by EnvTool.from_env(env)"
+            )
     return found
 
 
@@ -73,8 +79,8 @@ def answered(message: Mapping[str, Any], manager: ToolManager, turn: Turn, speci
     turn.tool_calls = [dict(call) for call in message.get("tool_calls") or ()]
     messages = []
     for call in turn.tool_calls:
-        text = _harmless(manager(call), special)
-        messages.append({"role": "tool", "name": name_of(call), "content": text} | _id_of(call))
+        name, text = _harmless(name_of(call), special), _harmless(manager(call), special)
+        messages.append({"role": "tool", "name": name, "content": text} | _id_of(call))
     if (marker := _unread(str(message.get("content") or ""))) is not None:
         text = (
             f"Error: a tool call could not be read. Write it whole, from {marker[0]} to {marker[1]}, with the tool's "

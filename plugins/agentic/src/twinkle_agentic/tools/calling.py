@@ -60,7 +60,11 @@ class TimedCalls:
         if self.hung >= self.max_threads or not self._free.acquire(timeout=self.time_limit):
             raise Hung(f"not begun: {self.max_threads} earlier calls have not returned")
         call = _Call(function, self._free)
-        call.start()
+        try:
+            call.start()
+        except RuntimeError:  # the system gives no more threads
+            self._free.release()
+            raise
         call.join(self.time_limit)
         if call.is_alive():
             with self._lock:
