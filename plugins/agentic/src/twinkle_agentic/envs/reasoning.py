@@ -1,6 +1,5 @@
 """The puzzles of reasoning-gym: endless questions of a kind, each with a check of its own."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,6 @@ from twinkle.data_format import Message, Trajectory, pack_value, user_data_get
 from twinkle.env import Env, StepResult
 from twinkle.errors import ArgumentError, DataError, RequirementMissing
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _KEY = "reasoning_gym"
 
 
@@ -95,8 +93,7 @@ class ReasoningGymEnv(Env):
             )
         turns = [message for message in trajectory["messages"] if message["role"] == "assistant"]
         text = str(turns[-1]["content"]) if turns else ""
-        marked = _ANSWER.findall(text)
-        return self._score((marked[-1] if marked else text).strip(), int(index))
+        return self._score(_marked(text).strip(), int(index))
 
     def _entry(self, index: int) -> Any:
         if not 0 <= index < self.size:
@@ -105,3 +102,10 @@ class ReasoningGymEnv(Env):
 
     def _score(self, answer: str, index: int) -> float:
         return float(self._data.score_answer(answer=answer, entry=self._entry(index)))
+
+
+def _marked(text: str) -> str:
+    """Return what stands in the last `<answer>...</answer>`, or all of a text without one."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text if start < 0 else text[start + len("<answer>") : end]
