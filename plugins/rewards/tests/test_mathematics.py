@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +152,28 @@ def test_a_worker_answers_raises_ends_late_calls_and_goes_on() -> None:
         worker.call(lambda: 1, seconds=60)
     assert worker.call(os.getpid, seconds=60) != first
     worker.close()
+
+
+def test_a_worker_whose_parent_was_killed_ends_itself_even_while_it_computes_in_c() -> None:
+    script = (
+        "import os, threading\nfrom twinkle_rewards.worker import Worker\nworker = Worker()\n"
+        "print(worker.call(os.getpid, seconds=60), flush=True)\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), 9)).start()\nworker.call(pow, 9, 9**9, seconds=0.5)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert killed.returncode == -9
+    end = time.monotonic() + 60
+    while alive(int(killed.stdout)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(int(killed.stdout))
+
+
+def alive(process: int) -> bool:
+    """Say whether a process runs; one that ended and that nobody waits for does not."""
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
 
 
 def test_a_worker_has_no_more_memory_than_it_may() -> None:

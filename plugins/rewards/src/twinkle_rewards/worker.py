@@ -4,6 +4,7 @@ A thread cannot be killed, and neither a thread nor a signal ends a computation 
 """
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -13,12 +14,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 from twinkle.errors import TwinkleError
 
 _LENGTH = struct.Struct(">Q")
 _START_SECONDS = 120.0
+_ORPHAN_SECONDS = 1.0
+_LONGEST_SECONDS = 1e6  # what threads can wait for
 
 
 class WorkerError(Exception):
@@ -61,7 +65,7 @@ class Worker:
             WorkerBroken: the process cannot start.
         """
         try:
-            message = pickle.dumps((function, args))
+            message = pickle.dumps((seconds, function, args))
         except Exception as error:  # pickle raises whatever the object's parts raise
             raise WorkerError(f"it cannot be sent to another process: {type(error).__name__}: {error}") from error
         with self._lock:
@@ -88,7 +92,7 @@ class Worker:
         self._process, self._owner = process, os.getpid()
         weakref.finalize(self, _end, process, self._owner)
         try:
-            self._ask(process, pickle.dumps((self._prepare or int, ())), _START_SECONDS)
+            self._ask(process, pickle.dumps((_START_SECONDS, self._prepare or int, ())), _START_SECONDS)
         except (TimeoutError, WorkerError) as error:
             raise WorkerBroken(f"the process for calls with a time limit cannot start: {error}") from error
         return process
@@ -100,7 +104,7 @@ class Worker:
             overdue.set()
             process.kill()
 
-        timer = threading.Timer(seconds, kill)
+        timer = threading.Timer(min(seconds, _LONGEST_SECONDS), kill)
         timer.daemon = True
         timer.start()
         reply = None
@@ -155,8 +159,14 @@ def _read(pipe: IO[bytes] | None) -> bytes | None:
 
 def _answer(message: bytes) -> bytes:
     try:
-        function, args = pickle.loads(message)
-        return pickle.dumps((True, function(*args)))
+        seconds, function, args = pickle.loads(message)
+        with Path(os.devnull).open("w") as nowhere:
+            # Where the other side is killed, nobody else ends what computes in C; this needs no interpreter.
+            faulthandler.dump_traceback_later(min(seconds, _LONGEST_SECONDS) + _ORPHAN_SECONDS, exit=True, file=nowhere)
+            try:
+                return pickle.dumps((True, function(*args)))
+            finally:
+                faulthandler.cancel_dump_traceback_later()
     except BaseException as error:  # whatever it raises is the answer; the process lives on
         return pickle.dumps((False, f"it raised {type(error).__name__}: {error}"[:500]))
 
