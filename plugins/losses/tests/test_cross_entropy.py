@@ -134,7 +134,7 @@ def test_it_is_found_by_name_and_refuses_what_it_does_not_know(loss: Any) -> Non
         ("CrossEntropyLoss", {"dft": "no"}, "dft='no'; it must be True or False"),
         ("ChunkedCrossEntropyLoss", {"chunk_size": 0}, "chunk_size=0; it must be a whole number of at least 1"),
         ("ChunkedCrossEntropyLoss", {"chunk_size": 1.5}, "chunk_size=1.5"),
-        ("LigerFusedLinearCrossEntropyLoss", {"softcap": 0.0}, "softcap=0.0; it must be above 0"),
+        ("LigerFusedLinearCrossEntropyLoss", {"softcap": 0.0}, "softcap=0.0; it must be a finite number above 0"),
     ],
 )
 def test_values_outside_their_range_are_refused(name: str, options: Any, message: str) -> None:

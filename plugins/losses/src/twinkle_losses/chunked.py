@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from twinkle.errors import ArgumentError
 from twinkle_losses.cross_entropy import CrossEntropyLoss
+from twinkle_losses.options import whole
 
 
 class ChunkedCrossEntropyLoss(CrossEntropyLoss):
@@ -33,8 +33,4 @@ class ChunkedCrossEntropyLoss(CrossEntropyLoss):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(ignore_index, reduction, dft, label_smoothing=label_smoothing)
-        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-            raise ArgumentError(
-                f"ChunkedCrossEntropyLoss: chunk_size={chunk_size!r}; it must be a whole number of at least 1"
-            )
-        self.chunk_tokens = chunk_size
+        self.chunk_tokens = whole(self, "chunk_size", chunk_size, least=1)

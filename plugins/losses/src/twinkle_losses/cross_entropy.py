@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag
+from twinkle_losses.options import flag, label_to_ignore
 from twinkle_losses.outputs import output
 
 if TYPE_CHECKING:
@@ -50,13 +50,11 @@ class CrossEntropyLoss(Loss):
         what = type(self).__name__
         if reduction not in ("mean", "sum"):
             raise ArgumentError(f"{what}: reduction={reduction!r}; it must be 'mean' or 'sum'")
-        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise ArgumentError(f"{what}: ignore_index={ignore_index!r}; it must be a whole number")
         if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 1:
             raise ArgumentError(f"{what}: label_smoothing={label_smoothing!r}; it must be a number in [0, 1)")
         if dft and label_smoothing:
             raise ArgumentError(f"{what}: dft=True weights by the probability of one target; leave label_smoothing out")
-        self.ignore_index = ignore_index
+        self.ignore_index = label_to_ignore(self, ignore_index)
         self.reduction = reduction
         self.dft = flag(self, "dft", dft)
         self.label_smoothing = float(label_smoothing)

@@ -6,7 +6,7 @@ from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
 from twinkle_losses.aligning import Trained
-from twinkle_losses.options import label_to_ignore, number
+from twinkle_losses.options import label_to_ignore, number, whole
 from twinkle_losses.outputs import output
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ class GKDLoss(Loss):
             raise ArgumentError(f"GKDLoss: beta={beta!r}; it must be a number in [0, 1]")
         self.temperature = number(self, "temperature", temperature, above=0)
         self.ignore_index = label_to_ignore(self, ignore_index)
-        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-            raise ArgumentError(f"GKDLoss: chunk_size={chunk_size!r}; it must be a whole number of at least 1")
-        self.chunk_size = chunk_size
+        self.chunk_size = whole(self, "chunk_size", chunk_size, least=1)
         if rest not in get_args(Rest):
             raise ArgumentError(f"GKDLoss: rest={rest!r}; it must be one of {', '.join(get_args(Rest))}")
         self.rest: Rest = rest

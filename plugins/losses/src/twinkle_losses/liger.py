@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
-from twinkle.errors import ArgumentError
 from twinkle.logging import get_logger
 from twinkle.loss import FusedLoss, HeadProduct
 from twinkle_losses.cross_entropy import CrossEntropyLoss
+from twinkle_losses.options import number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,9 +42,7 @@ class LigerFusedLinearCrossEntropyLoss(CrossEntropyLoss):
         softcap: float | None = None,
     ) -> None:
         super().__init__(ignore_index, reduction, label_smoothing=label_smoothing)
-        if softcap is not None and not softcap > 0:
-            raise ArgumentError(f"{type(self).__name__}: softcap={softcap!r}; it must be above 0, or None")
-        self.softcap = softcap
+        self.softcap = None if softcap is None else number(self, "softcap", softcap, above=0)
 
     def __call__(self, inputs: InputBatch, outputs: ModelOutput) -> LossOutput:
         """Compute the loss of one micro-batch; see `CrossEntropyLoss`."""
