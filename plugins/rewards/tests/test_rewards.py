@@ -126,6 +126,15 @@ def test_thought_and_answer_in_their_tags_and_nothing_else(said: str, expected: 
     assert score(FormatReward(), said) == expected
 
 
+@pytest.mark.parametrize(
+    "reward",
+    [FormatReward(), CoTReward(), GSM8KFormatReward(), OlympiadBenchFormatReward(), OlympiadBenchQualityReward()],
+)
+def test_rewards_of_the_form_alone_may_be_called_as_those_of_the_answer(reward: Any) -> None:
+    rows = [row("<think>a</think><answer>b</answer>"), row("#### 72")]
+    assert reward(rows, ["b", "72"]) == reward(rows, ground_truths=rows) == reward(rows)
+
+
 def test_a_thought_may_begin_in_the_prompt_or_stand_apart() -> None:
     assert score(FormatReward(think_in_prompt=True), "a</think><answer>b</answer>") == 1
     assert score(FormatReward(think_in_prompt=True), "</think><answer>b</answer>") == 0

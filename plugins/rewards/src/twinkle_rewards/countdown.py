@@ -37,11 +37,14 @@ class CountdownReward(Reward):
             raise ArgumentError(f"{type(self).__name__}: format_score is {format_score!r}; it is from 0 to 1")
         self.format_score = float(format_score)
 
-    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float]:
         """Return one score for each trajectory.
 
         Args:
             trajectories: conversations whose last turn is the answer; `user_data` has `nums` and `target`.
+            ground_truths: not used, and may be given as to other rewards.
             **kwargs: not used.
 
         Raises:

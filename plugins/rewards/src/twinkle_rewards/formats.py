@@ -27,12 +27,15 @@ class FormatReward(Reward):
             raise ArgumentError(f"{type(self).__name__}: think_in_prompt is {think_in_prompt!r}; it is True or False")
         self.think_in_prompt = think_in_prompt
 
-    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float]:
         """Return 1.0 or 0.0 for each trajectory.
 
         Args:
             trajectories: conversations whose last turn is the answer.
-            **kwargs: not used; `ground_truths` may be given as to other rewards.
+            ground_truths: not used, and may be given as to other rewards.
+            **kwargs: not used.
         """
         return [self._score(answer(row)) for row in trajectories]
 
@@ -51,12 +54,15 @@ class FormatReward(Reward):
 class GSM8KFormatReward(Reward):
     r"""1 if the answer marks a number: in a closed `\boxed{}`, or after `####` on its line; else 0."""
 
-    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float]:
         """Return 1.0 or 0.0 for each trajectory.
 
         Args:
             trajectories: conversations whose last turn is the answer.
-            **kwargs: not used; `ground_truths` may be given as to other rewards.
+            ground_truths: not used, and may be given as to other rewards.
+            **kwargs: not used.
         """
         return [float(texts.only_number(texts.marked(answer(row)) or "") is not None) for row in trajectories]
 
@@ -78,12 +84,15 @@ class CoTReward(Reward):
             raise ArgumentError(f"{type(self).__name__}: min_chars is {min_chars!r}; it is a whole number from 1")
         self.min_chars = min_chars
 
-    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float]:
         """Return 1.0 or 0.0 for each trajectory.
 
         Args:
             trajectories: conversations whose last turn is the answer.
-            **kwargs: not used; `ground_truths` may be given as to other rewards.
+            ground_truths: not used, and may be given as to other rewards.
+            **kwargs: not used.
         """
         return [self._score(answer(row)) for row in trajectories]
 

@@ -33,7 +33,7 @@ class MathReward(Reward):
     one that cannot be compared in time.
 
     Comparing runs in another process, which is killed when the time is over: so it may be called in any thread, and
-    no formula stops a run. `pip install 'math-verify>=0.9'`.
+    no formula takes longer. `pip install 'math-verify>=0.9'`.
 
     Args:
         ground_truth_key: where `user_data` has the truth, a whole solution or the answer alone.

@@ -78,12 +78,15 @@ class OlympiadBenchFormatReward(Reward):
     Sound is: braces and `$` come in pairs, and not more than 200 characters follow the last box.
     """
 
-    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float]:
         """Return 0.0, 0.5 or 1.0 for each trajectory.
 
         Args:
             trajectories: conversations whose last turn is the answer.
-            **kwargs: not used; `ground_truths` may be given as to other rewards.
+            ground_truths: not used, and may be given as to other rewards.
+            **kwargs: not used.
         """
         return [_form(answer(row)) for row in trajectories]
 
@@ -112,12 +115,15 @@ class OlympiadBenchQualityReward(Reward):
             raise ArgumentError(f"{type(self).__name__}: min_chars is {min_chars} and max_chars {max_chars}; swap them")
         self.steps, self.min_chars, self.max_chars = steps, min_chars, max_chars
 
-    def __call__(self, trajectories: Sequence[Trajectory], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float]:
         """Return one score in [0, 1] for each trajectory.
 
         Args:
             trajectories: conversations whose last turn is the answer.
-            **kwargs: not used; `ground_truths` may be given as to other rewards.
+            ground_truths: not used, and may be given as to other rewards.
+            **kwargs: not used.
         """
         return [self._score(answer(row)) for row in trajectories]
 
