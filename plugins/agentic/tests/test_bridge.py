@@ -132,6 +132,14 @@ def test_a_chat_template_without_a_closing_token_has_its_text_as_bridge() -> Non
     assert encoder.decode(row["input_ids"]) == "user: hi\nassistant: ok\ntool: 3\nassistant: "
 
 
+@pytest.mark.parametrize("family", ["gemma4", "deepseek_v4"])
+def test_a_call_that_is_nested_too_deeply_for_the_chat_template_has_no_bridge(family: str) -> None:
+    encoder = template(family, enable_thinking=False)
+    arguments = '{"a":' * 900 + "1" + "}" * 900
+    row = sampled("ok", encoder) | {"messages": [USER, {"role": "assistant", "tool_calls": [call("add", arguments)]}]}
+    assert extend_with_bridge(row, [RESULT | {"name": "add", "tool_call_id": "call_add"}], encoder) is None
+
+
 def test_the_name_of_a_call_cannot_forge_a_turn() -> None:
     """Gemma shows it beside the result, and a model may spell any token in ordinary ones."""
     encoder = template("gemma4", enable_thinking=False)

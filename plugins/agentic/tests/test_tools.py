@@ -109,6 +109,13 @@ def test_ten_megabytes_lose_their_middle() -> None:
     assert answer == "a" * 75 + "\n... 9999900 characters left out ...\n" + "z" * 25
 
 
+def nested(depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
 @pytest.mark.parametrize(
     ("given", "answer"),
     [
@@ -117,6 +124,9 @@ def test_ten_megabytes_lose_their_middle() -> None:
         (call(arguments="{broken"), "Error: the arguments of act are no JSON object: '{broken'"),
         (call(arguments="[1]"), "no JSON object: '[1]'"),
         (call(arguments="[" * 100_000), "no JSON object"),
+        (call(arguments='{"a":' * 100_000 + "1" + "}" * 100_000), "no JSON object"),
+        (call(arguments=nested(100_000)), "no JSON object: a dict that is nested too deeply"),
+        (call(arguments='{"a":' * 500 + "1" + "}" * 500), "unexpected keyword argument 'a'"),
         (call(arguments=7), "no JSON object: '7'"),
         (call(arguments='{"other": 1}'), "Error: TypeError: "),
         ({"function": None}, "there is no tool 'None'"),
@@ -223,6 +233,10 @@ def test_what_is_no_list_of_tools_is_refused() -> None:
         ToolManager(CalculatorTool())  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="print> is no tool"):
         ToolManager([print])  # type: ignore[list-item]
+    nameless = Does(print)
+    nameless.tool_info = lambda: {"type": "function"}  # type: ignore[method-assign]
+    with pytest.raises(ArgumentError, match=r"has no function\.name"):
+        ToolManager([nameless])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from twinkle.template import Template
 from twinkle.testing import tiny_tokenizer
-from twinkle_agentic.examples import ScriptedSampler
-from twinkle_agentic.rollout import MultiTurnRollout, traces
+from twinkle_agentic.examples import ScriptedAPI, ScriptedSampler
+from twinkle_agentic.rollout import APIMultiTurnRollout, MultiTurnRollout, traces
 from twinkle_agentic.tools import CalculatorTool, ToolManager
 
 TEMPLATE = Template(tokenizer=tiny_tokenizer())
@@ -97,6 +97,18 @@ def test_what_fails_in_a_trace_is_logged_and_the_rollout_comes_back(
     assert found[0]["stop_reason"] == "stop"
     assert caplog.text.count("a trace of a rollout is lost: KeyError: 'no such row'") == 2
     assert "taken" in caplog.text
+
+
+def test_a_call_that_is_nested_too_deeply_for_a_trace_ends_no_rollout(tmp_path: Path) -> None:
+    class Deep(ScriptedAPI):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            arguments: dict[str, Any] = {}
+            for _ in range(100_000):
+                arguments = {"a": arguments}
+            return {"content": "", "tool_calls": [{"function": {"name": "calculator", "arguments": arguments}}]}
+
+    deep = APIMultiTurnRollout(Deep([]), ToolManager([CalculatorTool()]), max_turns=1, trace_dir=tmp_path)
+    assert deep(ask("a"))[0]["stop_reason"] == "max_turns"  # type: ignore[typeddict-item]
 
 
 def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

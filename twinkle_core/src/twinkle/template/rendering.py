@@ -89,7 +89,7 @@ class ChatRenderer:
                     **self.variables,
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise EncodeError(f"the chat template refuses this conversation: {error}") from error
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
@@ -119,6 +119,6 @@ class ChatRenderer:
                 return_assistant_tokens_mask=True,
                 **variables,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise EncodeError(f"the chat template refuses this conversation: {error}") from error
         return texts[0], [(int(start), int(end)) for start, end in spans[0]]

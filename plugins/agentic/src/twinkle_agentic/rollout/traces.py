@@ -61,12 +61,10 @@ class Traces:
                 result["success"] = _guarded(self._success, result)
             if self._folder is None and self._trace is None:
                 continue
-            turned = [asdict(turn) for turn in own]
-            trace: dict[str, Any] = {"trajectory": place, "step": number, "messages": list(prompt), "turns": turned}
-            trace.update((key, result[key]) for key in _ENDS if key in result)
-            if self._folder is not None:
+            trace = _guarded(partial(_trace, place, number, prompt, own), result)
+            if self._folder is not None and trace is not None:
                 _guarded(partial(_write, self._folder / f"step-{number:06d}-{rank}{place:04d}.md"), trace)
-            if self._trace is not None:
+            if self._trace is not None and trace is not None:
                 _guarded(self._trace, trace)
 
 
@@ -85,6 +83,13 @@ def markdown(trace: Mapping[str, Any]) -> str:
     ended = f"**Ended: {trace['stop_reason']}**" + (" (truncated)" if trace["truncated"] else "")
     rest = [f"{key}: {trace[key]}" for key in ("success", "error") if key in trace]
     return "\n\n".join([*parts, ended, *rest]) + "\n"
+
+
+def _trace(
+    place: int, step: int, prompt: Sequence[Any], turns: Sequence[Turn], result: Mapping[str, Any]
+) -> dict[str, Any]:
+    trace = {"trajectory": place, "step": step, "messages": list(prompt), "turns": [asdict(turn) for turn in turns]}
+    return trace | {key: result[key] for key in _ENDS if key in result}
 
 
 def _calls(turn: Mapping[str, Any]) -> list[str]:

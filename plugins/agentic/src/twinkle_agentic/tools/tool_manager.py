@@ -69,7 +69,12 @@ class ToolManager:
         built = tool if isinstance(tool, Tool) else registry().build(tool, "tool")
         if not callable(getattr(built, "tool_info", None)):
             raise ArgumentError(f"{built!r:.80} is no tool: it has no tool_info(); subclass twinkle.tool.Tool")
-        name = str(built.tool_info()["function"]["name"]) if name is None else name
+        try:
+            name = str(built.tool_info()["function"]["name"]) if name is None else name
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"the schema of {built!r:.80} has no function.name: {built.tool_info()!r:.80}"
+            ) from error
         if name in self._tools:
             raise ArgumentError(f"a tool {name!r} is registered already; unregister it first, or give this one a name")
         self._tools[name] = built
@@ -116,7 +121,7 @@ class ToolManager:
             return f"Error: {self._unknown(name)}"
         arguments = _arguments(function.get("arguments"))
         if arguments is None:
-            return f"Error: the arguments of {name} are no JSON object: {shortened(str(function['arguments']), 200)!r}"
+            return f"Error: the arguments of {name} are no JSON object: {_shown(function['arguments'])}"
         try:
             return self.calls(lambda: as_text(tool(name, arguments), self.max_result_chars))
         except Hung as error:
@@ -136,9 +141,15 @@ def _arguments(given: Any) -> dict[str, Any] | None:
     """Return the arguments of a call as a dict of their own; None where they are none."""
     if given is None or given == "":
         return {}
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            return None
-    return copy.deepcopy(dict(given)) if isinstance(given, Mapping) else None
+    try:
+        own = json.loads(given) if isinstance(given, str) else copy.deepcopy(given)
+    except (ValueError, RecursionError):
+        return None
+    return dict(own) if isinstance(own, Mapping) else None
+
+
+def _shown(given: Any) -> str:
+    try:
+        return repr(shortened(str(given), 200))
+    except RecursionError:
+        return f"a {type(given).__name__} that is nested too deeply"
