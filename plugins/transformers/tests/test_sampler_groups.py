@@ -106,14 +106,14 @@ def read_by(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_group_reads_its_prompt_once_however_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, count = [PROMPTS[3], PROMPTS[1]], 4  # 40 tokens, two blocks and 8; 21 tokens, one block and 5
+    batch, count = [PROMPTS[3], PROMPTS[1]], 4  # 40 and 21 tokens
     params = {"max_tokens": 5, "temperature": 0, "stop": [], "logprobs": 1}
     together, expanded = TorchSampler(folder), TorchSampler(folder)
     once, each = read_by(together, monkeypatch), read_by(expanded, monkeypatch)
     wide = tokens_of(together.sample(rows(batch), params, num_samples=count))
     assert sum(once) == 40 + 21
     found = expanded.sample(rows([prompt for prompt in batch for _ in range(count)]), params)
-    assert sum(each) == 40 + 3 * 8 + 21 + 3 * 5
-    assert [response.cached_tokens for response in found] == [0, 32, 32, 32, 0, 16, 16, 16]
+    assert each == [40, 21]  # and the last token of each of the others, which is read alone
+    assert [response.cached_tokens for response in found] == [0, 39, 39, 39, 0, 20, 20, 20]
     alone = [tokens[0] for tokens in tokens_of(found)]
     assert [alone[:count], alone[count:]] == wide

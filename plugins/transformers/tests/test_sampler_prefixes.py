@@ -61,20 +61,6 @@ def test_a_prompt_that_begins_like_an_earlier_one_is_not_read_twice(folder, monk
     assert steps[0] == [40]
 
 
-def test_prompts_of_one_call_that_begin_alike_share_it_too(folder, monkeypatch):
-    sampler = sampler_of(folder)
-    steps = spy(sampler, monkeypatch)
-    system = PROMPTS[3] + PROMPTS[8]
-    found = tokens_of(
-        sampler.sample(rows([[*system, n] for n in range(5)]), {"temperature": 0, "max_tokens": 3, "stop": []})
-    )
-    assert sum(map(sum, steps)) == 74 + 4 * (74 - 64) + 5 * 2
-    plain = sampler_of(folder, prefix_cache_bytes=0)
-    for n, tokens in enumerate(found):
-        alone = plain.sample(rows([[*system, n]]), {"temperature": 0, "max_tokens": 3, "stop": []})
-        assert tokens == tokens_of(alone)[0]
-
-
 def test_prefixes_of_one_adapter_are_not_those_of_another(folder, adapters, monkeypatch):
     target, _ = adapters
     sampler = sampler_of(folder)

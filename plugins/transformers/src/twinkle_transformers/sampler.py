@@ -74,11 +74,13 @@ class TorchSampler(ReceivesWeights, Sampler):
             cache_bytes: memory for keys and values of what is being sampled; by default a third of what is free when
                 the first call begins.
             prefix_cache_bytes: memory for keys and values of earlier prompts, which a prompt that begins alike need not
-                compute again; by default a quarter of `cache_bytes`, 0 keeps none.
+                compute again; by default a quarter of `cache_bytes`, 0 keeps none. Prompts that run at the same time
+                share how they begin in any case.
             prefill_tokens: tokens of prompts that are read beside one token of each running sequence; more at once make
                 prompts faster and what runs beside them slower.
             batch_invariant: pad every step to a multiple of 8 rows, so that a row's numbers come from the same kernels
-                whatever is beside it. Otherwise they may differ by rounding, about 1e-6.
+                whatever is beside it, and share no prompt's beginning with that. Otherwise they may differ by rounding,
+                about 1e-6.
             **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
 
         Raises:

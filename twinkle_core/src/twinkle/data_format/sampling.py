@@ -235,7 +235,7 @@ class SampleResponse:
         topk_prompt_logprobs: the same with the k most probable tokens, as (token id, log-probability).
         prompt_target_logprobs: log-probabilities of `prompt_targets`, None where nothing was asked.
         prompt_draws: at the place of each prompt token but the first what was drawn, as (token id, log-probability).
-        cached_tokens: how many of the prompt's tokens were known of earlier prompts and not read again.
+        cached_tokens: how many of the prompt's tokens were known of other prompts and not read again.
     """
 
     sequences: Sequence[SampledSequence]

@@ -136,7 +136,7 @@ class Engine:
             self._hand_over()
 
     def forget_prefixes(self) -> None:
-        """Forget what was read of earlier prompts, between two steps."""
+        """Let nothing that was read until now serve other prompts, from the next step on."""
         with self._changed:
             self._stale = True
 
@@ -144,7 +144,7 @@ class Engine:
         """Take what other threads left; whoever drives may."""
         if self._stale:
             self._stale = False
-            self.prefixes.clear()
+            self._batch.forget()
         while self._incoming:
             self._batch.waiting.append(self._incoming.popleft())
 

@@ -94,14 +94,3 @@ class PrefixCache:
         """Forget everything."""
         self._blocks.clear()
         self.bytes = 0
-
-
-def shared_blocks(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many blocks two prompts have in common; a token of the first is left over."""
-    count, most = 0, min(len(tokens) - 1, len(others)) // BLOCK
-    while count < most:
-        block = slice(count * BLOCK, (count + 1) * BLOCK)
-        if tokens[block] != others[block]:
-            break
-        count += 1
-    return count

@@ -29,13 +29,14 @@ class Request:
         version: the adapter, None for the base model.
         result: what is known so far.
         read: prompt tokens that are in the store.
-        known: prompt tokens that were there of earlier prompts.
+        known: prompt tokens that were there of other prompts.
         places: slots that begin with the prompt.
         idle: those of them that no sample runs in.
         pending: samples that have a first token and no slot.
         error: why it failed.
         done: whether nothing more will come.
         cancelled: whether nobody wants it any more.
+        stale: whether what it has in the store is not what a prompt that begins now would have.
     """
 
     prompt: Prompt
@@ -52,6 +53,7 @@ class Request:
     error: Exception | None = None
     done: bool = False
     cancelled: bool = False
+    stale: bool = False
 
     def __post_init__(self) -> None:
         row, room = self.prompt.row, self.prompt.room
@@ -61,6 +63,23 @@ class Request:
     def reading(self) -> bool:
         """Whether some of the prompt is not in the store."""
         return self.read < len(self.prompt.ids)
+
+    @property
+    def key(self) -> str:
+        """Says whose keys and values its prompt has: those of an adapter's exact weights, "" for the base model."""
+        return "" if self.version is None else self.version.key
+
+    @property
+    def over(self) -> bool:
+        """Whether it failed or is not wanted any more."""
+        return self.cancelled or self.error is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything that was asked for is there."""
+        if self.prompt.room == 0:
+            return not self.reading
+        return all(draft.reason is not None for draft in self.result.drafts)
 
     @property
     def most(self) -> int:

@@ -1,5 +1,7 @@
 """Slots of a store for the sequences of an engine: who has which, how large they must be, and whether that fits."""
 
+from collections.abc import Sequence
+
 import torch
 
 from twinkle_transformers.engine.requests import Place, Request
@@ -18,6 +20,7 @@ class Room:
         store: the keys and values.
         budget: bytes that the store may take.
         places: the slots that are taken.
+        expected: slots that will be wanted as things stand; growing at once costs less than growing often.
     """
 
     def __init__(self, store: Store, budget: int, slots: int) -> None:
@@ -30,13 +33,16 @@ class Room:
         """
         self.store, self.budget, self._most = store, budget, slots
         self.places: list[Place] = []
+        self.expected = 0
         self._reserved: dict[Request, int] = {}
 
-    def fits(self, request: Request) -> bool:
-        """Say whether one more slot, for this request, is to be had now."""
-        slots = len(self.places) + 1
-        tokens = max(request.most, *self._reserved.values(), 0)
-        return slots <= self._most and slots * tokens * self.store.token_bytes <= self.budget
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Say whether one more slot for each of these is to be had now."""
+        slots = len(self.places) + len(requests)
+        if slots > self._most:
+            return False
+        tokens = max(*(request.most for request in requests), *self._reserved.values(), 0)
+        return slots * tokens * self.store.token_bytes <= self.budget
 
     def take(self, request: Request) -> Place:
         """Take a slot for a request that fits; the lowest one."""
@@ -62,13 +68,13 @@ class Room:
         if slots > len(self.places):
             self.tidy()
             slots = len(self.places)
-        most = max(self._reserved.values(), default=0)
-        wide = max(tokens, self.store.capacity, min(max(most, tokens), max(_LEAST, tokens * 2)))
-        tall = max(slots, min(self._most, 2 * self.store.slots)) if slots > self.store.slots else self.store.slots
-        for shape in ((tall, wide), (slots, wide), (slots, tokens)):
-            if shape[0] * shape[1] * self.store.token_bytes <= self.budget or shape == (slots, tokens):
-                self.store.resize(*shape)
-                return
+        most = max(tokens, *self._reserved.values(), 0)
+        wide = max(tokens, self.store.capacity, min(most, max(_LEAST, tokens * 2)))
+        if slots * wide * self.store.token_bytes > self.budget:
+            wide = most  # all that those who have a slot may use, and what `fits` found room for
+        wanted = max(2 * self.store.slots, self.expected) if slots > self.store.slots else self.store.slots
+        most_slots = min(self._most, self.budget // (max(wide, most) * self.store.token_bytes))
+        self.store.resize(max(slots, min(wanted, most_slots)), wide)
 
     def tidy(self) -> None:
         """Move sequences so that the slots that are taken come first."""
@@ -77,7 +83,8 @@ class Room:
         for place in self.places:
             if place.slot >= len(taken):
                 hole = next(holes)
-                self.store.copy(place.slot, hole, self.store.capacity)
+                if place.slot < self.store.slots:  # else nothing is there yet
+                    self.store.copy(place.slot, hole, self.store.capacity)
                 place.slot = hole
 
     @property

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from twinkle_transformers.engine.choosing import choose
-from twinkle_transformers.engine.prefixes import BLOCK, Block, PrefixCache, shared_blocks
+from twinkle_transformers.engine.heads import Head, shared_head, usable
+from twinkle_transformers.engine.prefixes import BLOCK, PrefixCache
 from twinkle_transformers.engine.requests import Place, Request, Running
 from twinkle_transformers.engine.room import Room
 from twinkle_transformers.engine.runner import Read, Runner
@@ -54,61 +55,68 @@ class Batch:
         """Take one step; False if there was nothing to do."""
         self.reap()
         before = len(self.waiting)
+        self.room.expected = sum(request.params.num_samples for request in (*self._active, *self.waiting))
         try:
             self._begin()
             self._start()
             work = self._plan()
+            if work:
+                self._serve(work)
+                self._begin()  # before those that were read may end, and their slots with what others wait for
         except (MemoryError, RuntimeError) as error:  # no memory for a larger store
             self._give_up(error)
             return True
-        if work:
-            self._serve(work)
-            self.reap()
+        self.reap()
         if not self._active and not self.waiting:
             self.room.release()
         return bool(work) or before > len(self.waiting)
 
+    def forget(self) -> None:
+        """Let nothing that was read until now serve other prompts."""
+        self.prefixes.clear()
+        for request in self._active:
+            request.stale = True
+
     def _begin(self) -> None:
-        """Give waiting requests a slot each, in their order."""
+        """Give waiting requests a slot each, in their order.
+
+        One that begins like a prompt that is being read waits until that part is there. Its slot is kept for it, so
+        that nobody who came later is served in its place.
+        """
+        held: list[Request] = []
         for request in list(self.waiting):
-            if not self.room.fits(request):
+            held.append(request)
+            if not self.room.fits(held):
                 return
-            if self._comes(request):
+            invariant = self.runner.row_multiple > 1  # to what is beside it
+            head = Head() if invariant else shared_head(request, self._active)
+            if head.grows:
                 continue
+            held.pop()
             self.waiting.remove(request)
             self._active.append(request)
             request.places.append(self.room.take(request))
-            self._recall(request)
+            self._recall(request, head)
 
-    def _recall(self, request: Request) -> None:
-        """Begin with what is known of an earlier prompt."""
-        blocks = self._known(request)
-        if blocks:
-            self.room.prepare(len(blocks) * BLOCK)
+    def _recall(self, request: Request, head: Head) -> None:
+        """Begin with what is known of other prompts: of one that has a slot, or of those before it."""
+        blocks = self.prefixes.find(request.key, request.prompt.ids)[: usable(request) // BLOCK]
+        tokens = max(head.tokens, len(blocks) * BLOCK)
+        if not tokens:
+            return
+        self.room.prepare(tokens)
+        slot = request.places[0].slot
+        if head.source is not None and head.tokens == tokens:
+            self.room.store.copy(head.source.places[0].slot, slot, tokens)
+        else:
             for number, block in enumerate(blocks):
-                self.room.store.put(request.places[0].slot, number * BLOCK, block.parts)
-            request.read = request.known = len(blocks) * BLOCK
-
-    def _known(self, request: Request) -> list[Block]:
-        """Return what is kept of earlier prompts, as far as no token of it is to be scored."""
-        if request.prompt.scores.first < BLOCK:
-            return []
-        blocks = self.prefixes.find(_key(request), request.prompt.ids)
-        return blocks[: request.prompt.scores.first // BLOCK]
-
-    def _comes(self, request: Request) -> bool:
-        """Say whether a prompt that is being read will leave more of this one's beginning than is known now."""
-        most = request.prompt.scores.first // BLOCK
-        if not most or not self.prefixes.limit:
-            return False
-        alike = [r.prompt.ids for r in self._active if r.reading and _key(r) == _key(request)]
-        shared = min(most, max((shared_blocks(request.prompt.ids, ids) for ids in alike), default=0))
-        return shared > 0 and shared > len(self._known(request))
+                self.room.store.put(slot, number * BLOCK, block.parts)
+        request.read = request.known = tokens
 
     def _start(self) -> None:
         """Give samples that have a first token their slots; a request that waits comes before a second sample."""
         for request in self._active:
-            while request.pending and (request.idle or (not self.waiting and self.room.fits(request))):
+            while request.pending and (request.idle or self.room.fits([*self.waiting, request])):
                 if not request.idle:
                     self._copy_prompt(request)
                 self._running.append(Running(request, request.pending.popleft(), request.idle.pop()))
@@ -118,10 +126,14 @@ class Batch:
                 request.idle.clear()
 
     def _copy_prompt(self, request: Request) -> None:
-        place = self.room.take(request)
+        place, length = self.room.take(request), len(request.prompt.ids)
+        try:
+            self.room.prepare(length)
+            self.room.store.copy(request.places[0].slot, place.slot, length)
+        except BaseException:
+            self.room.leave(place)
+            raise
         request.places.append(place)
-        self.room.prepare(len(request.prompt.ids))
-        self.room.store.copy(request.places[0].slot, place.slot, len(request.prompt.ids))
         request.idle.append(place)
 
     def _plan(self) -> Work:
@@ -212,10 +224,10 @@ class Batch:
 
     def reap(self) -> None:
         """Let go of samples that ended, and of requests that failed, are finished, or are not wanted any more."""
-        for running in [r for r in self._running if r.draft.reason is not None or _over(r.request)]:
+        for running in [r for r in self._running if r.draft.reason is not None or r.request.over]:
             self._running.remove(running)
             request = running.request
-            if _over(request):
+            if request.over:
                 continue
             self._keep(request, running.place, request.prompt.ids + running.draft.tokens[:-1])
             if request.pending and (len(request.places) == 1 or not self.waiting):
@@ -223,13 +235,13 @@ class Batch:
             else:
                 self._leave(request, running.place)
         for requests in (self._active, self.waiting):
-            for request in [r for r in requests if _over(r) or _finished(r)]:
+            for request in [r for r in requests if r.over or r.finished]:
                 requests.remove(request)
                 self._close(request)
 
     def _close(self, request: Request) -> None:
         for place in list(request.places):
-            if _over(request) and place.slot < self.room.store.slots:
+            if request.over and place.slot < self.room.store.slots:
                 self.room.store.clear(place.slot)
             self._leave(request, place)
         self.room.forget(request)
@@ -239,7 +251,8 @@ class Batch:
         request.done = True
 
     def _keep(self, request: Request, place: Place, tokens: list[int]) -> None:
-        self.prefixes.add(_key(request), tokens, self.room.store, place.slot)
+        if not request.stale:
+            self.prefixes.add(request.key, tokens, self.room.store, place.slot)
 
     def _leave(self, request: Request, place: Place) -> None:
         request.places.remove(place)
@@ -249,20 +262,6 @@ class Batch:
         largest = max(self._active, key=lambda request: request.most)
         largest.error = error
         self.reap()
-
-
-def _key(request: Request) -> str:
-    return "" if request.version is None else request.version.key
-
-
-def _over(request: Request) -> bool:
-    return request.cancelled or request.error is not None
-
-
-def _finished(request: Request) -> bool:
-    if request.prompt.room == 0:
-        return not request.reading
-    return all(draft.reason is not None for draft in request.result.drafts)
 
 
 def _taken(owner: Request | Running, piece: Piece) -> bool:

@@ -72,12 +72,13 @@ class Store:
     def resize(self, slots: int, capacity: int) -> None:
         """Make room for so many slots of so many tokens; what fits is kept."""
         kept, tokens = min(slots, self.slots), min(capacity, self.capacity)
+        pools = {}
         for kind, members in self._kinds.items():
             heads, size, dtype = kind
-            fresh = torch.zeros(members, slots, heads, capacity, size, dtype=dtype, device=self.device)
+            pools[kind] = torch.zeros(members, slots, heads, capacity, size, dtype=dtype, device=self.device)
             if kept and tokens:
-                fresh[:, :kept, :, :tokens] = self._pools[kind][:, :kept, :, :tokens]
-            self._pools[kind] = fresh
+                pools[kind][:, :kept, :, :tokens] = self._pools[kind][:, :kept, :, :tokens]
+        self._pools = pools  # all or none: there may be no memory for the last
         self.slots, self.capacity = slots, capacity
         self.keys = [self._pools[kind][member] for (kind, member), _ in self._places]
         self.values = [self._pools[kind][member] for _, (kind, member) in self._places]

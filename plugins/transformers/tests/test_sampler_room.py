@@ -1,0 +1,121 @@
+"""Slots of an engine's store: what happens to keys and values as it grows, shrinks, is tidied or finds no memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samplers import folder, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from threads import one_thread  # noqa: F401 - a fixture
+
+from twinkle.data_format import SamplingParams
+from twinkle_transformers.engine.requests import Request
+from twinkle_transformers.engine.room import Room
+from twinkle_transformers.engine.store import LayerShape, Store
+from twinkle_transformers.generation import Prompt
+from twinkle_transformers.prompt_scores import PromptScores
+from twinkle_transformers.stopping import StopRule
+
+GREEDY: dict[str, Any] = {"temperature": 0, "stop": []}
+CPU = torch.device("cpu")
+
+
+def a_request() -> Request:
+    """Return a request of one token and nine to come."""
+    return Request(Prompt(0, [1], 10, PromptScores([1], SamplingParams())), SamplingParams(), StopRule(), 0, None)
+
+
+def test_a_store_at_its_limit_keeps_what_runs_whole(folder: Path) -> None:
+    expected = tokens_of(sampler_of(folder).sample(rows([[1, 2, 3, 4]]), {**GREEDY, "max_tokens": 27}))
+    sampler = sampler_of(folder, cache_bytes=250 * 512, prefix_cache_bytes=0)
+    large = sampler.submit(rows([[5, 6, 7]])[0], {**GREEDY, "max_tokens": 120})
+    drawn = large.tokens()
+    for _ in range(50):
+        next(drawn)
+    running = sampler.submit(rows([[1, 2, 3, 4]])[0], {**GREEDY, "max_tokens": 27})
+    for _ in range(20):
+        next(drawn)
+    assert sampler._service.engine.room.store.capacity > 64
+    large.cancel()
+    assert len(running._request.result.drafts[0].tokens) == 20
+    several = sampler.submit(rows([[9, 8, 7, 6, 5]])[0], {**GREEDY, "max_tokens": 20}, num_samples=4)
+    assert tokens_of([running.result()]) == expected
+    several.result()
+
+
+def test_a_store_grows_at_once_for_all_that_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = sampler_of(folder, max_batch_size=20, prefix_cache_bytes=0)
+    store = sampler._service.engine.room.store
+    shapes = []
+    resize = store.resize
+
+    def spied(slots: int, capacity: int) -> None:
+        shapes.append(slots)
+        resize(slots, capacity)
+
+    monkeypatch.setattr(store, "resize", spied)
+    sampler.sample(rows([[n, 2, 3] for n in range(6)]), {**GREEDY, "max_tokens": 4}, num_samples=3)
+    assert shapes == [18, 0]
+    shapes.clear()
+    sampler.sample(rows([[n, 2, 3] for n in range(6)]), {**GREEDY, "max_tokens": 4}, num_samples=9)
+    assert shapes == [20, 0]
+
+
+def test_a_sequence_without_keys_and_values_may_be_moved() -> None:
+    room = Room(Store([LayerShape((1, 2), (1, 2), torch.float32)], CPU), 1 << 20, 8)
+    places = [room.take(a_request()) for _ in range(3)]
+    room.prepare(5)
+    room.store.keys[0][2] = 7
+    last = room.take(a_request())
+    room.leave(places[0])
+    room.leave(places[1])
+    room.prepare(5)
+    assert sorted(place.slot for place in room.places) == [0, 1]
+    assert bool((room.store.keys[0][places[2].slot] == 7).all())
+    assert last.slot != places[2].slot
+
+
+def test_a_store_without_memory_for_all_its_layers_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store([LayerShape((2, 4), (1, 6), torch.float32)], CPU)
+    store.resize(2, 8)
+    store.keys[0].fill_(1)
+    store.values[0].fill_(2)
+    zeros, made = torch.zeros, []
+
+    def scarce(*shape: int, **kwargs: Any) -> torch.Tensor:
+        made.append(shape)
+        if len(made) == 2:
+            raise MemoryError
+        return zeros(*shape, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    with pytest.raises(MemoryError):
+        store.resize(3, 8)
+    store.keys[0].fill_(3)
+    store.values[0].fill_(4)
+    store.resize(4, 8)
+    assert bool((store.keys[0][:2] == 3).all())
+    assert bool((store.values[0][:2] == 4).all())
+
+
+def test_an_interrupt_while_a_prompt_is_copied_leaves_no_slot_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = sampler_of(folder, max_batch_size=2, prefix_cache_bytes=0)
+    store = sampler._service.engine.room.store
+    params = {"max_tokens": 4, "seed": 1, "stop": []}
+    expected = tokens_of(sampler.sample(rows([[1, 2, 3, 4, 5]]), params, num_samples=5))
+    copy = store.copy
+
+    def interrupted(source: int, target: int, tokens: int) -> None:
+        monkeypatch.setattr(store, "copy", copy)
+        raise KeyboardInterrupt
+
+    several = sampler.submit(rows([[1, 2, 3, 4, 5]])[0], params, num_samples=5)
+    monkeypatch.setattr(store, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        several.result()
+    other = sampler.submit(rows([[9, 9]])[0], params)
+    assert tokens_of([several.result()]) == expected
+    other.result()
+    assert not sampler._service.engine.room.places
