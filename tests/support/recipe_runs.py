@@ -12,7 +12,7 @@ from twinkle import registry
 from twinkle.cli.run import config_model
 from twinkle.run import Run
 
-TIMES = ("tokens_per_second",)
+TIMES = ("tokens_per_second", "seconds/")
 _DRIVER = """
 import json, os, sys
 from importlib import import_module
@@ -111,11 +111,11 @@ def deadly(place: str, at: int) -> None:
     setattr(owner, method, dying)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl`."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the lines of a file of a run."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """Return the lines without what a clock says."""
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines(folder)]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines(folder)]

@@ -44,7 +44,9 @@ def values(
 
 
 @pytest.mark.parametrize("on_policy", [0.0, 1.0], ids=["off-policy", "on-policy"])
-def test_the_divergence_from_the_teacher_halves_on_held_out_prompts(values: dict[str, Any], on_policy: float) -> None:
+def test_the_divergence_from_the_teacher_halves_on_held_out_prompts(
+    values: dict[str, Any], on_policy: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, summary = run_recipe("gkd", values, on_policy=on_policy, max_steps=20)
     steps = lines(folder)
     assert [line["step"] for line in steps] == list(range(21))
@@ -52,12 +54,15 @@ def test_the_divergence_from_the_teacher_halves_on_held_out_prompts(values: dict
     assert steps[20]["eval/kl"] < 0.5 * steps[0]["eval/kl"]
     assert steps[20]["eval/reverse_kl"] < 0.5 * steps[0]["eval/reverse_kl"]
     assert summary["eval/kl"] == steps[20]["eval/kl"]
+    assert f"eval/kl={steps[0]['eval/kl']:.4f}" in next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("before training: ")
+    )
     for name in ("loss.png", "kl.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
 TRAINING = "twinkle_transformers.model:TransformersModel.clip_grad_and_step", 4
-SAMPLING = "twinkle_transformers.sampler:TorchSampler.sample", 4
+SAMPLING = "twinkle_transformers.sampler:TorchSampler.sample", 5  # the first looks for room
 SYNC = "twinkle.checkpoint_engine.manager:CheckpointEngineManager.sync_weights", 4
 
 
@@ -118,7 +123,7 @@ def test_a_teacher_with_other_tokens_is_refused_with_both_sizes(values: dict[str
     kept = file.read_text()
     try:
         file.write_text(kept.replace('"Q":', '"<other>":'))
-        with pytest.raises(ConfigError, match=r"of 259 tokens and the student .* one of 259, and 2 entries"):
+        with pytest.raises(ConfigError, match=r"of 259 tokens and the trained model .* one of 259, and 2 entries"):
             run_recipe("gkd", values, **wider)
     finally:
         file.write_text(kept)

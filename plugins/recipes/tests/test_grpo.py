@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from recipe_runs import lines, merged, run_recipe, timeless
 
 from twinkle.errors import ConfigError, DataError, EncodeError
-from twinkle.run import Run
 from twinkle.testing import tiny_model
-from twinkle_recipes.grpo import grpo, rloo
 from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
 
 REWARDS = '''
@@ -78,29 +77,8 @@ def values(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     }
 
 
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(values)
-    for key, change in changes.items():
-        inner = isinstance(change, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], change) if inner else change
-    return result
-
-
-def train(
-    values: Mapping[str, Any], kind: type[GRPOConfig] = GRPOConfig, **changes: Any
-) -> tuple[Path, dict[str, Any]]:
-    config = kind.model_validate(merged(values, changes))
-    with Run("tiny", config=config.model_dump(), trackers=config.trackers, folder=config.run_folder) as run:
-        return run.folder, (rloo(config, run) if isinstance(config, RLOOConfig) else grpo(config, run))
-
-
-def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    timed = ("tokens_per_second", "seconds/")
-    return [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines(folder)]
+def train(values: Mapping[str, Any], recipe: str = "grpo", **changes: Any) -> tuple[Path, dict[str, Any]]:
+    return run_recipe(recipe, values, **changes)
 
 
 def test_a_run_leaves_everything_that_says_how(values: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +172,7 @@ def test_all_parameters_are_compared_with_a_frozen_copy(values: dict[str, Any]) 
 
 
 def test_rloo_is_the_plain_policy_gradient_with_the_others_as_baseline(values: dict[str, Any]) -> None:
-    folder, _ = train(values, RLOOConfig, max_steps=1)
+    folder, _ = train(values, "rloo", max_steps=1)
     answers = lines(folder, "completions.jsonl")[:4]
     rewards = [line["reward"] for line in answers]
     for line in answers:
@@ -264,6 +242,23 @@ def test_a_step_without_one_rewarded_answer_updates_nothing(values: dict[str, An
     assert [(line["untrained"], line["dropped"]) for line in lines(folder)] == [(1, 16), (1, 16)]
     state = json.loads((folder / "checkpoints" / "step-2" / "trainer_state.json").read_text())
     assert (state["updates"], state["loop"]) == (0, {"step": 2})
+
+
+def test_an_update_that_is_not_finite_is_told_of_and_left_out(
+    values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("losses.py").write_text(
+        "from dataclasses import replace\n"
+        "from twinkle.loss import GRPOLoss\n"
+        "class Broken(GRPOLoss):\n"
+        "    def __call__(self, *args, **kwargs):\n"
+        "        found = super().__call__(*args, **kwargs)\n"
+        "        return replace(found, loss_sum=found.loss_sum * float('nan'))\n"
+    )
+    folder, _ = train(values, max_steps=1, loss={"name": "./losses.py:Broken"}, on_nonfinite="skip")
+    step = lines(folder)[-1]
+    assert (step["loss"], step["nonfinite_skipped"]) == (None, 1)
+    assert " loss=nan nonfinite_skipped=1 " in capsys.readouterr().out
 
 
 def test_an_answer_without_a_token_is_rewarded_and_not_trained(values: dict[str, Any]) -> None:

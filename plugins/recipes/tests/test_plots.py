@@ -64,6 +64,7 @@ def test_the_chart_is_as_high_as_its_highest_value() -> None:
     assert chart([1.0, 0.5], height=1) == ["█▄"]
     assert chart([]) == []
     assert chart([0.0, 0.0], height=1) == ["  "]
+    assert chart([-8.0, -4.0, 0.0], width=10, height=2) == ["  █", " ██"]
 
 
 def test_a_long_series_is_averaged_into_the_columns() -> None:

@@ -116,3 +116,15 @@ def test_a_recipe_chooses_the_numbers_that_are_shown_and_the_one_that_is_drawn()
 def test_a_rank_that_is_not_the_first_shows_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     Silent().table("answers", ("prompt",), [("2 + 2",)])
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["piped", "terminal"])
+def test_what_a_model_says_does_not_steer_the_terminal(terminal: bool) -> None:
+    stream = io.StringIO()
+    show = display(console=Console(file=stream, force_terminal=terminal, width=80))
+    said = "a\x1b[2Jb\x07c\x9bd"
+    show.table("answers", ("prompt", "answer"), [("q", said)])
+    show.answers([("q", said, said)])
+    text = stream.getvalue()
+    assert text.count("a␛[2Jb␇c\ufffdd") == 3
+    assert not {"\x07", "\x9b"} & set(text)

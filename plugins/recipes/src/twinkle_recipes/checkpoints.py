@@ -102,9 +102,15 @@ def _runs_near(path: Path) -> str:
     folder = next((f for f in (path.parent, Path("runs")) if f != Path() and f.is_dir()), None)
     if folder is None:
         return "give a run folder (by default below runs/), or one of its checkpoints/step-N"
-    found = sorted((entry for entry in folder.iterdir() if entry.is_dir()), key=lambda f: f.stat().st_mtime)[::-1]
+    kept = [entry for entry in folder.iterdir() if entry.is_dir() and any(map(_is_seen, entry.iterdir()))]
+    found = sorted(kept, key=lambda f: f.stat().st_mtime)[::-1]
     names = ", ".join(entry.name for entry in found[:_SHOWN]) or "no folder"
     return f"{folder}/ holds {names}" + (f" and {len(found) - _SHOWN} older ones" if len(found) > _SHOWN else "")
+
+
+def _is_seen(path: Path) -> bool:
+    """Return whether a file tells of a run: the fresh folder of this one has a hidden lock alone."""
+    return not path.name.startswith(".")
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:

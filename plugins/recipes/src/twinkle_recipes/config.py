@@ -20,6 +20,7 @@ class SFTConfig(RunConfig):
 
     recipe = "sft"
     takes_streams = True
+    takes_packs = True
     free = RunConfig.free | {"questions", "sampler", "mesh"}
     kept_in_checkpoints = RunConfig.kept_in_checkpoints | {"epochs", "gradient_accumulation_steps"}
 

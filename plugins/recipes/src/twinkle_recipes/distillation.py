@@ -1,17 +1,19 @@
 """Teacher and student of distillation: what the teacher thinks of rows, and rows that the student samples itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
 from twinkle._registry import registry
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import SamplingParams
-from twinkle.errors import ConfigError
+from twinkle.errors import ConfigError, EncodeError
+from twinkle.template.labels import IGNORE
 from twinkle_recipes.building import build_frozen
 from twinkle_recipes.data import encode_rows
 from twinkle_recipes.distillation_config import DistillationConfig
-from twinkle_recipes.rollouts import seed_of
+from twinkle_recipes.rollouts import check_room, seed_of
+from twinkle_recipes.vocabularies import check_tokens
 
 Teacher = Callable[[Sequence[Any]], dict[str, Any]]
 """Takes rows, and returns what the loss needs of the teacher, as keyword arguments."""
@@ -23,8 +25,9 @@ def build_teacher(config: DistillationConfig, student: Any) -> Teacher:
     Raises:
         ConfigError: it has other tokens than the student.
     """
+    check_tokens(config, config.teacher.id, "teacher")
     model = build_frozen(config, config.teacher)
-    check_vocabularies(config, student, model)
+    check_logits(config, student, model)
     topk = config.teacher.topk
 
     def whole(rows: Sequence[Any]) -> dict[str, Any]:
@@ -40,26 +43,18 @@ def build_teacher(config: DistillationConfig, student: Any) -> Teacher:
     return whole if topk is None else most_probable
 
 
-def check_vocabularies(config: DistillationConfig, student: Any, teacher: Any) -> None:
-    """Compare the tokens of student and teacher, and how many their logits are of.
+def check_logits(config: DistillationConfig, student: Any, teacher: Any) -> None:
+    """Compare how many tokens the logits of student and teacher are of.
 
     Raises:
-        ConfigError: they differ; names both sizes.
+        ConfigError: they differ, and whole distributions are to be compared.
     """
-    ids = config.model.id, config.teacher.id
-    own, theirs = (registry().build(config.data.template, "template", model_id=model).tokenizer for model in ids)
-    own, theirs = own.get_vocab(), theirs.get_vocab()
-    if different := len(own.items() ^ theirs.items()):
-        raise ConfigError(
-            f"the teacher {ids[1]} has a vocabulary of {len(theirs)} tokens and the student {ids[0]} one of "
-            f"{len(own)}, and {different} entries differ; they must share a tokenizer, so choose a teacher of the same "
-            "family"
-        )
     sizes = [model.model.config.get_text_config().vocab_size for model in (student, teacher)]
     if sizes[0] != sizes[1] and config.teacher.topk is None:
         raise ConfigError(
-            f"the logits of the teacher {ids[1]} are over {sizes[1]} tokens and those of the student {ids[0]} over "
-            f"{sizes[0]}, padding included; the tokens are the same, so compare the most probable ones: teacher.topk 64"
+            f"the logits of the teacher {config.teacher.id} are over {sizes[1]} tokens and those of the student "
+            f"{config.model.id} over {sizes[0]}, padding included; the tokens are the same, so compare the most "
+            "probable ones: teacher.topk 64"
         )
 
 
@@ -80,6 +75,10 @@ class Student:
         self._sampler.set_template(data.template, model_id=config.model.id, **lengths, **data.template_args)
         self._syncing = CheckpointEngineManager(model=model, sampler=self._sampler)
 
+    def check_room(self, loaders: Iterable[Any]) -> None:
+        """Find out whether there is room for an answer behind every prompt: see `rollouts.check_room`."""
+        check_room(self._sampler, loaders, self._config.data, _prompt, _prompt_length)
+
     def answers(self, rows: Sequence[Mapping[str, Any]], step: int) -> list[Any]:
         """Return the student's answers to the prompts of some rows, with its weights as they are now.
 
@@ -97,7 +96,7 @@ class Student:
             stop=settings.stop,
             seed=seed_of(self._config.seed, step),
         )
-        responses = self._sampler.sample([{"messages": asked(row["messages"])} for row in rows], params)
+        responses = self._sampler.sample([_prompt(row) for row in rows], params)
         sampled = [response.sequences[0].new_input_feature for response in responses]
         return [row for row in sampled if row is not None]
 
@@ -109,10 +108,37 @@ def is_on_policy(config: DistillationConfig, step: int) -> bool:
 
 def asked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return a conversation without the answer that it may end with."""
-    return list(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+    return list(messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages)
 
 
-def encode_prompts(dataset: Any, config: DistillationConfig) -> None:
-    """Turn conversations, whether they end with an answer or not, into prompts in tokens."""
-    dataset.map(lambda columns: {"messages": [asked(messages) for messages in columns["messages"]]})
+def encode_conversations(dataset: Any, config: DistillationConfig) -> None:
+    """Turn conversations into tokens; where the student answers in all steps, without the answers that they end with.
+
+    Raises:
+        EncodeError: the student is to answer, and there is no question; names the row.
+    """
+    if config.on_policy > 0:
+        for number in range(len(dataset)):
+            if not asked(dataset[number].get("messages") or ()):
+                raise EncodeError(
+                    f"row {number}: there is nothing before the answer that the student could answer itself; leave the "
+                    "row out, or learn from given answers alone: on_policy 0"
+                )
+    if config.samples:
+        dataset.map(lambda columns: {"messages": [asked(messages) for messages in columns["messages"]]})
     encode_rows(dataset, config)
+
+
+def _prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"messages": asked(row["messages"])}
+
+
+def _prompt_length(row: Mapping[str, Any]) -> int:
+    """Return how many tokens of a row stand before its last trained answer: all of them where nothing is trained."""
+    labels = row.get("labels") or ()
+    first = max((place for place, label in enumerate(labels) if label != IGNORE), default=None)
+    if first is None:
+        return len(row["input_ids"])
+    while first > 0 and labels[first - 1] != IGNORE:
+        first -= 1
+    return first + 1  # a label stands one place before its token

@@ -1,6 +1,7 @@
 """The configuration of the recipe `gkd`: each key with its type, default and meaning."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,6 +17,9 @@ class ConversationsConfig(PromptsConfig):
         default="builtin://arithmetic", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
     )
     max_length: Positive = Field(default=1024, description="Longest row, in tokens")
+    truncation: Literal["raise", "left", "delete"] = Field(
+        default="raise", description="What happens to longer rows: an error, cut their beginning, leave them out"
+    )
 
 
 class TeacherConfig(ModelConfig):
@@ -72,6 +76,17 @@ class DistillationConfig(RunConfig):
         """Whether all rows are prompts: see `RunConfig.samples`."""
         return self.on_policy == 1
 
+    @property
+    def takes_packs(self) -> bool:
+        """Whether no row is asked for its prompt: see `RunConfig.takes_packs`."""
+        return self.on_policy == 0
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """See `RunConfig.loss_inputs`."""
+        whole = self.teacher.topk is None
+        return ("teacher_logits",) if whole else ("teacher_topk_logprobs", "teacher_topk_indices")
+
     def models(self) -> Iterator[str]:
         """See `RunConfig.models`."""
         yield from super().models()
@@ -80,5 +95,6 @@ class DistillationConfig(RunConfig):
     def parts(self) -> Iterator[Part]:
         """See `RunConfig.parts`; the sampler takes part where the student answers."""
         yield from super().parts()
+        yield Part("model", self.teacher.type)
         if self.on_policy > 0:
             yield Part("sampler", self.sampling.name)

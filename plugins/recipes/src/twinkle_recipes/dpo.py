@@ -4,21 +4,14 @@ import time
 from typing import Any
 
 from twinkle.run import Run
-from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.building import build_model
-from twinkle_recipes.data import loaders
-from twinkle_recipes.interrupt import StopRequest
-from twinkle_recipes.keeper import Keeper, evaluated, steps_of, update
-from twinkle_recipes.pairs import check_pairs, interleaved
-from twinkle_recipes.plan import check_early, make_plan, write_plan
+from twinkle_recipes.keeper import evaluated, steps_of, update
+from twinkle_recipes.opening import opened
+from twinkle_recipes.pairs import encode_pairs, interleaved
 from twinkle_recipes.plots import Curve
 from twinkle_recipes.preference_config import DPOConfig
-from twinkle_recipes.preference_reference import Reference, build_reference, check_reference
-from twinkle_recipes.progress import display
-from twinkle_recipes.ranks import check_alone
-from twinkle_recipes.results import is_finished, result_name, told_of
-from twinkle_recipes.resuming import resume, say_how_to_resume, write_config
-from twinkle_recipes.unchanged import whole_run
+from twinkle_recipes.preference_reference import Reference, build_reference, check_loss
+from twinkle_recipes.results import result_name
 
 COLUMNS = {
     "loss": "loss",
@@ -59,40 +52,17 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
     """
-    whole = whole_run(config)
-    check_early(config)
-    check_alone(config.recipe)
-    check_reference(config)
-    show = display(config.log_every, columns=COLUMNS, charted="rewards/margins")
-    with (
-        say_how_to_resume(show, run.folder, config.recipe),
-        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
-    ):
-        plan = make_plan(config)
-        seed_everything(config.seed)
-        training, held_out = loaders(config)
-        kept = [loader.dataset for loader in (training, held_out) if loader is not None]
-        for dataset in kept:
-            check_pairs(dataset, config.data)
-        show.say(f"data: {told_of(len(training), held_out)}")
-        stop.check()
-
-        model = build_model(config, steps_of(whole, config.epochs, len(training)))
-        resumed = resume(config, model, run)
-        if resumed.done:
-            training.resume_from_checkpoint(resumed.consumed)
-        steps = steps_of(config, config.epochs, len(training))
-        keeper = Keeper(config, run, show, stop, resumed, steps, CURVES)
-        if is_finished(config, run.folder, resumed.done, steps):
-            show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
+    with opened(config, run, COLUMNS, charted="rewards/margins") as opening:
+        check_loss(config)
+        training, held_out = opening.data(encode_pairs)
+        batches = len(training)
+        model = build_model(config, steps_of(opening.whole, config.epochs, batches))
+        keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
+        if keeper.is_finished():
             return keeper.summary()
-        stop.check()
-
-        write_plan(plan, run.folder)
-        write_config(whole, run.folder)
-        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
-        reference = build_reference(config, model, run.folder, kept)
-        stop.check()
+        opening.write()
+        reference = build_reference(config, model, run.folder, (training, held_out))
+        opening.stop.check()
 
         with keeper:
             for step, pairs in keeper.batches(training):

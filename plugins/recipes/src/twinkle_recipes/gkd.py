@@ -4,20 +4,13 @@ import time
 from typing import Any
 
 from twinkle.run import Run
-from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.building import build_model
-from twinkle_recipes.data import loaders
-from twinkle_recipes.distillation import Student, Teacher, build_teacher, encode_prompts, is_on_policy
+from twinkle_recipes.distillation import Student, Teacher, build_teacher, encode_conversations, is_on_policy
 from twinkle_recipes.distillation_config import DistillationConfig
-from twinkle_recipes.interrupt import StopRequest
-from twinkle_recipes.keeper import Keeper, evaluated, steps_of, update
-from twinkle_recipes.plan import check_early, make_plan, write_plan
+from twinkle_recipes.keeper import evaluated, steps_of, update
+from twinkle_recipes.opening import opened
 from twinkle_recipes.plots import Curve
-from twinkle_recipes.progress import display
-from twinkle_recipes.ranks import check_alone
-from twinkle_recipes.results import is_finished, result_name, told_of
-from twinkle_recipes.resuming import resume, say_how_to_resume, write_config
-from twinkle_recipes.unchanged import whole_run
+from twinkle_recipes.results import result_name
 
 COLUMNS = {
     "loss": "divergence",
@@ -58,38 +51,20 @@ def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
     """
-    whole = whole_run(config)
-    check_early(config)
-    check_alone(config.recipe)
-    show = display(config.log_every, columns=COLUMNS)
-    with (
-        say_how_to_resume(show, run.folder, config.recipe),
-        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
-    ):
-        plan = make_plan(config)
-        seed_everything(config.seed)
-        training, held_out = loaders(config, encode_prompts if config.samples else None)
-        show.say(f"data: {told_of(len(training), held_out)}")
-        stop.check()
-
-        model = build_model(config, steps_of(whole, config.epochs, len(training)))
-        resumed = resume(config, model, run)
-        if resumed.done:
-            training.resume_from_checkpoint(resumed.consumed)
-        steps = steps_of(config, config.epochs, len(training))
-        keeper = Keeper(config, run, show, stop, resumed, steps, CURVES)
-        if is_finished(config, run.folder, resumed.done, steps):
-            show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
+    with opened(config, run, COLUMNS) as opening:
+        training, held_out = opening.data(encode_conversations)
+        batches = len(training)
+        model = build_model(config, steps_of(opening.whole, config.epochs, batches))
+        keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
+        if keeper.is_finished():
             return keeper.summary()
         teacher = build_teacher(config, model)
         student = Student(config, model) if config.on_policy > 0 else None
-        stop.check()
-
-        write_plan(plan, run.folder)
-        write_config(whole, run.folder)
-        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
-        if held_out is not None and not resumed.done:
-            run.log(evaluate(model, held_out, teacher, student, config), 0)
+        if student is not None:
+            student.check_room((training, held_out))
+        opening.write()
+        if held_out is not None and keeper.first == 1:
+            keeper.begin(evaluate(model, held_out, teacher, student, config))
         with keeper:
             for step, rows in keeper.batches(training):
                 started, on_policy = time.monotonic(), student is not None and is_on_policy(config, step)

@@ -1,31 +1,24 @@
 """The recipes `grpo` and `rloo`: reinforcement learning from rewards. Read `grpo` from top to bottom: it is the run."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.run import Run
-from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.building import build_model
 from twinkle_recipes.completions import Completions
-from twinkle_recipes.data import batches_per_epoch, loaders
-from twinkle_recipes.interrupt import StopRequest
-from twinkle_recipes.keeper import Keeper
 from twinkle_recipes.keeping import keep_rows
 from twinkle_recipes.numbers import readable
-from twinkle_recipes.plan import check_early, make_plan, write_plan
+from twinkle_recipes.opening import opened
 from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
 from twinkle_recipes.policy_logps import Logps
 from twinkle_recipes.policy_shown import COLUMNS, CURVES
-from twinkle_recipes.progress import display
-from twinkle_recipes.ranks import check_alone
-from twinkle_recipes.results import is_finished, result_name, told_of
-from twinkle_recipes.resuming import resume, say_how_to_resume, write_config
+from twinkle_recipes.results import result_name
 from twinkle_recipes.rollouts import Answer, answer_greedily, build_sampler, check_room, sample, sizes
 from twinkle_recipes.scoring import Scorer, Scores
 from twinkle_recipes.stopwatch import Stopwatch
-from twinkle_recipes.unchanged import whole_run
 
 UNTOLD = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
 
@@ -49,37 +42,19 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
             number, and `scoring.on_error` is `fail`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
     """
-    whole = whole_run(config)
-    check_early(config)
-    check_alone(config.recipe)
-    show = display(config.log_every, columns=COLUMNS, charted="reward")
-    with (
-        say_how_to_resume(show, run.folder, config.recipe),
-        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
-    ):
-        plan = make_plan(config)
-        seed_everything(config.seed)
-        prompts, held_out = loaders(config)
-        show.say(f"prompts: {told_of(batches_per_epoch(prompts), held_out)}")
-        model = build_model(config, whole.max_steps * config.updates)
-        resumed = resume(config, model, run)
-        prompts.resume_from_checkpoint(resumed.consumed)
-        steps = config.max_steps
-        keeper = Keeper(config, run, show, stop, resumed, steps, CURVES, decides="eval/reward", highest=True)
-        if is_finished(config, run.folder, resumed.done, steps):
-            show.say(f"all {steps} steps are made and the result is saved; nothing is left to do")
+    with opened(config, run, COLUMNS, charted="reward") as opening:
+        prompts, held_out = opening.data()
+        model = build_model(config, opening.whole.max_steps * config.updates)
+        keeper = opening.keeper(model, prompts, config.max_steps, CURVES, decides="eval/reward", highest=True)
+        if keeper.is_finished():
             return keeper.summary()
         sampler = build_sampler(config, model)
-        check_room(sampler, prompts, config)
+        check_room(sampler, (prompts, held_out), config.data)
         syncing = CheckpointEngineManager(model=model, sampler=sampler)
         scorer, logps = Scorer(config), Logps(config, model)
-        stop.check()
-
-        write_plan(plan, run.folder)
-        write_config(whole, run.folder)
-        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
-        completions = Completions(run.folder, config, show, first_step=resumed.done + 1)
-        if held_out is not None and not resumed.done:
+        opening.write()
+        completions = Completions(run.folder, config, opening.show, first_step=keeper.first)
+        if held_out is not None and keeper.first == 1:
             keeper.begin(evaluate(sampler, syncing, scorer, held_out, config))
         with keeper:
             for step, batch in keeper.batches(prompts):
@@ -134,7 +109,7 @@ def train(
                     **config.in_memory,
                 )
                 model.clip_grad_and_step(max_grad_norm=config.max_grad_norm)
-    numbers = readable(model.calculate_metric(is_training=True))
+    numbers = {"loss": math.nan, **readable(model.calculate_metric(is_training=True))}  # no loss: all were skipped
     return {name: value for name, value in numbers.items() if name not in UNTOLD}
 
 

@@ -18,7 +18,7 @@ from twinkle_recipes.numbers import is_due, losses_of, readable
 from twinkle_recipes.parts import RunConfig
 from twinkle_recipes.plots import Curve, write_curve
 from twinkle_recipes.progress import Display
-from twinkle_recipes.results import result_name
+from twinkle_recipes.results import is_finished, result_name
 from twinkle_recipes.resuming import Resumed, score_of
 
 Curves = Mapping[str, Curve]
@@ -38,6 +38,9 @@ class Keeper:
         curves: pictures that are drawn when the loop ends, however it ends.
         decides: the number that says which checkpoint is the best.
         highest: whether that is the one where it is highest, and not lowest.
+
+    Attributes:
+        first: number of the first step that is left.
     """
 
     def __init__(
@@ -55,13 +58,13 @@ class Keeper:
     ) -> None:
         self._decides, self._sign = decides, -1 if highest else 1
         self._config, self._run, self._show, self._stop, self._curves = config, run, show, stop, curves
-        self._history, self._first, self._steps = resumed.history, resumed.done + 1, steps
+        self._history, self.first, self._steps = resumed.history, resumed.done + 1, steps
         self._checkpoints = Checkpoints(run.folder / "checkpoints", config.save_total_limit)
         self._checkpoints.best_score = score_of(self._history, self._checkpoints.path("best"), decides, highest=highest)
 
     def __enter__(self) -> "Keeper":
         self._show.__enter__()
-        self._show.begin(self._first, self._steps)
+        self._show.begin(self.first, self._steps)
         return self
 
     def __exit__(
@@ -71,10 +74,17 @@ class Keeper:
         for name, curve in self._curves.items():
             write_curve(self._history, curve, self._run.folder / name, self._run.folder.name)
 
+    def is_finished(self) -> bool:
+        """Say whether all steps are made and the result is saved, and tell the user if so."""
+        if not is_finished(self._config, self._run.folder, self.first - 1, self._steps):
+            return False
+        self._show.say(f"all {self._steps} steps are made and the result is saved; nothing is left to do")
+        return True
+
     def batches(self, training: Any) -> Iterator[tuple[int, Any]]:
         """Yield the number of each step that is left, with its batch; epoch after epoch."""
         endless = (batch for _ in count() for batch in training)
-        return zip(range(self._first, self._steps + 1), endless, strict=False)
+        return zip(range(self.first, self._steps + 1), endless, strict=False)
 
     def begin(self, metrics: Mapping[str, float]) -> None:
         """Log and show what was measured before the first step, as step 0."""

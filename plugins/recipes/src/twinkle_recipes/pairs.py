@@ -1,10 +1,12 @@
 """Rows in pairs: what makes a pair, and the order in which the losses want them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinkle.errors import DataError
+from twinkle.errors import EncodeError
 from twinkle.template.labels import IGNORE
+from twinkle_recipes.data import encode_rows
+from twinkle_recipes.parts import RunConfig
 from twinkle_recipes.rows_config import DataConfig
 
 SIDES = ("positive", "negative")
@@ -15,25 +17,32 @@ def interleaved(pairs: Sequence[Any]) -> list[Any]:
     return [pair[side] for pair in pairs for side in SIDES]
 
 
-def check_pairs(dataset: Any, data: DataConfig) -> None:
-    """Refuse encoded rows that are no pairs, and pairs with an answer in which no token is trained.
+def encode_pairs(dataset: Any, config: RunConfig) -> None:
+    """Turn pairs of conversations into tokens.
 
     Raises:
-        DataError: names the first such row.
+        EncodeError: a row is no pair, or no token of one of its answers is trained; names the first such row.
     """
+    rows, data = len(dataset), config.data
+    encode_rows(dataset, config)
+    left = "" if len(dataset) == rows else f" of the {len(dataset)} of {rows} rows that data.truncation left"
     for number in range(len(dataset)):
-        row = dataset[number]
-        missing = [side for side in SIDES if side not in row]
-        if missing:
-            raise DataError(
-                f"data set {data.id}: row {number} has no {missing[0]!r} (it has {', '.join(sorted(row))}); a pair "
-                "needs both: let data.preprocessor make them, as PreferenceProcessor does of prompt, chosen and "
-                "rejected"
+        if problem := _problem(dataset[number], data):
+            raise EncodeError(f"row {number}{left}: {problem}")
+
+
+def _problem(row: Mapping[str, Any], data: DataConfig) -> str:
+    """Return what is wrong with an encoded row, or nothing."""
+    if missing := [side for side in SIDES if side not in row]:
+        return (
+            f"there is no {missing[0]!r} (it has {', '.join(sorted(row))}); a pair needs both: let data.preprocessor "
+            "make them, as PreferenceProcessor does of prompt, chosen and rejected"
+        )
+    for side in SIDES:
+        if all(label == IGNORE for label in row[side]["labels"]):
+            return (
+                f"no token of {side!r} is trained: its answer is empty, or lies behind max_length {data.max_length} "
+                f"(truncation: {data.truncation}); give a larger data.max_length, data.truncation delete to leave such "
+                "pairs out, or take the row out"
             )
-        for side in SIDES:
-            if all(label == IGNORE for label in row[side]["labels"]):
-                raise DataError(
-                    f"data set {data.id}: in row {number} no token of {side!r} is trained: its answer is empty, or "
-                    f"lies behind max_length {data.max_length} (truncation: {data.truncation}); give a larger "
-                    "data.max_length, data.truncation delete to leave such pairs out, or take the row out"
-                )
+    return ""

@@ -101,6 +101,10 @@ class RunConfig(Strict):
     """Its name, as `twinkle run` knows it."""
     takes_streams: ClassVar[bool] = False
     """Whether `data` may be a stream."""
+    takes_packs: ClassVar[bool] = False
+    """Whether a data set may put several rows into one."""
+    loss_inputs: ClassVar[tuple[str, ...]] = ()
+    """What the loop gives the loss, by name, beside the batch."""
     samples: ClassVar[bool] = False
     """Whether rows are prompts that are sampled from, and not conversations with answers."""
     free: ClassVar[frozenset[str]] = frozenset(

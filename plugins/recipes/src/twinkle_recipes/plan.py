@@ -59,8 +59,17 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         found = registry().resolve(asked, kind)
         if isinstance(found, type) and arguments is not None:
             check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
+    _check_loss_inputs(config)
     named = [*components(config), *_unnamed(config)]
     return {"parts": [_part(kind, asked) for kind, asked in dict.fromkeys(named)], "packages": _versions()}
+
+
+def _check_loss_inputs(config: RunConfig) -> None:
+    """Refuse a loss that does not take what the loop gives it."""
+    found: Any = registry().resolve(config.loss.name, "loss")
+    given = dict.fromkeys(config.loss_inputs)
+    what = f"the recipe {config.recipe} gives its loss {', '.join(given)}, but {config.loss.name!r}"
+    check_keywords(found.__call__ if isinstance(found, type) else found, given, what=what, partial=True)
 
 
 def write_plan(plan: dict[str, Any], folder: Path) -> None:

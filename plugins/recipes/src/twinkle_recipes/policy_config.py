@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from twinkle_recipes.parts import LossConfig, OptimizerConfig, Part, RunConfig, SchedulerConfig
 from twinkle_recipes.rows_config import DataConfig
-from twinkle_recipes.strict import Arguments, Count, Positive, Strict
+from twinkle_recipes.strict import Arguments, Count, Positive, Strict, Text
 
 
 class PromptsConfig(DataConfig):
@@ -33,10 +33,10 @@ class DrawingConfig(Strict):
         default=True, description="Of own weights: send everything with the adapter merged in, or the adapter alone"
     )
     max_tokens: Positive = Field(default=128, description="Longest answer, in tokens")
-    temperature: float = Field(default=1.0, gt=0, description="Divides the logits, in sampling and in training")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits that answers are drawn by")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Draw among the fewest tokens of this probability")
-    top_k: int = Field(default=-1, ge=-1, description="Draw among the k most probable tokens; -1: all")
-    stop: str | list[str] | None = Field(
+    top_k: Literal[-1] | Positive = Field(default=-1, description="Draw among the k most probable tokens; -1: all")
+    stop: Text | list[Text] | None = Field(
         default=None, description="Texts that end an answer, beside the model's own end; the answer is without them"
     )
 
@@ -44,6 +44,7 @@ class DrawingConfig(Strict):
 class SamplingConfig(DrawingConfig):
     """How answers are drawn."""
 
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits, in sampling and in training")
     num_generations: Positive = Field(default=8, description="Answers to a prompt: its group")
 
 
@@ -95,6 +96,12 @@ class PolicyOptimizerConfig(OptimizerConfig):
     lr: float = Field(default=2e-5, gt=0, description="Peak learning rate")
 
 
+class PolicySchedulerConfig(SchedulerConfig):
+    """How the learning rate changes."""
+
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="Part of all steps until the peak")
+
+
 class GRPOConfig(RunConfig):
     """Reinforcement learning from rewards that a program computes, with advantages within groups of answers."""
 
@@ -106,8 +113,8 @@ class GRPOConfig(RunConfig):
     optimizer: PolicyOptimizerConfig = Field(
         default_factory=PolicyOptimizerConfig, description="How parameters are updated"
     )
-    scheduler: SchedulerConfig = Field(
-        default_factory=lambda: SchedulerConfig(warmup_steps=0), description="How the learning rate changes"
+    scheduler: PolicySchedulerConfig = Field(
+        default_factory=PolicySchedulerConfig, description="How the learning rate changes"
     )
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="What is minimised")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How answers are drawn")
@@ -156,6 +163,12 @@ class GRPOConfig(RunConfig):
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.num_iterations * -(-self.answers // (self.mini_batch_size or self.answers))
+
+    @property
+    def loss_inputs(self) -> tuple[str, ...]:
+        """See `RunConfig.loss_inputs`."""
+        rollout = ("rollout_logps",) if self.old_logps == "trainer" else ()
+        return ("old_logps", "advantages", *rollout, *(("ref_logps",) if self.asks_reference else ()))
 
     def parts(self) -> Iterator[Part]:
         """See `RunConfig.parts`."""

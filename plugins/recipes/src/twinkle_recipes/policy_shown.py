@@ -10,6 +10,7 @@ COLUMNS = {
     "approx_kl": "moved",
     "clip_ratio": "clipped",
     "loss": "loss",
+    "nonfinite_skipped": "skipped",
     "learning_rate": "lr",
     "tokens_per_second": "tokens/s",
 }

@@ -45,7 +45,8 @@ class ReferenceConfig(Strict):
         "off, else a frozen copy)",
     )
     cache: bool = Field(
-        default=False, description="Compute it for all rows once, before the first step, into `reference.safetensors`"
+        default=False,
+        description="Compute it for all rows once, before the first step, into `reference/` of the run",
     )
 
 
@@ -65,8 +66,8 @@ class DPOConfig(RunConfig):
         default_factory=ReferenceConfig, description="What the policy shall stay near to"
     )
     batch_size: Positive = Field(default=8, description="Pairs of one optimizer step")
-    micro_batch_size: Positive | None = Field(
-        default=None, description="Rows in memory at once, an even number; the result is the same"
+    micro_batch_size: int | None = Field(
+        default=None, ge=2, description="Rows in memory at once, in whole pairs; the result is the same"
     )
     epochs: Positive = Field(default=1, description="How often each pair is seen")
 

@@ -16,6 +16,7 @@ from twinkle_recipes.building import build_frozen
 from twinkle_recipes.pairs import SIDES
 from twinkle_recipes.parts import LossConfig
 from twinkle_recipes.preference_config import DPOConfig
+from twinkle_recipes.vocabularies import check_tokens
 
 Reference = Callable[[Sequence[Any]], dict[str, Any]]
 """Takes rows, and returns what the loss needs of the reference, as keyword arguments."""
@@ -28,30 +29,37 @@ def needs_reference(loss: LossConfig) -> bool:
     return "ref_logps" in inspect.signature(call).parameters and not loss.args.get("reference_free", False)
 
 
-def check_reference(config: DPOConfig) -> None:
-    """Refuse a reference that nothing would read.
+def check_loss(config: DPOConfig) -> None:
+    """Refuse a loss that compares no pairs, and a reference that nothing would read.
 
     Raises:
-        ConfigError: the loss takes none.
+        ConfigError: says which of both it is.
     """
+    together = getattr(registry().resolve(config.loss.name, "loss"), "rows_together", 1)
+    if together != 2:
+        raise ConfigError(
+            f"the loss {config.loss.name} does not compare pairs (its rows_together is {together}, and not 2), so it "
+            "would train rejected answers like chosen ones; take DPOLoss, SimPOLoss, CPOLoss, ORPOLoss or one like them"
+        )
     asked = [f"reference.{key}" for key, value in config.reference.model_dump().items() if value]
     if asked and not needs_reference(config.loss):
         raise ConfigError(f"{asked[0]} is given, but the loss {config.loss.name} takes no reference; leave it out")
 
 
-def build_reference(config: DPOConfig, model: Any, folder: Path, datasets: Iterable[Any]) -> Reference:
+def build_reference(config: DPOConfig, model: Any, folder: Path, loaders: Iterable[Any]) -> Reference:
     """Return the reference that is configured.
 
     Args:
         config: of the run.
         model: the policy; with LoRA it is its own reference.
         folder: of the run, where numbers that are computed once are kept.
-        datasets: of all pairs that the run reads.
+        loaders: of all pairs that the run reads; None is one without.
     """
     if not needs_reference(config.loss):
         return lambda rows: {}
     if config.reference.cache:
         kept = Kept.read(folder / "reference")
+        datasets = [loader.dataset for loader in loaders if loader is not None]
         rows = [dataset[number][side] for dataset in datasets for number in range(len(dataset)) for side in SIDES]
         return kept or Kept.computed(_live(config, model), rows, config, folder / "reference")
     return _live(config, model)
@@ -66,6 +74,7 @@ def _live(config: DPOConfig, model: Any) -> Reference:
 
         return switched_off
     settings = config.model.model_copy(update={"id": config.reference.id or config.model.id})
+    check_tokens(config, settings.id, "reference")
     frozen = build_frozen(config, settings)
     return lambda rows: {"ref_logps": frozen.forward_only(inputs=rows, **config.in_memory)["logps"]}
 

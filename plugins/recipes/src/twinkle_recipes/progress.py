@@ -32,6 +32,10 @@ SFT_COLUMNS: Columns = {
 }
 
 
+_SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {code: 0xFFFD for code in range(0x7F, 0xA0)}
+"""Control characters, and what is shown in their place."""
+
+
 class Display(Protocol):
     """What a recipe tells the user."""
 
@@ -237,14 +241,14 @@ class LiveDisplay:
         """Show a table of questions and answers."""
         table = Table("question", "before", "after", show_lines=True, expand=True)
         for row in answers:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(_printable(cell)) for cell in row))
         self._console.print(table)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Show a table above the display."""
         table = Table(*columns, title=title, title_justify="left", show_lines=True, expand=True)
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(_printable(cell)) for cell in row))
         self._console.print(table)
 
     def _chart(self) -> list[Panel]:
@@ -274,4 +278,9 @@ def _number(name: str, value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return _printable(" ".join(text.split()))
+
+
+def _printable(text: str) -> str:
+    """Return a text in which signs stand for control characters: what a model says must not steer the terminal."""
+    return text.translate(_SIGNS)

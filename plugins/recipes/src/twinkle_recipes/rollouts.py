@@ -1,7 +1,7 @@
 """One step's answers: drawn from the sampler as rows that can be trained on, in groups, the same for the same seed."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from twinkle._registry import registry
 from twinkle.data_format import SampledSequence, SamplingParams
 from twinkle.errors import DataError
 from twinkle_recipes.policy_config import GRPOConfig
+from twinkle_recipes.rows_config import DataConfig
 
 _GREEDY = {"num_samples": 1, "temperature": 0.0, "logprobs": None}
 
@@ -47,20 +48,33 @@ def build_sampler(config: GRPOConfig, model: Any) -> Any:
     return sampler
 
 
-def check_room(sampler: Any, loader: Any, config: GRPOConfig) -> None:
+def check_room(
+    sampler: Any,
+    loaders: Iterable[Any],
+    data: DataConfig,
+    prompt_of: Callable[[Any], Any] = lambda row: row,
+    length_of: Callable[[Any], int] = lambda row: len(row["input_ids"]),
+) -> None:
     """Sample one token behind the longest prompt, so that one that the model has no room for is found before step 1.
+
+    Args:
+        sampler: that will answer.
+        loaders: of all rows; None is one without rows.
+        data: where they come from.
+        prompt_of: returns the prompt of a row.
+        length_of: returns the number of its tokens.
 
     Raises:
         DataError: the model's context is shorter than the prompt.
     """
-    rows = loader.dataset
-    length, index = max((len(rows[index]["input_ids"]), index) for index in range(len(rows)))
+    datasets = [loader.dataset for loader in loaders if loader is not None]
+    longest = max((dataset[number] for dataset in datasets for number in range(len(dataset))), key=length_of)
     try:
-        sampler.sample([rows[index]], SamplingParams(max_tokens=1, temperature=0.0))
+        sampler.sample([prompt_of(longest)], SamplingParams(max_tokens=1, temperature=0.0))
     except DataError as error:
         raise DataError(
-            f"data set {config.data.id}: its longest prompt has {length} tokens, and the model has no room behind it "
-            f"({error}); give data.max_length with data.truncation delete or left"
+            f"data set {data.id}: its longest prompt has {length_of(longest)} tokens, and the model has no room behind "
+            f"it ({error}); give data.max_length with data.truncation delete or left"
         ) from error
 
 

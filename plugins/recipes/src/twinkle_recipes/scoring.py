@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,23 +60,21 @@ class Scorer:
         )
         self._advantage: Any = registry().build(config.advantage.name, "advantage", **config.advantage.args)
         self._has_warned = False
+        self._try()
 
     def __call__(self, answers: Sequence[Answer]) -> Scores:
         """Return rewards and advantages of the answers to several prompts."""
         scores = self.rewards(answers)
-        groups = [answers[index].group for index in scores.kept]
+        size = {"num_generations": self._config.sampling.num_generations}
+        left = Counter(answers[index].group for index in scores.kept)
         # Whoever is left alone of a group has nobody to be compared with.
-        alone = {group for group in groups if groups.count(group) == 1 and self._config.sampling.num_generations > 1}
+        alone = {group for group, count in left.items() if count == 1 and size["num_generations"] > 1}
         kept = [index for index in scores.kept if answers[index].group not in alone]
         if not kept:
             return Scores(scores.total, scores.by_name, [])
-        size = {"num_generations": self._config.sampling.num_generations}
         whole = len(kept) == len(answers)
-        advantages = self._advantage(
-            [scores.total[index] for index in kept],
-            scale=self._config.advantage.scale,
-            **(size if whole else {"group_ids": [answers[index].group for index in kept]}),
-        )
+        groups = size if whole else {"group_ids": [answers[index].group for index in kept]}
+        advantages = self._compared([scores.total[index] for index in kept], **groups)
         self._warn_of_equal(advantages)
         known = list(advantages) if isinstance(advantages, list) else advantages.tolist()
         return Scores(scores.total, scores.by_name, kept, dict(zip(kept, known, strict=True)))
@@ -88,6 +87,16 @@ class Scorer:
         """
         found = self._group.score([answer.row for answer in answers])
         return Scores(found.total, found.by_name, [index for index, kept in enumerate(found.kept) if kept])
+
+    def _compared(self, totals: Sequence[float], **groups: Any) -> Any:
+        return self._advantage(totals, scale=self._config.advantage.scale, **groups)
+
+    def _try(self) -> None:
+        """Compare equal rewards, so that what the advantage does not take is found before the first step."""
+        config, count = self._config, self._config.sampling.num_generations
+        self._compared([0.0] * config.answers, num_generations=count)
+        if config.scoring.on_error == "drop":
+            self._compared([0.0] * config.answers, group_ids=[index // count for index in range(config.answers)])
 
     def _warn_of_equal(self, advantages: Any) -> None:
         if self._has_warned or any(bool((row != 0).any()) for row in advantages):

@@ -16,7 +16,7 @@ def is_stream(data: DataConfig) -> bool:
 
 
 def check_stream(config: RunConfig) -> None:
-    """Refuse what has no meaning for a stream, and what has one for streams alone.
+    """Refuse what has no meaning for a stream, and what has one for streams alone; and rows that the recipe cannot use.
 
     Raises:
         ConfigError: with all problems at once.
@@ -25,6 +25,11 @@ def check_stream(config: RunConfig) -> None:
     if not is_stream(data):
         if data.shuffle_buffer is not None:
             raise ConfigError(f"data.shuffle_buffer is for streams, and data.type {data.type} is none; leave it out")
+        if hasattr(registry().resolve(data.type, "dataset"), "pack_dataset") and not config.takes_packs:
+            raise ConfigError(
+                f"data.type {data.type} puts several rows into one, and the recipe {config.recipe} needs each by "
+                "itself; use Dataset (data.padding_free true spares the padding)"
+            )
         return
     if not config.takes_streams:
         raise ConfigError(

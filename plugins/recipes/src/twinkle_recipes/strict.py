@@ -10,6 +10,7 @@ from twinkle_registry import nearest
 Arguments = dict[str, Any]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Strict(BaseModel):
