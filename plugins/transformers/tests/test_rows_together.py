@@ -225,6 +225,19 @@ def test_a_reference_may_be_part_of_that_of_more_and_longer_rows(
             assert model.calculate_metric(is_training=True)["kl"] < 1e-9, micro
 
 
+@pytest.mark.parametrize("micro", [None, 1, 2])
+def test_numbers_of_completions_padded_to_the_longest_are_refused_however_the_rows_are_cut(
+    folder: Path, rows: list[dict[str, Any]], micro: int | None
+) -> None:
+    """A short row has fewer tokens than the longest completion: alone, its numbers look like those of its positions."""
+    padded = torch.zeros(len(rows), max(len(places(row)) for row in rows))
+    for given in (padded, padded.tolist()):
+        model = trained(folder, "GRPOLoss")
+        with pytest.raises(ArgumentError, match=r"old_logps of row \d has 10 numbers"):
+            model.forward_backward(inputs=rows, advantages=[1.0] * len(rows), old_logps=given, micro_batch_size=micro)
+        assert all(parameter.grad is None for parameter in model.model.parameters())
+
+
 @pytest.mark.parametrize(
     ("rows", "size", "together", "sizes"),
     [(8, 3, 2, [2, 2, 2, 2]), (8, 5, 2, [4, 4]), (7, 4, 3, [3, 3, 1]), (5, 1, 2, [1] * 5), (5, None, 2, [5])],

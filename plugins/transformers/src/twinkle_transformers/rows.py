@@ -1,7 +1,7 @@
 """From what a caller passes to rows, and from rows to micro-batches with their share of the per-row arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twinkle.errors import ArgumentError, DataError
@@ -103,11 +103,12 @@ def share_arguments(
         left: whether rows are padded on the left.
 
     A tensor `[B, T, ...]` as long as the longest micro-batch (what `forward_only` returned, say), or such a list of
-    lists, is also narrowed to each micro-batch's own length; one of the usual arguments of tokens also if it is longer,
-    as what `forward_only` gave for more rows is. Only here is it known on which side the rows are padded.
+    lists, is also narrowed to each micro-batch's own length; an entry of the usual arguments of tokens also if it is
+    longer, as what `forward_only` gave for more rows is. Only here is it known on which side the rows are padded, and
+    that an entry as long as its own micro-batch, but not as the longest, has no number for each position.
 
     Raises:
-        ArgumentError: an argument has another number of entries.
+        ArgumentError: an argument has another number of entries, or an entry a length that no row has.
     """
     total, longest = sum(rows for rows, _ in batches), max((length for _, length in batches), default=0)
     for name in sorted(per_row.keys() & arguments.keys()):
@@ -118,7 +119,7 @@ def share_arguments(
         share = dict(arguments)
         for name in per_row.keys() & arguments.keys():
             part = slice(start // per_row[name], (start + rows) // per_row[name])
-            share[name] = _Cut(part, longest, length, left, name in _OF_TOKENS)(arguments[name])
+            share[name] = _Cut(name, part, longest, length, left, name in _OF_TOKENS)(arguments[name])
         shares.append(share)
         start += rows
     return shares
@@ -128,6 +129,7 @@ def share_arguments(
 class _Cut:
     """Takes some rows of a value, and of entries as long as `longest` (or longer, if `of_tokens`) only `length`."""
 
+    name: str
     rows: slice
     longest: int
     length: int
@@ -136,26 +138,35 @@ class _Cut:
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: self(entry) if _is_sized(entry) else entry for key, entry in value.items()}
+            return {key: self._inside(key)(entry) if _is_sized(entry) else entry for key, entry in value.items()}
         if value is None:
             return None
         part = value[self.rows]
         shape: tuple[int, ...] = getattr(part, "shape", ())
         if len(shape) > 1:
-            return part[:, self._positions(shape[1])] if self._is_whole(shape[1]) else part
-        if isinstance(value, list | tuple) and all(self._is_whole_row(entry) for entry in value):
-            return [entry[self._positions(len(entry))] for entry in part]
+            return part[:, self._positions(shape[1], 0)] if len(part) else part
+        if isinstance(value, list | tuple) and (self.of_tokens or all(_width(e) == self.longest for e in value)):
+            return [e[self._positions(_width(e), row)] if _width(e) else e for row, e in enumerate(part)]
         return part
 
-    def _is_whole(self, width: int) -> bool:
-        """Return whether so many numbers are one for each position of the longest micro-batch, and perhaps more."""
-        return width >= self.longest if self.of_tokens else width == self.longest
+    def _inside(self, key: Any) -> "_Cut":
+        return replace(self, name=f"{self.name}[{key!r}]", of_tokens=self.of_tokens and key == "logps")
 
-    def _is_whole_row(self, entry: Any) -> bool:
-        return not isinstance(entry, str | Mapping) and _is_sized(entry) and self._is_whole(len(entry))
+    def _positions(self, width: int, row: int) -> slice:
+        """Return which numbers of an entry of so many stand at this micro-batch's positions; all, if they do not."""
+        if width == self.longest or (self.of_tokens and width > self.longest):
+            return slice(width - self.length, None) if self.left else slice(0, self.length)
+        if self.of_tokens and self.length < width:
+            raise ArgumentError(
+                f"{self.name} of row {self.rows.start + row} has {width} numbers, more than the row has tokens; give "
+                f"one for each trained token, or at least {self.longest}, as the batch is wide"
+            )
+        return slice(None)
 
-    def _positions(self, width: int) -> slice:
-        return slice(width - self.length, None) if self.left else slice(0, self.length)
+
+def _width(entry: Any) -> int:
+    """Return the length of an entry; 0 where it has none."""
+    return len(entry) if _is_sized(entry) and not isinstance(entry, str | Mapping) else 0
 
 
 def row_inputs(loss: Any) -> dict[str, int]:
