@@ -65,7 +65,7 @@ def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
         ("dpo", {"loss": {"name": "CrossEntropyLoss"}}, ConfigError, "CrossEntropyLoss does not compare pairs"),
         ("gkd", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe gkd needs each by itself"),
         ("gkd", {"loss": {"name": "DPOLoss"}}, ArgumentError, "gives its loss teacher_logits, but 'DPOLoss'"),
-        ("gkd", {"teacher": {"type": "TransformersModl"}}, ComponentNotFound, "nearest: 'TransformersModel'"),
+        ("gkd", {"teacher": {"type": "TransformersModl"}, "model": {"id": "nowhere"}}, ComponentNotFound, "Modl"),
     ],
 )
 def test_parts_that_do_not_fit_the_recipe(

@@ -236,6 +236,13 @@ def test_an_isolated_reward_is_killed_when_its_time_is_over_may_end_its_process_
     assert deadly.failures == ["reward 'stuck': row 1: its process ended with code 3"]
 
 
+def test_a_reward_in_a_file_of_its_own_can_be_isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(STUCK)
+    scores = RewardGroup({"stuck": "./mine.py:stuck"}, isolate=["stuck"], on_error="zero").score(rows("easy"))
+    assert (scores.total, scores.failures) == ([1.0], [])
+
+
 def test_a_reward_that_another_process_cannot_have_says_so() -> None:
     with pytest.raises(DataError, match="reward 'odd': all 2 rows: it cannot be sent to another process"):
         RewardGroup({"odd": lambda rows, **kwargs: []}, isolate=["odd"]).score(rows("1", "2"))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from twinkle.errors import TwinkleError
+from twinkle_registry.files import import_file
 
 _LENGTH = struct.Struct(">Q")
 _START_SECONDS = 120.0
@@ -36,7 +37,8 @@ class WorkerBroken(TwinkleError, RuntimeError):
 class Worker:
     """One other process, started at the first call and again after it was killed. Calls of several threads wait.
 
-    Functions and arguments are pickled, so a function has to stand in a module that can be imported.
+    Functions and arguments are pickled, so a function has to stand in a module that can be imported, or in a
+    file that the registry has imported (`./rewards.py:Name`).
 
     Args:
         prepare: called in the process when it starts, such as for slow imports; its time does not count.
@@ -65,7 +67,7 @@ class Worker:
             WorkerBroken: the process cannot start.
         """
         try:
-            message = pickle.dumps((seconds, function, args))
+            message = _packed(seconds, function, args)
         except Exception as error:  # pickle raises whatever the object's parts raise
             raise WorkerError(f"it cannot be sent to another process: {type(error).__name__}: {error}") from error
         with self._lock:
@@ -92,7 +94,7 @@ class Worker:
         self._process, self._owner = process, os.getpid()
         weakref.finalize(self, _end, process, self._owner)
         try:
-            self._ask(process, pickle.dumps((_START_SECONDS, self._prepare or int, ())), _START_SECONDS)
+            self._ask(process, _packed(_START_SECONDS, self._prepare or int, ()), _START_SECONDS)
         except (TimeoutError, WorkerError) as error:
             raise WorkerBroken(f"the process for calls with a time limit cannot start: {error}") from error
         return process
@@ -157,9 +159,29 @@ def _read(pipe: IO[bytes] | None) -> bytes | None:
     return message if len(message) == _LENGTH.unpack(head)[0] else None
 
 
+def _packed(*call: Any) -> bytes:
+    """Return a message that holds a call, and where the files are that it may stand in (`./rewards.py:Name`)."""
+    files = {
+        name: module.__file__ for name, module in sys.modules.items() if name.startswith(f"{import_file.__module__}.")
+    }
+    return pickle.dumps((files, pickle.dumps(call)))
+
+
+def _unpacked(message: bytes) -> Any:
+    """Return the call in a message; a file that it stands in is imported first."""
+    files, call = pickle.loads(message)
+    while True:
+        try:
+            return pickle.loads(call)
+        except ModuleNotFoundError as error:
+            if error.name not in files:
+                raise
+            import_file(files.pop(error.name), asked="a reward in a process of its own")
+
+
 def _answer(message: bytes) -> bytes:
     try:
-        seconds, function, args = pickle.loads(message)
+        seconds, function, args = _unpacked(message)
         with Path(os.devnull).open("w") as nowhere:
             # Where the other side is killed, nobody else ends what computes in C; this needs no interpreter.
             faulthandler.dump_traceback_later(min(seconds, _LONGEST_SECONDS) + _ORPHAN_SECONDS, exit=True, file=nowhere)
