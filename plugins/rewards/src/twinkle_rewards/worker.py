@@ -161,9 +161,8 @@ def _read(pipe: IO[bytes] | None) -> bytes | None:
 
 def _packed(*call: Any) -> bytes:
     """Return a message that holds a call, and where the files are that it may stand in (`./rewards.py:Name`)."""
-    files = {
-        name: module.__file__ for name, module in sys.modules.items() if name.startswith(f"{import_file.__module__}.")
-    }
+    inside = f"{import_file.__module__}."
+    files = {name: module.__file__ for name, module in list(sys.modules.items()) if name.startswith(inside)}
     return pickle.dumps((files, pickle.dumps(call)))
 
 
