@@ -214,8 +214,10 @@ def test_an_async_reward_that_is_late_is_cancelled() -> None:
             cancelled.set()
         return []
 
-    scores = RewardGroup({"endless": endless}, time_limit=0.2, on_error="zero").score(rows("1", "2"))
-    assert scores.total == [0.0, 0.0]
+    group = RewardGroup({"endless": endless}, time_limit=0.2, on_error="zero")
+    assert group.score(rows("1", "2")).total == [0.0, 0.0]
+    again = group.score(rows("1", "2"))  # called anew, and not refused because of the call before
+    assert again.failures[0].startswith("reward 'endless': all 2 rows: it took")
     assert cancelled.wait(30)
 
 

@@ -45,7 +45,7 @@ class RewardGroup(Reward):
     Each reward runs in a thread of its own; functions, objects, batched ones and `async` ones all do. One that raises
     is asked again row by row, so that one row does not cost the others (not if it has `compares_rows = True`, since its
     rows belong together). One that takes longer than `time_limit` fails for all rows, and is not waited for: its
-    thread cannot be ended, goes on beside the run, and until it is over each call of that reward fails at once. What
+    thread cannot be ended, goes on beside the run, and until it is over each call of that reward fails. What
     computes in C without letting go of the interpreter holds up everything; name such a reward in `isolate`. It then
     runs in another process, which is killed when the time is over; it has to be picklable, stand in a module that can
     be imported, and does not see tensors and arrays of the rows.

@@ -12,6 +12,8 @@ from typing import Any
 
 from twinkle_rewards.worker import Worker, WorkerBroken, WorkerError
 
+_CANCEL_SECONDS = 0.5  # what an `async` reward that was late may need to be cancelled
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -53,7 +55,9 @@ class Member:
 
     def start(self, rows: list[Any], kwargs: Mapping[str, Any], seconds: float) -> None:
         """Begin a call, unless the last one is still on its way."""
-        self._late = self._thread is not None and self._thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(_CANCEL_SECONDS)
+            self._late = self._thread.is_alive()
         if self._late:
             return
         found: list[Outcome] = []  # of this call alone: one that is late still writes into its own
