@@ -225,6 +225,16 @@ def test_what_it_says_of_moving_is_on_average_the_divergence_from_the_policy_tha
     assert average == pytest.approx(float((old.exp() * (old - now)).sum()), rel=1e-12)
 
 
+@pytest.mark.parametrize("moved", [1e-2, -1e-3, 1e-4])
+def test_a_small_move_is_measured_in_float32_too(moved: float) -> None:
+    logps = torch.tensor([[moved]])
+    found = GRPOLoss(beta=1.0)(
+        {"labels": torch.tensor([[1]])}, {"logps": logps}, old_logps=[[0.0]], ref_logps=[[0.0]], advantages=[0.0]
+    )
+    assert found.metrics["approx_kl"] == pytest.approx(math.expm1(moved) - moved, rel=1e-2)
+    assert float(found.loss_sum) == found.metrics["kl"] == pytest.approx(math.expm1(-moved) + moved, rel=1e-2)
+
+
 def test_what_a_sampler_returned_goes_to_its_tokens() -> None:
     inputs, outputs, arguments = batch()
     mask = inputs["labels"] != -100

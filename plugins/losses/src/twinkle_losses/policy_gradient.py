@@ -171,7 +171,7 @@ class PolicyGradientLoss(Loss):
 def _kl(difference: "Tensor") -> "Tensor":
     """Return exp(d) - d - 1 with d at most 20, 0 where d is 0."""
     bounded = difference.clamp(max=_LIMIT)
-    return bounded.exp() - bounded - 1
+    return bounded.expm1() - bounded  # of numbers near 0, exp would leave nothing but its rounding
 
 
 def _plain(sums: "dict[str, Tensor]") -> dict[str, float]:
