@@ -1,11 +1,11 @@
 """A critic beside a policy: values of tokens learn, are saved and resumed, and PPO with GAE raises the reward."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import ArgumentError
 from twinkle.sampler import TorchSampler
@@ -17,14 +17,6 @@ ROWS: list[Any] = [
     {"input_ids": [9, 4, 5, 6, 7], "labels": [-100, 5, 6, 7, -100]},
     {"input_ids": [9, 8, 3], "labels": [8, 3, -100]},
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

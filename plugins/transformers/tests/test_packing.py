@@ -2,14 +2,15 @@
 
 import copy
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from uneven import uneven_rows
 
 from twinkle.data_format import LossOutput
 from twinkle.dataloader import DataLoader
@@ -24,27 +25,14 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 ALONE = ((0,), (1,), (2,), (3,), (4,), (5,))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), initializer_range=0.2)
 
 
 def rows() -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for length in LENGTHS:
-        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
-        labels = [-100] * (length // 3) + [*ids[length // 3 + 1 :], -100]
-        made.append({"input_ids": ids, "labels": labels, "loss_scale": [0.5 + i % 3 for i in range(length)]})
-    return made
+    made = uneven_rows(LENGTHS)
+    return [{**row, "loss_scale": [0.5 + i % 3 for i in range(len(row["labels"]))]} for row in made]
 
 
 def packed(groups: Any) -> list[dict[str, Any]]:

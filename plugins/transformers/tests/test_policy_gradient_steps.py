@@ -1,25 +1,17 @@
 """Policy gradients through the model: one update for a batch, its micro-batches, and steps that accumulate them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
 ALL = {"beta": 0.1, "entropy_coef": 0.05, "tis_cap": 1.1}
 LENGTHS = (5, 9, 12, 7, 16, 3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """Preference training: the reference by a switched-off adapter is a separate reference model; margins grow."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import ArgumentError
 from twinkle.model import MultiLoraTransformersModel
@@ -15,14 +15,6 @@ from twinkle_transformers.model import TransformersModel
 LENGTHS = ((5, 9), (12, 7), (4, 4), (8, 11))
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear"}
 LOSSES = ["DPOLoss", "SimPOLoss", "CPOLoss", "ORPOLoss"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

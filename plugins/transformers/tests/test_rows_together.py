@@ -1,12 +1,13 @@
 """DPO and GRPO through the model: one update however the rows are cut, against float64 torch; pairs are never cut."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM
+from uneven import uneven_rows
 
 from twinkle.errors import ArgumentError
 from twinkle.loss import DPOLoss
@@ -19,14 +20,6 @@ LENGTHS = (5, 9, 12, 7, 16, 3)
 LR = 16.0  # large enough that rounding of the parameters does not hide the update
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
@@ -34,12 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    draw = torch.Generator().manual_seed(1)
-    made = []
-    for length in LENGTHS:
-        ids = torch.randint(0, 256, (length,), generator=draw).tolist()
-        made.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 + 1 :] + [-100]})
-    return made
+    return uneven_rows(LENGTHS)
 
 
 def places(row: dict[str, Any]) -> list[int]:

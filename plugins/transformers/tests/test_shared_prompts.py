@@ -1,25 +1,17 @@
 """`TransformersModel(share_prefixes=True)`: a group's prompt goes through the model once, with the same numbers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
 PROMPTS = [list(range(20, 60)), [7] * 24]
 TAILS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,14 @@
 """Calls of a teacher and distillation through the model: most probable tokens, one update however rows are cut."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from uneven import uneven_rows
 
 from twinkle.errors import ArgumentError, OperationsFailed
 from twinkle.model import MultiLoraTransformersModel
@@ -20,14 +21,6 @@ LENGTHS = (5, 9, 12, 7, 3)
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the folders of a student and of a teacher whose distributions are far from uniform."""
@@ -37,12 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    draw = torch.Generator().manual_seed(1)
-    made = []
-    for length in LENGTHS:
-        ids = torch.randint(0, 256, (length,), generator=draw).tolist()
-        made.append({"input_ids": ids, "labels": [-100] * (length // 3) + ids[length // 3 + 1 :] + [-100]})
-    return made
+    return uneven_rows(LENGTHS)
 
 
 def opened(folder: Path, **options: Any) -> TransformersModel:

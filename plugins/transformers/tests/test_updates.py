@@ -1,14 +1,16 @@
 """The update of a step is the gradient of the global mean, however its rows are cut: checked against float64."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM
+from uneven import uneven_rows
 
 from twinkle.data_format import LossOutput
 from twinkle.loss import Loss
@@ -19,14 +21,6 @@ LENGTHS = (5, 31, 12, 7, 23, 3, 17, 9)
 LR = 64.0  # large enough that rounding of the parameters does not hide the update
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
@@ -34,15 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for length in LENGTHS:
-        ids = torch.randint(0, 256, (length,), generator=generator).tolist()
-        labels = [*ids[1:], -100]
-        for position in range(length // 3):
-            labels[position] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+    return uneven_rows(LENGTHS)
 
 
 class SequenceMean(Loss):

@@ -1,12 +1,12 @@
 """Weights on their way to a sampler: it samples with what was trained, and nothing of the trainer is written."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.errors import ArgumentError, MeshError, Unsupported
@@ -29,14 +29,6 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "bias": {**LORA, "target_modules": ["q_proj"], "lora_bias": True},
 }
 ALONE = ("full", "lora", "rslora", "head")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
