@@ -177,6 +177,20 @@ def test_calls_that_cannot_be_read_are_answered_and_the_next_turn_may_do_better(
     assert [results(row)[-1] for row in rows[:4]] == ["5"] * 4
 
 
+def test_a_broken_call_is_told_from_prose_in_every_markup() -> None:
+    rows = played(
+        Script(
+            vcp=["<<<[TOOL_REQUEST]>>>tool_name:「始」calculator「末」", "I see."],
+            dsml=['<｜DSML｜tool_calls><｜DSML｜invoke name="calculator">', "I see."],
+            cline=["<calcu_lator>2 + 3"],
+            react=["Action: calculator(2 + 3)"],
+        )
+    )
+    assert [row["turns"] for row in rows] == [2, 2, 1, 1]
+    for row, marker in zip(rows[:2], ("<<<[TOOL_REQUEST]>>>", "<｜DSML｜tool_calls>"), strict=True):
+        assert results(row)[0].startswith(f"Error: a tool call could not be read. Write it whole, from {marker} to ")
+
+
 def test_several_calls_of_one_turn_are_run_in_order() -> None:
     one, two = Says("one", "1"), Says("two", "2")
     (row,) = played(Script(a=[calls("two") + calls("one", '{"x": 1}') + calls("two"), "ok"]), tools=[one, two])

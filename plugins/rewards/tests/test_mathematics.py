@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,9 @@ def test_a_worker_answers_raises_ends_late_calls_and_goes_on() -> None:
     with pytest.raises(WorkerError, match="cannot be sent"):
         worker.call(lambda: 1, seconds=60)
     assert worker.call(os.getpid, seconds=60) != first
+    kept = weakref.ref(worker._process)  # type: ignore[arg-type]
     worker.close()
+    assert kept() is None  # nothing is left of a process that was ended
 
 
 def test_a_worker_whose_parent_was_killed_ends_itself_even_while_it_computes_in_c() -> None:

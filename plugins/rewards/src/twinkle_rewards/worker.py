@@ -50,6 +50,7 @@ class Worker:
         self._memory = memory
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._finish: Callable[[], object] = int
         self._owner = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Worker:
             env={**os.environ, "PYTHONPATH": paths},
         )
         self._process, self._owner = process, os.getpid()
-        weakref.finalize(self, _end, process, self._owner)
+        self._finish = weakref.finalize(self, _end, process, self._owner)
         try:
             self._ask(process, _packed(_START_SECONDS, self._prepare or int, ()), _START_SECONDS)
         except (TimeoutError, WorkerError) as error:
@@ -130,7 +131,7 @@ class Worker:
     def _discard(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            _end(process, self._owner)
+            self._finish()  # once, here or at the end of this process
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
