@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from recipe_runs import run_recipe
 
-from twinkle.errors import ArgumentError, ComponentNotFound, ConfigError, DataError, EncodeError
+from twinkle.errors import ArgumentError, CheckpointError, ComponentNotFound, ConfigError, DataError, EncodeError
 from twinkle.testing import tiny_model
 from twinkle_recipes import keeper
 from twinkle_recipes.distillation_config import DistillationConfig
 from twinkle_recipes.policy_config import GRPOConfig
 from twinkle_recipes.preference_config import DPOConfig
+from twinkle_recipes.preference_reference import Kept
 
 REWARD = "def short(trajectories, **kwargs):\n    return [float(-len(row['input_ids'])) for row in trajectories]\n"
 ADVANTAGE = """
@@ -44,7 +45,8 @@ def values(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
         "rewards": [{"name": "./rewards.py:short"}],
     }
     teacher = {"teacher": {"id": str(model), "mixed_precision": "no"}}
-    return {"grpo": common | policy, "dpo": common | {"data": few}, "gkd": common | {"data": few} | teacher}
+    rows = common | {"data": few}
+    return {"grpo": common | policy, "dpo": rows, "gkd": rows | teacher, "embedding": rows}
 
 
 def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
@@ -65,6 +67,13 @@ def talks(*questions: str, answered: bool = True) -> dict[str, Any]:
         ("dpo", {"loss": {"name": "CrossEntropyLoss"}}, ConfigError, "CrossEntropyLoss does not compare pairs"),
         ("gkd", {"data": {"type": "PackingDataset"}}, ConfigError, "the recipe gkd needs each by itself"),
         ("gkd", {"loss": {"name": "DPOLoss"}}, ArgumentError, "gives its loss teacher_logits, but 'DPOLoss'"),
+        ("gkd", {"teacher": {"topk": 300}}, ConfigError, "teacher.topk 300 is more than the 264 tokens"),
+        (
+            "embedding",
+            {"data": {"type": "LazyDataset"}},
+            ConfigError,
+            "encodes groups of texts beforehand",
+        ),
         ("gkd", {"teacher": {"type": "TransformersModl"}, "model": {"id": "nowhere"}}, ComponentNotFound, "Modl"),
     ],
 )
@@ -126,6 +135,15 @@ def test_a_pair_is_named_by_its_place_in_the_file_whatever_is_held_out(values: d
     values["dpo"]["data"] = {"id": "rows.jsonl", "eval_fraction": 0.3, "max_length": 256}
     with pytest.raises(EncodeError, match=r"rows\.jsonl, row 7 \(line 8\): no token of 'positive' is trained"):
         run_recipe("dpo", values["dpo"])
+
+
+def test_numbers_of_the_reference_that_are_damaged(values: dict[str, Any]) -> None:
+    folder, _ = run_recipe("dpo", values["dpo"], reference={"cache": True})
+    assert Kept.read(folder / "reference") is not None
+    for damage in (b"", b"PK junk"):
+        (folder / "reference" / "logps.npz").write_bytes(damage)
+        with pytest.raises(CheckpointError, match=r"logps\.npz cannot be read .*; remove the folder"):
+            Kept.read(folder / "reference")
 
 
 def test_a_reference_with_other_tokens(values: dict[str, Any], tmp_path: Path) -> None:

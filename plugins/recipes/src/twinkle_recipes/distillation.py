@@ -47,9 +47,14 @@ def check_logits(config: DistillationConfig, student: Any, teacher: Any) -> None
     """Compare how many tokens the logits of student and teacher are of.
 
     Raises:
-        ConfigError: they differ, and whole distributions are to be compared.
+        ConfigError: they differ, and whole distributions are to be compared; or `teacher.topk` asks for more.
     """
     sizes = [model.model.config.get_text_config().vocab_size for model in (student, teacher)]
+    if config.teacher.topk is not None and config.teacher.topk > min(sizes):
+        raise ConfigError(
+            f"teacher.topk {config.teacher.topk} is more than the {min(sizes)} tokens that there are; give less, or "
+            "leave it out to compare whole distributions"
+        )
     if sizes[0] != sizes[1] and config.teacher.topk is None:
         raise ConfigError(
             f"the logits of the teacher {config.teacher.id} are over {sizes[1]} tokens and those of the student "

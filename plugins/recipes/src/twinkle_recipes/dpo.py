@@ -46,8 +46,8 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         pictures.
 
     Raises:
-        ConfigError: several processes, a reference that the loss does not take, or a resumed run that is not as it
-            began.
+        ConfigError: several processes, a loss that compares no pairs or takes no reference, or a resumed run that is
+            not as it began.
         DataError: a row is no pair, or one of its answers trains nothing.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.

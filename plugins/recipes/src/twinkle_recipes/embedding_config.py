@@ -47,6 +47,7 @@ class EmbeddingConfig(RunConfig):
         default=16, description="Groups of one optimizer step; each anchor is compared with the texts of all"
     )
     micro_batch_size: Positive | None = Field(
-        default=None, description="Texts in memory at once; only with a loss that compares within groups"
+        default=None,
+        description="Texts in memory at once, in whole groups; only with a loss that compares within groups",
     )
     epochs: Positive = Field(default=1, description="How often each group is seen")

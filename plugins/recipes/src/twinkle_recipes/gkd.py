@@ -48,6 +48,7 @@ def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
 
     Raises:
         ConfigError: several processes, a teacher with other tokens, or a resumed run that is not as it began.
+        DataError: there is nothing that the student could answer in a row, or no room behind a prompt.
         NonFiniteError: the loss became NaN or infinite; the rows are kept in `nonfinite_batch.json`.
         KeyboardInterrupt: after Ctrl-C, once the current step is finished and a checkpoint stands.
     """

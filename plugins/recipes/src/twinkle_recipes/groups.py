@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle._registry import registry
-from twinkle.errors import EncodeError
+from twinkle.errors import ConfigError, EncodeError
 from twinkle_recipes.embedding_config import EmbeddingConfig
 
 GROUP = "group"
@@ -21,9 +21,17 @@ def encode_groups(dataset: Any, config: EmbeddingConfig) -> None:
     Each text is a user's message. A group with a text that `data.truncation` deletes is left out.
 
     Raises:
+        ConfigError: the data set encodes its rows itself.
         EncodeError: a text is missing, empty, no text, or longer than it may be; names row and column.
     """
+    from twinkle.dataset import LazyDataset
+
     data = config.data
+    if isinstance(dataset, LazyDataset):
+        raise ConfigError(
+            f"data.type {data.type} encodes a row when it is read, and the recipe embedding encodes groups of texts "
+            "beforehand; use Dataset"
+        )
     lengths = {"max_length": data.max_length, "truncation_strategy": data.truncation}
     template: Any = registry().build(
         data.template, "template", model_id=config.model.id, **lengths, **data.template_args

@@ -5,11 +5,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
 from twinkle._registry import registry
-from twinkle.errors import ConfigError
+from twinkle.errors import CheckpointError, ConfigError
 from twinkle.paths import new_directory, recovered
 from twinkle.template.labels import IGNORE
 from twinkle_recipes.building import build_frozen
@@ -95,13 +96,22 @@ class Kept:
 
     @classmethod
     def read(cls, folder: Path) -> "Kept | None":
-        """Return what an earlier part of the run kept, if it did."""
+        """Return what an earlier part of the run kept, if it did.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
         file = recovered(folder) / "logps.npz"
         if not file.is_file():
             return None
-        with np.load(file) as found:
-            parts = np.split(found["logps"], np.cumsum(found["counts"])[:-1])
-            return cls({bytes(digest): part for digest, part in zip(found["digests"], parts, strict=True)})
+        try:
+            with np.load(file) as found:
+                parts = np.split(found["logps"], np.cumsum(found["counts"])[:-1])
+                return cls({bytes(digest): part for digest, part in zip(found["digests"], parts, strict=True)})
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error}); remove the folder, and the reference is computed anew"
+            ) from error
 
     @classmethod
     def computed(cls, reference: Reference, rows: Sequence[Any], config: DPOConfig, folder: Path) -> "Kept":
