@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from twinkle_losses.aligning import Trained
+from twinkle.torch.trained import Trained
 from twinkle_losses.grpo import GRPOLoss
 from twinkle_losses.options import whole
 

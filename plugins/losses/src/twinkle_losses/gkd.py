@@ -1,20 +1,18 @@
 """GKD: distillation from a teacher's whole distributions, or from its most probable tokens."""
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.aligning import Trained
-from twinkle_losses.options import label_to_ignore, number, whole
+from twinkle.torch.trained import Trained
+from twinkle_losses.options import Rest, label_to_ignore, number, whole
 from twinkle_losses.outputs import output
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from twinkle_losses.teachers import TopTeacher, WholeTeacher
-
-Rest = Literal["bucket", "renormalize"]
 
 
 class GKDLoss(Loss):

@@ -1,10 +1,13 @@
-"""Checks of the numbers that losses are built with."""
+"""Options that losses are built with, and checks of them."""
 
 import math
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from twinkle.errors import ArgumentError
+
+Rest = Literal["bucket", "renormalize"]
+"""What becomes of the tokens that are not among a teacher's most probable ones."""
 
 
 def number(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.loss import Loss
-from twinkle_losses.aligning import Trained
+from twinkle.torch.trained import Trained
 from twinkle_losses.outputs import output
 from twinkle_losses.pairs import Pairs, logp_numbers, weigh
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal, get_args
 
 from twinkle.errors import ArgumentError
-from twinkle_losses.aligning import Trained
+from twinkle.torch.trained import Trained
 from twinkle_losses.options import flag
 from twinkle_losses.policy_gradient import PolicyGradientLoss
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from twinkle.torch import tables
 from twinkle.torch.logits import wide
 from twinkle.torch.trained import Trained
 from twinkle_losses.divergence import Events
-
-if TYPE_CHECKING:
-    from twinkle_losses.gkd import Rest
+from twinkle_losses.options import Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class TopTeacher:
     """
 
     take: Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]
-    rest: "Rest"
+    rest: Rest
 
     def events(self, part: slice, z: Tensor) -> Events:
         """See `Teacher`."""
@@ -82,7 +80,7 @@ def whole_teacher(name: str, value: Any, where: Trained, vocabulary: int, temper
     return WholeTeacher(take, temperature)
 
 
-def top_of_whole(teacher: WholeTeacher, k: int, vocabulary: int, rest: "Rest", loss: str) -> TopTeacher:
+def top_of_whole(teacher: WholeTeacher, k: int, vocabulary: int, rest: Rest, loss: str) -> TopTeacher:
     """Return a teacher of which only the `k` most probable tokens are told apart.
 
     Raises:
@@ -101,7 +99,7 @@ def top_of_whole(teacher: WholeTeacher, k: int, vocabulary: int, rest: "Rest", l
     return TopTeacher(take, rest)
 
 
-def top_teacher(logprobs: Any, tokens: Any, where: Trained, vocabulary: int, rest: "Rest") -> TopTeacher:
+def top_teacher(logprobs: Any, tokens: Any, where: Trained, vocabulary: int, rest: Rest) -> TopTeacher:
     """Read the k most probable tokens: log-probabilities and tokens, `[B, T, k]`, or lists with `[n, k]` a row.
 
     Raises:

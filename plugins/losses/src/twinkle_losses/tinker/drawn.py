@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
-from twinkle_losses.aligning import Trained
+from twinkle.torch.trained import Trained
 from twinkle_losses.options import number
 from twinkle_losses.outputs import output
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle.errors import ArgumentError, DataError
-from twinkle_losses.aligning import Trained
+from twinkle.torch.trained import Trained
 
 LABELS = torch.tensor([[5, -100, 6, -100, -100], [-100, 7, 8, 9, -100], [-100, -100, -100, -100, -100]])
 MASK = LABELS != -100
