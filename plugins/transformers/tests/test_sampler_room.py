@@ -1,5 +1,7 @@
 """Slots of an engine's store: what happens to keys and values as it grows, shrinks, is tidied or finds no memory."""
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,44 @@ CPU = torch.device("cpu")
 def a_request() -> Request:
     """Return a request of one token and nine to come."""
     return Request(Prompt(0, [1], 10, PromptScores([1], SamplingParams())), SamplingParams(), StopRule(), 0, None)
+
+
+def arrivals(draw: random.Random) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Yield prompts that begin like one another, and what is asked of each."""
+    heads = [[draw.randrange(256) for _ in range(length)] for length in (5, 17, 40)]
+    for _ in range(9):
+        head = draw.choice(heads)
+        ids = head[: draw.randrange(1, len(head) + 1)] + [draw.randrange(256) for _ in range(draw.randrange(4))]
+        yield (
+            ids,
+            {"max_tokens": draw.choice([1, 3, 12, 90]), "num_samples": draw.choice([1, 1, 3]), "seed": 1, "stop": []},
+        )
+
+
+@pytest.mark.parametrize("number", [12, 19])
+def test_answers_are_those_of_each_prompt_alone_whatever_comes_and_goes(folder: Path, number: int) -> None:
+    draw = random.Random(number)
+    limits = {"max_batch_size": 16, "cache_bytes": 280 * 512, "prefix_cache_bytes": draw.choice([0, 3 * 16 * 512])}
+    sampler = sampler_of(folder, prefill_tokens=draw.choice([7, 50]), **limits)
+    room = sampler._service.engine.room
+    wanted = []
+    for ids, params in arrivals(draw):
+        wanted.append((ids, params, sampler.submit(rows([ids])[0], params)))
+        for _ in range(draw.randrange(12)):
+            sampler.step()
+            assert room.store.bytes <= room.budget
+        if draw.random() < 0.3:
+            draw.choice(wanted)[2].cancel()
+    plain = sampler_of(folder, max_batch_size=1, prefix_cache_bytes=0)
+    for ids, params, handle in wanted:
+        (whole,) = tokens_of(plain.sample(rows([ids]), params))
+        found = handle.result().sequences
+        assert [s.tokens for s in found] == [
+            tokens[: len(s.tokens)] if s.stop_reason == "abort" else tokens
+            for s, tokens in zip(found, whole, strict=True)
+        ]
+    assert not room.places
+    assert not room.store.bytes
 
 
 def test_a_store_at_its_limit_keeps_what_runs_whole(folder: Path) -> None:
