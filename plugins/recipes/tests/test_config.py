@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from twinkle.errors import ConfigError
+from twinkle_recipes.building import lengths_of
 from twinkle_recipes.config import SFTConfig, parse_slice
+from twinkle_recipes.parts import SchedulerConfig
 
 
 @pytest.mark.parametrize(
@@ -119,3 +122,11 @@ def test_a_tracker_may_be_a_mapping_that_names_its_type() -> None:
     assert names == ["JsonlTracker", "TensorBoardTracker"]
     with pytest.raises(ValueError, match="has no `type`"):
         SFTConfig.model_validate({"trackers": [{"flush_seconds": 0}]})
+
+
+def test_a_scheduler_hears_of_the_length_of_the_run_where_it_asks() -> None:
+    wanted = {"num_warmup_steps": 2, "num_training_steps": 40}
+    assert lengths_of(SchedulerConfig(name="LinearWarmupScheduler"), 40) == wanted
+    assert lengths_of(SchedulerConfig(name="ConstantLR"), 40) == {}
+    with pytest.raises(ConfigError, match="warmup_steps is 3, but ConstantLR does not warm up"):
+        lengths_of(SchedulerConfig(name="ConstantLR", warmup_steps=3), 40)

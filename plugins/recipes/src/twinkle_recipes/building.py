@@ -1,9 +1,11 @@
 """From the configuration to the model: its weights, its adapter, and everything that trains them."""
 
+import inspect
 from typing import Any, Literal
 
 from twinkle._registry import registry
-from twinkle_recipes.parts import LoraConfig, ModelConfig, RunConfig
+from twinkle.errors import ConfigError
+from twinkle_recipes.parts import LoraConfig, ModelConfig, RunConfig, SchedulerConfig
 from twinkle_recipes.precision import mixed_precision
 
 
@@ -23,12 +25,28 @@ def build_model(config: RunConfig, steps: int, accumulation: int = 1) -> Any:
     set_rows(model, config)
     model.set_loss(config.loss.name, **config.loss.args)
     model.set_optimizer(optimizer.name, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.args)
-    model.set_lr_scheduler(
-        scheduler.name, num_warmup_steps=scheduler.warmup(steps), num_training_steps=steps, **scheduler.args
-    )
+    model.set_lr_scheduler(scheduler.name, **lengths_of(scheduler, steps), **scheduler.args)
     for metric in config.metrics:
         model.add_metric(metric)
     return model
+
+
+def lengths_of(scheduler: SchedulerConfig, steps: int) -> dict[str, int]:
+    """Return how long a schedule and its warm-up are, as far as the scheduler asks: those of torch do not.
+
+    Raises:
+        ConfigError: `warmup_steps` is given, and the scheduler does not warm up.
+    """
+    found: Any = registry().resolve(scheduler.name, "scheduler")
+    lengths = {"num_warmup_steps": scheduler.warmup(steps), "num_training_steps": steps}
+    taken = inspect.signature(found).parameters.values()
+    names = set(lengths) if any(one.kind is one.VAR_KEYWORD for one in taken) else {one.name for one in taken}
+    if scheduler.warmup_steps is not None and "num_warmup_steps" not in names:
+        raise ConfigError(
+            f"scheduler.warmup_steps is {scheduler.warmup_steps}, but {scheduler.name} does not warm up; leave it out, "
+            "or take one that does, such as LinearWarmupScheduler"
+        )
+    return {name: length for name, length in lengths.items() if name in names}
 
 
 def build_frozen(config: RunConfig, settings: ModelConfig) -> Any:

@@ -54,7 +54,9 @@ class SchedulerConfig(Strict):
 
     name: str = Field(default="CosineWarmupScheduler", description="Component of kind `scheduler`")
     warmup_steps: Count | None = Field(default=None, description="Steps until the peak; instead of `warmup_ratio`")
-    warmup_ratio: float = Field(default=0.05, ge=0, lt=1, description="Part of all steps until the peak")
+    warmup_ratio: float = Field(
+        default=0.05, ge=0, lt=1, description="Part of all steps until the peak, of a scheduler that warms up"
+    )
     args: Arguments = Field(default={}, description="Further keyword arguments of the scheduler")
 
     def warmup(self, total_steps: int) -> int:

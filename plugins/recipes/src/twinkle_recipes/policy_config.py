@@ -99,7 +99,9 @@ class PolicyOptimizerConfig(OptimizerConfig):
 class PolicySchedulerConfig(SchedulerConfig):
     """How the learning rate changes."""
 
-    warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="Part of all steps until the peak")
+    warmup_ratio: float = Field(
+        default=0.0, ge=0, lt=1, description="Part of all steps until the peak, of a scheduler that warms up"
+    )
 
 
 class GRPOConfig(RunConfig):
