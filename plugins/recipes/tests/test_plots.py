@@ -26,6 +26,7 @@ def test_the_curve_has_a_point_for_each_step_and_each_evaluation() -> None:
     assert len(smooth.get_xdata()) == 20
     assert list(evaluation.get_xdata()) == [5, 10, 15, 20]
     assert axes.get_xlabel() == "optimizer step"
+    assert all(place == int(place) for place in axes.get_xticks())
     assert "loss" in axes.get_ylabel()
 
 
