@@ -100,7 +100,7 @@ def figure_of(history: History, curve: Curve, title: str) -> "Figure":
         if steps:
             axes.plot(steps, values, color=colour, marker="o", linewidth=1.5, label=label)
     axes.set_xlabel("optimizer step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(curve.unit)
     axes.set_title(title)
     if curve.from_zero:
