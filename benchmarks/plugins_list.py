@@ -24,6 +24,7 @@ CASES = (  # arguments, cache, goal
     (("list",), "1", 200),
     (("list",), "0", 200),
     (("list", "--json"), "1", 200),
+    (("list", "loss"), "1", 200),
     (("search", "focal"), "1", None),
     (("doctor",), "1", None),
 )

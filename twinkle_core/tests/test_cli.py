@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -135,6 +136,29 @@ def test_the_list_shows_what_each_plugin_offers_and_why_one_does_not_work(make_p
     names = [line.split()[0] for line in lines]
     assert "loss 1, metric 1" in lines[names.index("acme_list")]
     assert "needs twinkle-core >=9" in lines[names.index("acme_old") + 1]
+
+
+def test_the_list_of_a_kind_shows_each_name_with_its_plugin_and_summary(make_plugin: Make) -> None:
+    make_plugin("acme_list", LOSSES, parts="raise SystemExit('nothing of a plugin is imported')")
+    make_plugin("acme_old", LOSSES.replace("AcmeLoss", "AcmeOldLoss"), core=">=9")
+    found = json.loads(twinkle("plugins", "list", "loss", "--json").output)
+    assert {"AcmeLoss", "AcmeOldLoss", "CrossEntropyLoss"} <= {row["name"] for row in found}
+    assert "AcmeMetric" not in {row["name"] for row in found}
+    about = {"kind": "loss", "plugin": "acme_list", "status": "ok", "summary": "A loss for tests"}
+    assert [row for row in found if row["plugin"] == "acme_list"] == [{"name": "AcmeLoss", **about}]
+    lines = [line.split() for line in twinkle("plugins", "list", "loss").output.splitlines()]
+    assert lines[0] == ["loss", "plugin", "summary"]
+    assert ["AcmeLoss", "acme_list", "A", "loss", "for", "tests"] in lines
+    assert ["AcmeOldLoss", "acme_old", "(incompatible)", "A", "loss", "for", "tests"] in lines
+
+
+def test_the_list_of_a_kind_says_what_to_do_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no kind 'los'; nearest: 'loss'" in twinkle("plugins", "list", "los").stderr
+    said = twinkle("plugins", "info", "loss").stderr
+    assert "'loss' is a kind, not a name; all of that kind: twinkle plugins list loss" in said
+    monkeypatch.setattr("twinkle._registry.registry", lambda: SimpleNamespace(records=[], kinds=("env",)))
+    said = twinkle("plugins", "list", "env").output
+    assert said == "no installed plugin offers any env; published ones: twinkle plugins search --kind env\n"
 
 
 def test_info_tells_everything_of_a_component(make_plugin: Make) -> None:

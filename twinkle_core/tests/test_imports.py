@@ -35,7 +35,8 @@ def heavy_after(code: str, folder: Path) -> list[str]:
 ROOMS = "import importlib, twinkle.kinds\nfor kind in twinkle.kinds.KINDS: importlib.import_module('twinkle.' + kind)"
 HELP = "from click.testing import CliRunner; from twinkle.cli import main; CliRunner().invoke(main, ['--help'])"
 LISTING = (
-    "from click.testing import CliRunner; from twinkle.cli import main; CliRunner().invoke(main, ['plugins', 'list'])"
+    "from click.testing import CliRunner; from twinkle.cli import main; CliRunner().invoke(main, ['plugins', 'list']); "
+    "assert 'GRPOLoss' in CliRunner().invoke(main, ['plugins', 'list', 'loss']).output"
 )
 DOCTOR = (
     "from click.testing import CliRunner; from twinkle.cli import main; CliRunner().invoke(main, ['plugins', 'doctor'])"

@@ -27,6 +27,8 @@ def find(name: str) -> list[PluginRecord | ComponentSpec]:
     specs = [spec for record in records if record.manifest for spec in record.manifest.components]
     if found := [spec for spec in specs if name in _names_of(spec)]:
         return list(found)
+    if name in registry().kinds:
+        raise ComponentNotFound(f"{name!r} is a kind, not a name; all of that kind: twinkle plugins list {name}")
     known = {*(record.name for record in records), *(spec.name for spec in specs)}
     close = nearest(name, known)
     hint = f"nearest: {', '.join(close)}" if close else "`twinkle plugins list` shows what there is"

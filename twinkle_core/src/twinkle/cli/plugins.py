@@ -21,12 +21,16 @@ def plugins() -> None:
     """List, explain and check plugins."""
 
 
-@plugins.command("list", short_help="List every plugin, usable or not.")
+@plugins.command("list", short_help="List every plugin, usable or not, or all components of one kind.")
+@click.argument("kind", required=False)
 @_json
-def list_plugins(as_json: bool) -> None:
-    """List every plugin, usable or not."""
+def list_plugins(kind: str | None, as_json: bool) -> None:
+    """List every plugin, usable or not; with KIND every component of it, such as all of kind loss."""
     from twinkle._registry import registry
 
+    if kind is not None:
+        _list_components(kind, as_json)
+        return
     records = registry().records
     rows = [plugin_as_plain(record) for record in records]
     if as_json:
@@ -42,6 +46,7 @@ def list_plugins(as_json: bool) -> None:
             click.echo(
                 f"  a part of it needs {', '.join(plain['lacks'])}, which is not here; see: twinkle plugins doctor"
             )
+    click.echo("the names of one kind: twinkle plugins list KIND, such as loss")
 
 
 @plugins.command(short_help="Explain a plugin or a component.")
@@ -95,6 +100,30 @@ def patches(as_json: bool) -> None:
 
 for command in (*COMMANDS, search, test):
     plugins.add_command(command)
+
+
+def _list_components(kind: str, as_json: bool) -> None:
+    """Show what the manifests say of each component of one kind."""
+    from twinkle._registry import registry
+    from twinkle_registry.explain import unknown_kind
+
+    if kind not in registry().kinds:
+        raise unknown_kind(kind, registry().kinds)
+    listed = [(spec, r) for r in registry().records if r.manifest for spec in r.manifest.components]
+    rows = [
+        {"name": spec.name, "kind": kind, "plugin": spec.dist, "status": record.status, "summary": spec.summary}
+        for spec, record in sorted(listed, key=lambda pair: (pair[0].name.lower(), pair[0].dist))
+        if spec.kind == kind
+    ]
+    if as_json:
+        echo_json(rows)
+        return
+    if not rows:
+        click.echo(f"no installed plugin offers any {kind}; published ones: twinkle plugins search --kind {kind}")
+        return
+    plugin = [row["plugin"] + ("" if row["status"] == "ok" else f" ({row['status']})") for row in rows]
+    cells = [(row["name"], where, row["summary"]) for row, where in zip(rows, plugin, strict=True)]
+    click.echo(table((kind, "plugin", "summary"), cells))
 
 
 def plugin_as_plain(record: "PluginRecord") -> dict[str, Any]:
