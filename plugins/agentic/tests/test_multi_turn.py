@@ -426,8 +426,12 @@ def test_what_is_given_to_a_call_is_checked() -> None:
             rollout(wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="2 tool managers for 1 trajectories"):
         rollout(ask("a"), tool_manager=[None, None])
-    with pytest.raises(ArgumentError, match=r"tool_manager is a CalculatorTool; give ToolManager\("):
+    with pytest.raises(ArgumentError, match=r"a CalculatorTool was given as tool_manager; .*=ToolManager\(\[tool"):
         rollout(ask("a"), tool_manager=CalculatorTool())  # type: ignore[arg-type]
+    # As many as trajectories or not, a list of tools is told from a list of managers.
+    for tools in ([CalculatorTool()], [None, CalculatorTool()]):
+        with pytest.raises(ArgumentError, match=r"given as tool_manager\[.\]; a list holds one manager for each"):
+            rollout(ask("a"), tool_manager=tools)  # type: ignore[list-item]
     with pytest.raises(DataError, match=r"trajectory 0 begins with .* tokens and max_trajectory_tokens is 15"):
         rollout(ask("a"))
     rows = ask("a", "a")

@@ -37,12 +37,16 @@ def managers(given: Any, count: int, what: str) -> list[ToolManager | None]:
     Raises:
         ArgumentError: it is neither, trajectories would act in one environment, or in an episode that is over.
     """
-    found = list(given) if isinstance(given, list | tuple) else [given] * count
+    found = list(given) if (several := isinstance(given, list | tuple)) else [given] * count
+    for place, manager in enumerate(found):
+        if manager is not None and not isinstance(manager, ToolManager):
+            listed = f"[{place}]; a list holds one manager for each trajectory" if several else ""
+            raise ArgumentError(
+                f"{what}: a {type(manager).__name__} was given as tool_manager{listed}; "
+                "for tools that all trajectories call: tool_manager=ToolManager([tool, ...])"
+            )
     if len(found) != count:
         raise ArgumentError(f"{what}: {len(found)} tool managers for {count} trajectories; give one, or one for each")
-    for manager in found:
-        if manager is not None and not isinstance(manager, ToolManager):
-            raise ArgumentError(f"{what}: tool_manager is a {type(manager).__name__}; give ToolManager([tool, ...])")
     acting = [id(episode.env) for manager in found if manager is not None for episode in manager.episodes]
     if len(set(acting)) < len(acting):
         raise ArgumentError(
