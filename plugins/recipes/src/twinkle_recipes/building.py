@@ -8,18 +8,25 @@ from twinkle.errors import ConfigError
 from twinkle_recipes.parts import LoraConfig, ModelConfig, RunConfig, SchedulerConfig
 from twinkle_recipes.precision import mixed_precision
 
+REFERENCE = "reference"
+"""Name of the adapter that stays as it was."""
 
-def build_model(config: RunConfig, steps: int, accumulation: int = 1) -> Any:
+
+def build_model(config: RunConfig, steps: int, accumulation: int = 1, *, reference: bool = False) -> Any:
     """Return the model with adapter, optimizer, scheduler, loss, processor, template and metrics as configured.
 
     Args:
         config: of the run.
         steps: optimizer steps of the whole run, for the scheduler.
         accumulation: backward passes of one step.
+        reference: whether it is asked what it said before the run (`as_before`).
     """
     model = load_model(config.model, config.on_nonfinite)
     if config.lora is not None:
-        adapter = adapter_config(config.lora)
+        if reference and config.lora.init_from is not None:
+            model.add_adapter_to_model(REFERENCE, config.lora.init_from, is_trainable=False)
+            set_rows(model, config)
+        adapter = config.lora.init_from or adapter_config(config.lora)
         model.add_adapter_to_model("default", adapter, gradient_accumulation_steps=accumulation)
     optimizer, scheduler = config.optimizer, config.scheduler
     set_rows(model, config)
@@ -29,6 +36,11 @@ def build_model(config: RunConfig, steps: int, accumulation: int = 1) -> Any:
     for metric in config.metrics:
         model.add_metric(metric)
     return model
+
+
+def as_before(lora: LoraConfig) -> dict[str, Any]:
+    """Return with which arguments `forward_only` answers as before the run, of a model built with `reference=True`."""
+    return {"disable_lora": True} if lora.init_from is None else {"adapter_name": REFERENCE}
 
 
 def lengths_of(scheduler: SchedulerConfig, steps: int) -> dict[str, int]:

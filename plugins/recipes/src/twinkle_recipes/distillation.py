@@ -120,15 +120,21 @@ def encode_conversations(dataset: Any, config: DistillationConfig) -> None:
     """Turn conversations into tokens; where the student answers in all steps, without the answers that they end with.
 
     Raises:
-        EncodeError: the student is to answer, and there is no question; names the row.
+        EncodeError: the student is to answer, and there is no question; or the answer given is to be learnt from, and
+            there is none. Names the row.
     """
-    if config.on_policy > 0:
-        for number in range(len(dataset)):
-            if not asked(dataset[number].get("messages") or ()):
-                raise EncodeError(
-                    f"row {number}: there is nothing before the answer that the student could answer itself; leave the "
-                    "row out, or learn from given answers alone: on_policy 0"
-                )
+    for number in range(len(dataset)):
+        messages = dataset[number].get("messages") or ()
+        if config.on_policy > 0 and not asked(messages):
+            raise EncodeError(
+                f"row {number}: there is nothing before the answer that the student could answer itself; leave the "
+                "row out, or learn from given answers alone: on_policy 0"
+            )
+        if config.on_policy < 1 and messages and all(message["role"] != "assistant" for message in messages):
+            raise EncodeError(
+                f"row {number} has no answer, and with on_policy {config.on_policy:g} given answers are learnt from "
+                "too; give it one, or let the student answer always: on_policy 1"
+            )
     if config.samples:
         dataset.map(lambda columns: {"messages": [asked(messages) for messages in columns["messages"]]})
     encode_rows(dataset, config)

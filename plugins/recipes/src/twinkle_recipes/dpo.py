@@ -10,7 +10,7 @@ from twinkle_recipes.opening import opened
 from twinkle_recipes.pairs import encode_pairs, interleaved
 from twinkle_recipes.plots import Curve
 from twinkle_recipes.preference_config import DPOConfig
-from twinkle_recipes.preference_reference import Reference, build_reference, check_loss
+from twinkle_recipes.preference_reference import Reference, build_reference, check_loss, needs_reference
 from twinkle_recipes.results import result_name
 
 COLUMNS = {
@@ -56,7 +56,8 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         check_loss(config)
         training, held_out = opening.data(encode_pairs)
         batches = len(training)
-        model = build_model(config, steps_of(opening.whole, config.epochs, batches))
+        own = needs_reference(config.loss) and config.reference.id is None
+        model = build_model(config, steps_of(opening.whole, config.epochs, batches), reference=own)
         keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
         if keeper.is_finished():
             return keeper.summary()

@@ -44,7 +44,7 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
     """
     with opened(config, run, COLUMNS, charted="reward") as opening:
         prompts, held_out = opening.data()
-        model = build_model(config, opening.whole.max_steps * config.updates)
+        model = build_model(config, opening.whole.max_steps * config.updates, reference=config.asks_reference)
         keeper = opening.keeper(model, prompts, config.max_steps, CURVES, decides="eval/reward", highest=True)
         if keeper.is_finished():
             return keeper.summary()

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from twinkle_recipes.rows_config import DataConfig
-from twinkle_recipes.strict import Arguments, Count, Positive, Strict
+from twinkle_recipes.strict import Arguments, Count, Positive, Strict, Text
 
 
 class ModelConfig(Strict):
@@ -38,6 +38,18 @@ class LoraConfig(Strict):
     target_modules: str | list[str] = Field(
         default="all-linear", description="Which modules: `all-linear`, names, or a regex"
     )
+    init_from: Text | None = Field(
+        default=None,
+        description="Folder of a trained adapter to go on with, which has its own rank, alpha, dropout and modules",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_beside_a_trained_one(self) -> Self:
+        others = self.model_dump(exclude={"init_from"})
+        if self.init_from is not None and others != LoraConfig().model_dump(exclude={"init_from"}):
+            given = ", ".join(key for key, value in others.items() if value != LoraConfig.model_fields[key].default)
+            raise ValueError(f"the adapter in {self.init_from} has its own {given}; leave that out")
+        return self
 
 
 class OptimizerConfig(Strict):

@@ -9,9 +9,11 @@ from typing import Any
 
 from twinkle._registry import registry
 from twinkle.dataset import DatasetMeta
+from twinkle.errors import ConfigError
 from twinkle.hub import local_model
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
+from twinkle_recipes.checkpoints import find_checkpoint
 from twinkle_recipes.parts import RunConfig
 from twinkle_recipes.streams import check_stream
 from twinkle_registry import ComponentSpec, check_keywords
@@ -53,7 +55,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 
     Raises:
         TwinkleError: a name cannot be resolved, or a component does not take the arguments configured; so a misspelt
-            one is found before anything expensive starts.
+            one is found before anything expensive starts. Or a run would go on with a file that was changed.
     """
     for kind, asked, arguments in config.parts():
         found = registry().resolve(asked, kind)
@@ -61,7 +63,33 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
             check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
     _check_loss_inputs(config)
     named = [*components(config), *_unnamed(config)]
-    return {"parts": [_part(kind, asked) for kind, asked in dict.fromkeys(named)], "packages": _versions()}
+    parts = [_part(kind, asked) for kind, asked in dict.fromkeys(named)]
+    _check_files(config, parts)
+    return {"parts": parts, "packages": _versions()}
+
+
+def written_parts(folder: Path) -> list[dict[str, str]]:
+    """Return the `parts` of the plan of a run; none where none was written."""
+    try:
+        parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
+        return [part for part in parts if {"kind", "asked", "ref"} <= set(part)]
+    except (OSError, ValueError, KeyError, TypeError):  # it is a record for people; runs go on without
+        return []
+
+
+def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
+    """Refuse to go on in a run with files of the user's own that are not as they were; their places hold a digest."""
+    if config.run_folder is None:
+        return
+    earlier = {(part["kind"], part["asked"]): part["ref"] for part in written_parts(config.run_folder)}
+    for part in parts:
+        kind, asked = part["kind"], part["asked"]
+        if parse_reference(asked, kind).form == "file" and earlier.get((kind, asked), part["ref"]) != part["ref"]:
+            raise ConfigError(
+                f"the run in {config.run_folder} can only go on as it began, but the file of the {kind} {asked} has "
+                "been changed since; bring it back to what it was, or start afresh from the checkpoint: --resume_from "
+                f"{find_checkpoint(str(config.run_folder))}"
+            )
 
 
 def _check_loss_inputs(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -139,12 +139,22 @@ class GRPOConfig(RunConfig):
     reference: Literal["auto", "always", "never"] = Field(
         default="auto",
         description="Ask the untrained model too, for the KL term; auto: if `loss.args.beta` is above 0. With `lora` "
-        "it is the model without its adapter, else a frozen copy",
+        "it is the model without its adapter (or with that of `lora.init_from`), else a frozen copy",
     )
     eval_every: Count = Field(default=10, description="Steps between greedy evaluations; 0: only first and last")
     save_every: Count = Field(default=10, description="Steps between checkpoints; 0: only the best and at the end")
     completions_every: Count = Field(default=10, description="Steps between tables of answers; 0: none")
     completions_shown: Positive = Field(default=4, description="Answers in such a table")
+
+    @model_validator(mode="after")
+    def _somebody_to_compare_with(self) -> Self:
+        if self.sampling.num_generations == 1 and self.advantage.name == "GRPOAdvantage":
+            raise ValueError(
+                "sampling.num_generations is 1: GRPOAdvantage compares the answers to one prompt, and one answer has "
+                "nobody to be compared with; give at least 2, or compare with the whole batch: "
+                "advantage {name: ReinforcePlusPlusAdvantage, scale: batch, args: {baseline: false}}"
+            )
+        return self
 
     @property
     def asks_reference(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from twinkle_recipes.building import build_frozen
+from twinkle_recipes.building import as_before, build_frozen
 from twinkle_recipes.policy_config import GRPOConfig
 from twinkle_recipes.rollouts import Answer
 
@@ -11,8 +11,8 @@ from twinkle_recipes.rollouts import Answer
 class Logps:
     """Collects `old_logps`, `ref_logps` and `rollout_logps` of a step's answers, as far as the configuration asks.
 
-    The reference is the model without its adapter, or, where all parameters are trained, a frozen copy of the weights
-    that the run began with.
+    The reference is the model without its adapter, or with the one that the run began with; where all parameters are
+    trained, a frozen copy of the weights that the run began with.
     """
 
     def __init__(self, config: GRPOConfig, model: Any) -> None:
@@ -32,9 +32,9 @@ class Logps:
         return known
 
     def _reference(self, rows: list[Any]) -> list[Any]:
-        if self._copy is not None:
+        if self._config.lora is None:
             return self._scored(self._copy, rows)
-        return self._scored(self._model, rows, disable_lora=True)
+        return self._scored(self._model, rows, **as_before(self._config.lora))
 
     def _scored(self, model: Any, rows: list[Any], **options: Any) -> list[Any]:
         """Return one tensor `[T]` a row."""

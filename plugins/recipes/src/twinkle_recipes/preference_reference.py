@@ -13,7 +13,7 @@ from twinkle._registry import registry
 from twinkle.errors import CheckpointError, ConfigError
 from twinkle.paths import new_directory, recovered
 from twinkle.template.labels import IGNORE
-from twinkle_recipes.building import build_frozen
+from twinkle_recipes.building import as_before, build_frozen
 from twinkle_recipes.pairs import SIDES
 from twinkle_recipes.parts import LossConfig
 from twinkle_recipes.preference_config import DPOConfig
@@ -69,11 +69,8 @@ def build_reference(config: DPOConfig, model: Any, folder: Path, loaders: Iterab
 def _live(config: DPOConfig, model: Any) -> Reference:
     """Return a reference that computes its numbers anew for each batch."""
     if config.reference.id is None and config.lora is not None:
-
-        def switched_off(rows: Sequence[Any]) -> dict[str, Any]:
-            return {"ref_logps": model.forward_only(inputs=rows, disable_lora=True, **config.in_memory)["logps"]}
-
-        return switched_off
+        before = as_before(config.lora)
+        return lambda rows: {"ref_logps": model.forward_only(inputs=rows, **before, **config.in_memory)["logps"]}
     settings = config.model.model_copy(update={"id": config.reference.id or config.model.id})
     check_tokens(config, settings.id, "reference")
     frozen = build_frozen(config, settings)

@@ -11,6 +11,8 @@ from twinkle_recipes.data import batches_per_epoch
 from twinkle_recipes.numbers import losses_of
 from twinkle_recipes.parts import RunConfig
 
+_FEW = 10  # below, one row more or less moves a mean or a share by a tenth
+
 
 def result_name(config: RunConfig) -> str:
     """Return the name of the folder that holds the trained weights."""
@@ -48,7 +50,8 @@ def told_of(batches: int | None, held_out: Any) -> str:
     if held_out is None:
         return training
     size = batches_per_epoch(held_out)
-    return f"{training}; {'a stream' if size is None else counted(size, 'batch')} of other rows to evaluate on"
+    few = "" if size is None or (rows := len(held_out.dataset)) >= _FEW else f" ({rows} rows: their numbers say little)"
+    return f"{training}; {'a stream' if size is None else counted(size, 'batch')} of other rows to evaluate on{few}"
 
 
 def _is_answered(path: Path, questions: list[str]) -> bool:

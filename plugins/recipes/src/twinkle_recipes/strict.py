@@ -14,13 +14,18 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """A pydantic model without unknown keys. Assignments are checked like constructor arguments."""
+    """A pydantic model without unknown keys. Assignments are checked like constructor arguments.
+
+    Where there is a key `name` or `id`, a text alone stands for a mapping with that key.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys_only(cls, values: Any) -> Any:
+        if isinstance(values, str) and (key := next((key for key in ("name", "id") if key in cls.model_fields), "")):
+            return {key: values}
         if not isinstance(values, dict):
             return values
         known = list(cls.model_fields)

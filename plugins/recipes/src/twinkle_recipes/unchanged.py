@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from twinkle.errors import ConfigError
 from twinkle_recipes.checkpoints import find_checkpoint, run_folder_of
 from twinkle_recipes.parts import RunConfig
+from twinkle_recipes.plan import written_parts
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -32,6 +33,7 @@ def whole_run(config: Config) -> Config:
     folder = config.run_folder or run_folder_of(checkpoint)
     if folder is None or (config.run_folder is None and not (folder / "config.yaml").is_file()):
         return config
+    _check_recipe(config, folder, checkpoint)
     earlier = _read(type(config), folder, checkpoint)
     changed = {key: pair for key, *pair in _differences(earlier, config) if key.partition(".")[0] not in config.free}
     if "max_steps" in changed and _stops_earlier(*changed["max_steps"]):
@@ -45,6 +47,21 @@ def whole_run(config: Config) -> Config:
         advice = "" if kept else f", or start afresh from the checkpoint: --resume_from {checkpoint}"
         raise ConfigError(_message(f"the run in {folder} can only go on as it began", changed, folder) + advice)
     return config.model_copy(update={"max_steps": earlier.max_steps})
+
+
+def _check_recipe(config: RunConfig, folder: Path, checkpoint: Path) -> None:
+    """Refuse the run of another recipe.
+
+    Raises:
+        ConfigError: says with what this one can begin.
+    """
+    recipe = next((part["asked"] for part in written_parts(folder) if part["kind"] == "recipe"), config.recipe)
+    if recipe != config.recipe:
+        raise ConfigError(
+            f"the run in {folder} is one of {recipe!r}, and {config.recipe!r} cannot go on in it or from its "
+            f"checkpoint {checkpoint.name}; begin with its result: --lora.init_from {folder / 'adapter'}, or, where "
+            f"all parameters were trained, --model.id {folder / 'model'}"
+        )
 
 
 def _message(reason: str, changed: dict[str, list[Any]], folder: Path) -> str:

@@ -204,7 +204,7 @@ def _only_gguf(folder: Path, asked: str) -> Path:
     if "adapter_config.json" in names:
         raise ModelLoadError(
             f"model {asked!r}: {folder} is an adapter, not a model{_base_of(folder)}; load its base model and add the "
-            "adapter to that"
+            "adapter to that (in a recipe: model.id and lora.init_from)"
         )
     held = f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
     raise ModelLoadError(
