@@ -446,6 +446,9 @@ def test_a_run_that_goes_on_reads_its_own_configuration() -> None:
         assert (config["model"]["id"], config["steps"], config["lr"]) == ("tiny", 2, 0.5)
     Path("other.yaml").write_text("model: {id: other}\n")
     assert config_of("--resume_from", str(folder), "--config", "other.yaml")["steps"] == 3
+    for asked, steps in (("toy", 2), ("another", 3)):  # of another recipe nothing is read: it may have other keys
+        (folder / "plugins.json").write_text(json.dumps({"parts": [{"kind": "recipe", "asked": asked}]}))
+        assert config_of("--resume_from", str(folder), "--model.id", "tiny")["steps"] == steps
 
 
 def test_debug_may_stand_before_the_recipe() -> None:

@@ -50,7 +50,7 @@ def told_of(batches: int | None, held_out: Any) -> str:
     if held_out is None:
         return training
     size = batches_per_epoch(held_out)
-    few = "" if size is None or (rows := len(held_out.dataset)) >= _FEW else f" ({rows} rows: their numbers say little)"
+    few = "" if size is None or (rows := len(held_out.dataset)) >= _FEW else f" (only {rows}: their numbers say little)"
     return f"{training}; {'a stream' if size is None else counted(size, 'batch')} of other rows to evaluate on{few}"
 
 

@@ -12,6 +12,8 @@ from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
 from twinkle.platform import Platform
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pydantic import BaseModel
 
     from twinkle.cli.options import Option
@@ -113,7 +115,7 @@ def _prepare(
     from twinkle.cli.values import read_config
 
     flags = parse_flags(args, options, RESERVED)
-    file = flags.reserved.get("config") or _config_of(flags.values.get("resume_from"))
+    file = flags.reserved.get("config") or _config_of(flags.values.get("resume_from"), recipe)
     try:
         values = merge(read_config(file) if file else {}, flags.values)
     except ConfigError as error:
@@ -134,15 +136,31 @@ def _prepare(
     return (function, config, name, runs), flags.reserved.get("nproc")
 
 
-def _config_of(resume_from: Any) -> str | None:
-    """Return the configuration that the run in a folder, or the run of a checkpoint, began with, if it is there."""
+def _config_of(resume_from: Any, recipe: str) -> str | None:
+    """Return the configuration that the run in a folder, or the run of a checkpoint, began with, if it is there.
+
+    That of another recipe has other keys; the recipe is left to say what it thinks of such a run.
+    """
     from pathlib import Path
 
     if not isinstance(resume_from, str):
         return None
     place = Path(resume_from)
-    files = (folder / "config.yaml" for folder in (place, place.absolute().parent.parent))
-    return next((str(file) for file in files if file.is_file()), None)
+    for folder in (place, place.absolute().parent.parent):
+        if (folder / "config.yaml").is_file():
+            return str(folder / "config.yaml") if _recipe_of(folder) in (None, recipe.split("/")[-1]) else None
+    return None
+
+
+def _recipe_of(folder: "Path") -> str | None:
+    """Return the recipe of a run, if its record of plugins tells."""
+    import json
+
+    try:
+        parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
+        return next((part["asked"] for part in parts if part["kind"] == "recipe"), None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _run(recipe: Any, config: Any, name: str, runs: str) -> None:
