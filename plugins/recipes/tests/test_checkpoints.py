@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from twinkle.errors import CheckpointError
-from twinkle_recipes.checkpoints import Checkpoints, find_checkpoint, run_folder_of
-from twinkle_recipes.plots import History
-from twinkle_recipes.resuming import loop_state, score_of
+from twinkle_recipes.run.checkpoints import Checkpoints, find_checkpoint, run_folder_of
+from twinkle_recipes.run.resuming import loop_state, score_of
+from twinkle_recipes.show.plots import History
 
 
 def write(name: str, output_dir: str) -> None:

@@ -6,9 +6,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from twinkle.errors import ConfigError
-from twinkle_recipes.building import lengths_of
-from twinkle_recipes.config import SFTConfig, parse_slice
-from twinkle_recipes.parts import SchedulerConfig
+from twinkle_recipes.config.parts import SchedulerConfig
+from twinkle_recipes.config.sft import SFTConfig, parse_slice
+from twinkle_recipes.run.building import lengths_of
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_mesh_is_that_of_the_configuration() -> None:
 
 
 def test_a_tracker_may_be_a_mapping_that_names_its_type() -> None:
-    from twinkle_recipes.plan import components
+    from twinkle_recipes.run.plan import components
 
     given = ["JsonlTracker", {"type": "TensorBoardTracker", "flush_seconds": 0}]
     config = SFTConfig.model_validate({"trackers": given})

@@ -9,8 +9,8 @@ from recipe_runs import check_same, killed_and_continued, lines, run_recipe
 
 from twinkle.errors import ConfigError, DataError
 from twinkle.testing import tiny_model
-from twinkle_recipes import keeper
-from twinkle_recipes.pairs import interleaved
+from twinkle_recipes.preference.pairs import interleaved
+from twinkle_recipes.run import keeper
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from recipe_runs import check_same, killed_and_continued, lines, run_recipe
 
 from twinkle.errors import ConfigError, EncodeError
 from twinkle.testing import tiny_model
-from twinkle_recipes import keeper
+from twinkle_recipes.run import keeper
 
 
 @pytest.fixture(scope="module")

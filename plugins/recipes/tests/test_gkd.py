@@ -9,9 +9,9 @@ from recipe_runs import check_same, killed_and_continued, lines, run_recipe
 
 from twinkle.errors import ArgumentError, ConfigError, EncodeError
 from twinkle.testing import tiny_model
-from twinkle_recipes import keeper
-from twinkle_recipes.distillation import asked, is_on_policy
-from twinkle_recipes.distillation_config import DistillationConfig
+from twinkle_recipes.distillation.config import DistillationConfig
+from twinkle_recipes.distillation.roles import asked, is_on_policy
+from twinkle_recipes.run import keeper
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from recipe_runs import lines, merged, run_recipe, timeless
 
 from twinkle.errors import ConfigError, DataError, EncodeError
 from twinkle.testing import tiny_model
-from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
+from twinkle_recipes.policy.config import GRPOConfig, RLOOConfig
 
 REWARDS = '''
 import math, os, signal

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.plan import make_plan
+from twinkle_recipes.config.sft import SFTConfig
+from twinkle_recipes.run.plan import make_plan
 
 
 def parts(kind: str, model: str = "builtin://smollm2-135m-instruct", **data: str) -> list[tuple[str, str]]:

@@ -9,11 +9,11 @@ from recipe_runs import run_recipe
 
 from twinkle.errors import ArgumentError, CheckpointError, ComponentNotFound, ConfigError, DataError, EncodeError
 from twinkle.testing import tiny_model
-from twinkle_recipes import keeper
-from twinkle_recipes.distillation_config import DistillationConfig
-from twinkle_recipes.policy_config import GRPOConfig
-from twinkle_recipes.preference_config import DPOConfig
-from twinkle_recipes.preference_reference import Kept
+from twinkle_recipes.distillation.config import DistillationConfig
+from twinkle_recipes.policy.config import GRPOConfig
+from twinkle_recipes.preference.config import DPOConfig
+from twinkle_recipes.preference.reference import Kept
+from twinkle_recipes.run import keeper
 
 REWARD = "def short(trajectories, **kwargs):\n    return [float(-len(row['input_ids'])) for row in trajectories]\n"
 ADVANTAGE = """

@@ -23,7 +23,7 @@ from twinkle.errors import (
 )
 from twinkle.run import Run
 from twinkle.testing import tiny_model
-from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.config.sft import SFTConfig
 from twinkle_recipes.sft import sft
 
 LOSSES = '''

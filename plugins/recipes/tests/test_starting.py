@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 from twinkle.errors import ConfigError
 from twinkle.model import TransformersModel
 from twinkle.testing import tiny_model
-from twinkle_recipes import keeper
-from twinkle_recipes.parts import LoraConfig
+from twinkle_recipes.config.parts import LoraConfig
+from twinkle_recipes.run import keeper
 
-REWARD = (
-    "def own(rows, **kwargs):\n    return [float(-sum(row['input_ids'][-4:]) % 7) for row in rows]\n"
-)
+REWARD = "def own(rows, **kwargs):\n    return [float(-sum(row['input_ids'][-4:]) % 7) for row in rows]\n"
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 from twinkle.errors import ConfigError, EncodeError
 from twinkle.run import Run
 from twinkle.testing import tiny_model
-from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.row_numbers import told_as_in_source
+from twinkle_recipes.config.sft import SFTConfig
+from twinkle_recipes.rows.numbers import told_as_in_source
+from twinkle_recipes.rows.streams import check_stream
 from twinkle_recipes.sft import sft
-from twinkle_recipes.streams import check_stream
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@ import time
 from typing import Any
 
 from twinkle.run import Run
-from twinkle_recipes.building import build_model
-from twinkle_recipes.keeper import evaluated, steps_of, update
-from twinkle_recipes.opening import opened
-from twinkle_recipes.pairs import encode_pairs, interleaved
-from twinkle_recipes.plots import Curve
-from twinkle_recipes.preference_config import DPOConfig
-from twinkle_recipes.preference_reference import Reference, build_reference, check_loss, needs_reference
-from twinkle_recipes.results import result_name
+from twinkle_recipes.preference.config import DPOConfig
+from twinkle_recipes.preference.pairs import encode_pairs, interleaved
+from twinkle_recipes.preference.reference import Reference, build_reference, check_loss, needs_reference
+from twinkle_recipes.run.building import build_model
+from twinkle_recipes.run.keeper import evaluated, steps_of, update
+from twinkle_recipes.run.opening import opened
+from twinkle_recipes.run.results import result_name
+from twinkle_recipes.show.plots import Curve
 
 COLUMNS = {
     "loss": "loss",

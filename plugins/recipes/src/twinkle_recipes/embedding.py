@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from twinkle._registry import registry
 from twinkle.errors import ConfigError
 from twinkle.run import Run
-from twinkle_recipes.building import build_model
-from twinkle_recipes.embedding_config import EmbeddingConfig
-from twinkle_recipes.groups import encode_groups, flat
-from twinkle_recipes.keeper import evaluated, steps_of, update
-from twinkle_recipes.opening import opened
-from twinkle_recipes.plots import LOSS, Curve
-from twinkle_recipes.results import result_name
+from twinkle_recipes.run.building import build_model
+from twinkle_recipes.run.keeper import evaluated, steps_of, update
+from twinkle_recipes.run.opening import opened
+from twinkle_recipes.run.results import result_name
+from twinkle_recipes.show.plots import LOSS, Curve
+from twinkle_recipes.similarity.config import EmbeddingConfig
+from twinkle_recipes.similarity.groups import encode_groups, flat
 
 if TYPE_CHECKING:
     from torch import Tensor

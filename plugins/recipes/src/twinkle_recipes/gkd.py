@@ -4,13 +4,13 @@ import time
 from typing import Any
 
 from twinkle.run import Run
-from twinkle_recipes.building import build_model
-from twinkle_recipes.distillation import Student, Teacher, build_teacher, encode_conversations, is_on_policy
-from twinkle_recipes.distillation_config import DistillationConfig
-from twinkle_recipes.keeper import evaluated, steps_of, update
-from twinkle_recipes.opening import opened
-from twinkle_recipes.plots import Curve
-from twinkle_recipes.results import result_name
+from twinkle_recipes.distillation.config import DistillationConfig
+from twinkle_recipes.distillation.roles import Student, Teacher, build_teacher, encode_conversations, is_on_policy
+from twinkle_recipes.run.building import build_model
+from twinkle_recipes.run.keeper import evaluated, steps_of, update
+from twinkle_recipes.run.opening import opened
+from twinkle_recipes.run.results import result_name
+from twinkle_recipes.show.plots import Curve
 
 COLUMNS = {
     "loss": "divergence",

@@ -7,18 +7,18 @@ from typing import Any
 
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.run import Run
-from twinkle_recipes.building import build_model
-from twinkle_recipes.completions import Completions
-from twinkle_recipes.keeping import keep_rows
-from twinkle_recipes.numbers import readable
-from twinkle_recipes.opening import opened
-from twinkle_recipes.policy_config import GRPOConfig, RLOOConfig
-from twinkle_recipes.policy_logps import Logps
-from twinkle_recipes.policy_shown import COLUMNS, CURVES
-from twinkle_recipes.results import result_name
-from twinkle_recipes.rollouts import Answer, answer_greedily, build_sampler, check_room, sample, sizes
-from twinkle_recipes.scoring import Scorer, Scores
-from twinkle_recipes.stopwatch import Stopwatch
+from twinkle_recipes.policy.completions import Completions
+from twinkle_recipes.policy.config import GRPOConfig, RLOOConfig
+from twinkle_recipes.policy.logps import Logps
+from twinkle_recipes.policy.rollouts import Answer, answer_greedily, build_sampler, check_room, sample, sizes
+from twinkle_recipes.policy.scoring import Scorer, Scores
+from twinkle_recipes.policy.shown import COLUMNS, CURVES
+from twinkle_recipes.run.building import build_model
+from twinkle_recipes.run.keeping import keep_rows
+from twinkle_recipes.run.opening import opened
+from twinkle_recipes.run.results import result_name
+from twinkle_recipes.show.numbers import readable
+from twinkle_recipes.show.stopwatch import Stopwatch
 
 UNTOLD = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
 

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.run import Run
 from twinkle.runtime.seeding import seed_everything
-from twinkle_recipes.building import build_model
-from twinkle_recipes.checkpoints import Checkpoints
-from twinkle_recipes.config import SFTConfig
-from twinkle_recipes.data import batches_per_epoch, count_steps, count_tokens, groups_of_batches, loaders, share
-from twinkle_recipes.interrupt import StopRequest
-from twinkle_recipes.keeping import keep_rows
-from twinkle_recipes.numbers import is_due, readable
-from twinkle_recipes.plan import check_early, make_plan, write_plan
-from twinkle_recipes.plots import write_loss_curve
-from twinkle_recipes.progress import Silent, display
-from twinkle_recipes.questions import Interview
-from twinkle_recipes.ranks import agree_to_stop, check_stop, ranks_of_this_run
-from twinkle_recipes.results import is_finished, result_name, summary, told_of
-from twinkle_recipes.resuming import resume, say_how_to_resume, score_of, write_config
-from twinkle_recipes.unchanged import whole_run
+from twinkle_recipes.config.sft import SFTConfig
+from twinkle_recipes.rows.loading import batches_per_epoch, count_steps, count_tokens, groups_of_batches, loaders, share
+from twinkle_recipes.run.building import build_model
+from twinkle_recipes.run.checkpoints import Checkpoints
+from twinkle_recipes.run.interrupt import StopRequest
+from twinkle_recipes.run.keeping import keep_rows
+from twinkle_recipes.run.plan import check_early, make_plan, write_plan
+from twinkle_recipes.run.questions import Interview
+from twinkle_recipes.run.ranks import agree_to_stop, check_stop, ranks_of_this_run
+from twinkle_recipes.run.results import is_finished, result_name, summary, told_of
+from twinkle_recipes.run.resuming import resume, say_how_to_resume, score_of, write_config
+from twinkle_recipes.run.unchanged import whole_run
+from twinkle_recipes.show.numbers import is_due, readable
+from twinkle_recipes.show.plots import write_loss_curve
+from twinkle_recipes.show.progress import Silent, display
 
 if TYPE_CHECKING:
     from twinkle.torch.ranks import Ranks

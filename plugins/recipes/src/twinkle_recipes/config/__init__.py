@@ -1,0 +1,1 @@
+"""The keys that recipes have in common, and those of `sft`."""

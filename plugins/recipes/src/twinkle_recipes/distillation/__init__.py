@@ -1,0 +1,1 @@
+"""What `gkd` is made of, beside its loop."""

@@ -1,0 +1,1 @@
+"""What `grpo` and `rloo` are made of, beside their loop."""

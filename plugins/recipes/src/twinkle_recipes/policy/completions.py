@@ -1,0 +1,86 @@
+"""Every answer of a run in `completions.jsonl`, and some of them on the screen now and then."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import OutputError
+from twinkle.paths import write_text
+from twinkle_recipes.policy.config import GRPOConfig
+from twinkle_recipes.policy.rollouts import Answer
+from twinkle_recipes.policy.scoring import Scores
+from twinkle_recipes.show.numbers import is_due
+from twinkle_recipes.show.progress import Display
+
+_SHOWN = 300  # characters of a text on the screen; the file has all of it
+
+
+class Completions:
+    """Writes the answers of each step, one JSON line each, and shows some.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        show: where tables go.
+        first_step: the step that the run goes on with; lines of it and later ones are dropped, so that none stands
+            there twice.
+    """
+
+    def __init__(self, folder: Path, config: GRPOConfig, show: Display, first_step: int) -> None:
+        self._path = folder / "completions.jsonl"
+        self._config = config
+        self._show = show
+        if self._path.is_file():
+            lines = self._path.read_text(encoding="utf-8").split("\n")
+            write_text(self._path, "".join(f"{line}\n" for line in lines if _is_before(line, first_step)))
+
+    def add(self, step: int, answers: Sequence[Answer], scores: Scores) -> None:
+        """Write the answers of a step, and show some if it is their turn.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        lines = [json.dumps(self._line(step, answers[i], scores, i), ensure_ascii=False) for i in range(len(answers))]
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error
+        if is_due(step, self._config.completions_every):
+            self._table(step, answers, scores)
+
+    def _line(self, step: int, answer: Answer, scores: Scores, index: int) -> dict[str, object]:
+        kept = index in scores.advantages
+        advantage: Any = scores.advantages.get(index)
+        return {
+            "step": step,
+            "prompt": answer.prompt,
+            "completion": answer.text,
+            "reward": scores.total[index] if kept else None,
+            "rewards": {name: values[index] for name, values in scores.by_name.items()} if kept else {},
+            "advantage": advantage.tolist() if hasattr(advantage, "tolist") else advantage,
+            "tokens": len(answer.logps),
+            "stop_reason": answer.stop_reason,
+        }
+
+    def _table(self, step: int, answers: Sequence[Answer], scores: Scores) -> None:
+        """Show the best and the worst answers, in the order of their rewards."""
+        ranked = sorted(scores.kept, key=lambda index: (-scores.total[index], index))
+        shown = self._config.completions_shown
+        some = ranked if len(ranked) <= shown else ranked[: -(-shown // 2)] + ranked[len(ranked) - shown // 2 :]
+        rows = [
+            (_cut(answers[index].prompt), _cut(answers[index].text), f"{scores.total[index]:.2f}") for index in some
+        ]
+        self._show.table(f"answers of step {step}", ("prompt", "answer", "reward"), rows)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return int(json.loads(line)["step"]) < step
+    except (ValueError, KeyError, TypeError):
+        return False

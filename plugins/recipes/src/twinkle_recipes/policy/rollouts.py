@@ -1,0 +1,140 @@
+"""One step's answers: drawn from the sampler as rows that can be trained on, in groups, the same for the same seed."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle._registry import registry
+from twinkle.data_format import SampledSequence, SamplingParams
+from twinkle.errors import DataError
+from twinkle_recipes.config.rows import DataConfig
+from twinkle_recipes.policy.config import GRPOConfig
+
+_GREEDY = {"num_samples": 1, "temperature": 0.0, "logprobs": None}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer.
+
+    Attributes:
+        row: prompt and answer as one encoded row, with `messages` and `user_data`; it trains the answer's tokens.
+        logps: the log-probability of each of its tokens as the sampler computed it.
+        text: what was said.
+        stop_reason: why it ended; `length` is an answer that was cut off.
+        group: number of its prompt in the step.
+    """
+
+    row: Mapping[str, Any]
+    logps: list[float]
+    text: str
+    stop_reason: str
+    group: int
+
+    @property
+    def prompt(self) -> str:
+        """The last thing that the user said."""
+        said = [turn["content"] for turn in self.row.get("messages", ()) if turn["role"] == "user"]
+        return str(said[-1]) if said else ""
+
+
+def build_sampler(config: GRPOConfig, model: Any) -> Any:
+    """Return the configured sampler, from the trained module or with weights of its own."""
+    settings = config.sampling
+    source = {"model": model} if settings.weights == "shared" else {"model_id": config.model.id}
+    sampler = registry().build(settings.name, "sampler", **source, **settings.args)
+    sampler.set_template(config.data.template, model_id=config.model.id, **config.data.template_args)
+    return sampler
+
+
+def check_room(
+    sampler: Any,
+    loaders: Iterable[Any],
+    data: DataConfig,
+    prompt_of: Callable[[Any], Any] = lambda row: row,
+    length_of: Callable[[Any], int] = lambda row: len(row["input_ids"]),
+) -> None:
+    """Sample one token behind the longest prompt, so that one that the model has no room for is found before step 1.
+
+    Args:
+        sampler: that will answer.
+        loaders: of all rows; None is one without rows.
+        data: where they come from.
+        prompt_of: returns the prompt of a row.
+        length_of: returns the number of its tokens.
+
+    Raises:
+        DataError: the model's context is shorter than the prompt.
+    """
+    datasets = [loader.dataset for loader in loaders if loader is not None]
+    longest = max((dataset[number] for dataset in datasets for number in range(len(dataset))), key=length_of)
+    try:
+        sampler.sample([prompt_of(longest)], SamplingParams(max_tokens=1, temperature=0.0))
+    except DataError as error:
+        raise DataError(
+            f"data set {data.id}: its longest prompt has {length_of(longest)} tokens, and the model has no room behind "
+            f"it ({error}); give data.max_length with data.truncation delete or left"
+        ) from error
+
+
+def sample(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: GRPOConfig, step: int) -> list[Answer]:
+    """Return `num_generations` answers to each prompt, those of one prompt after each other.
+
+    What is drawn is a function of (seed of the run, step, prompt, answer), so a repeated step is the same step.
+    """
+    params = _params(config, seed=seed_of(config.seed, step))
+    return _answers(sampler.sample(list(prompts), params), prompts)
+
+
+def answer_greedily(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: GRPOConfig) -> list[Answer]:
+    """Return the most probable answer to each prompt."""
+    return _answers(sampler.sample(list(prompts), _params(config, **_GREEDY)), prompts)
+
+
+def sizes(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
+    """Return how long the answers of a step are, and how many tokens a second went through the whole step."""
+    lengths = [len(answer.logps) for answer in answers]
+    tokens = sum(len(answer.row["input_ids"]) for answer in answers)
+    return {
+        "completion_length": sum(lengths) / len(lengths),
+        "truncated": sum(answer.stop_reason == "length" for answer in answers) / len(answers),
+        "tokens": tokens,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+
+
+def seed_of(seed: int, step: int) -> int:
+    """Return a seed in [0, 2^63) that depends on both numbers alone."""
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _params(config: GRPOConfig, **changes: Any) -> SamplingParams:
+    settings = config.sampling
+    values = {
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "stop": settings.stop,
+        "num_samples": settings.num_generations,
+        "logprobs": 1,
+    }
+    return SamplingParams(**(values | changes))
+
+
+def _answers(responses: Sequence[Any], prompts: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    return [
+        _answer(sequence, prompts[group], group)
+        for group, response in enumerate(responses)
+        for sequence in response.sequences
+    ]
+
+
+def _answer(sequence: SampledSequence, prompt: Mapping[str, Any], group: int) -> Answer:
+    row: Any = sequence.new_input_feature
+    if row is None:  # not one token: there is something to reward, and nothing to train
+        row = {**prompt, "messages": [*prompt.get("messages", ()), {"role": "assistant", "content": ""}]}
+    logps = [pairs[0][1] for pairs in sequence.logprobs or ()]
+    return Answer(row, logps, sequence.decoded or "", sequence.stop_reason, group)

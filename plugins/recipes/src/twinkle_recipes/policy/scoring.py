@@ -1,0 +1,113 @@
+"""Rewards and advantages of a step's answers."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinkle._registry import registry
+from twinkle.logging import get_logger
+from twinkle_recipes.policy.config import GRPOConfig
+from twinkle_recipes.policy.rollouts import Answer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards and advantages of some answers.
+
+    Attributes:
+        total: the weighted sum of each answer's rewards; of one that is left out it says nothing.
+        by_name: the rewards themselves, by name.
+        kept: numbers of the answers that count.
+        advantages: of each of these, by its number: a number, or a tensor with one for each token.
+    """
+
+    total: Sequence[float]
+    by_name: dict[str, Sequence[float]]
+    kept: list[int]
+    advantages: dict[int, Any] = field(default_factory=dict)
+
+    def advantages_of(self, chosen: Sequence[int]) -> list[Any]:
+        """Return the advantages of some answers."""
+        return [self.advantages[index] for index in chosen]
+
+    def metrics(self) -> dict[str, float]:
+        """Return mean and standard deviation of the totals, and the mean of each reward."""
+        kept = [self.total[index] for index in self.kept]
+        if not kept:
+            return {"reward": math.nan, "dropped": len(self.total)}
+        means = {f"reward/{name}": _mean(values, self.kept) for name, values in self.by_name.items()}
+        dropped = {"dropped": len(self.total) - len(kept)} if len(kept) < len(self.total) else {}
+        return {"reward": statistics.fmean(kept), "reward_std": statistics.pstdev(kept), **means, **dropped}
+
+
+class Scorer:
+    """Scores answers, and compares those of one prompt."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        settings = config.scoring
+        self._group: Any = registry().build(
+            settings.name,
+            "reward",
+            rewards={one.label: registry().build(one.name, "reward", **one.args) for one in config.rewards},
+            weights={one.label: one.weight for one in config.rewards},
+            time_limit=settings.time_limit,
+            on_error=settings.on_error,
+            isolate=settings.isolate,
+        )
+        self._advantage: Any = registry().build(config.advantage.name, "advantage", **config.advantage.args)
+        self._has_warned = False
+        self._try()
+
+    def __call__(self, answers: Sequence[Answer]) -> Scores:
+        """Return rewards and advantages of the answers to several prompts."""
+        scores = self.rewards(answers)
+        size = {"num_generations": self._config.sampling.num_generations}
+        left = Counter(answers[index].group for index in scores.kept)
+        # Whoever is left alone of a group has nobody to be compared with.
+        alone = {group for group, count in left.items() if count == 1 and size["num_generations"] > 1}
+        kept = [index for index in scores.kept if answers[index].group not in alone]
+        if not kept:
+            return Scores(scores.total, scores.by_name, [])
+        whole = len(kept) == len(answers)
+        groups = size if whole else {"group_ids": [answers[index].group for index in kept]}
+        advantages = self._compared([scores.total[index] for index in kept], **groups)
+        self._warn_of_equal(advantages)
+        known = list(advantages) if isinstance(advantages, list) else advantages.tolist()
+        return Scores(scores.total, scores.by_name, kept, dict(zip(kept, known, strict=True)))
+
+    def rewards(self, answers: Sequence[Answer]) -> Scores:
+        """Return the rewards of answers.
+
+        Raises:
+            DataError: a reward raises, is late or gives what is no number, and `scoring.on_error` is `fail`.
+        """
+        found = self._group.score([answer.row for answer in answers])
+        return Scores(found.total, found.by_name, [index for index, kept in enumerate(found.kept) if kept])
+
+    def _compared(self, totals: Sequence[float], **groups: Any) -> Any:
+        return self._advantage(totals, scale=self._config.advantage.scale, **groups)
+
+    def _try(self) -> None:
+        """Compare equal rewards, so that what the advantage does not take is found before the first step."""
+        config, count = self._config, self._config.sampling.num_generations
+        self._compared([0.0] * config.answers, num_generations=count)
+        if config.scoring.on_error == "drop":
+            self._compared([0.0] * config.answers, group_ids=[index // count for index in range(config.answers)])
+
+    def _warn_of_equal(self, advantages: Any) -> None:
+        if self._has_warned or any(bool((row != 0).any()) for row in advantages):
+            return
+        self._has_warned = True
+        get_logger(__name__).warning(
+            "all answers to each prompt of this step have the same reward, so nothing is learnt from it but what the "
+            "loss adds (KL, entropy); where that goes on, take easier or harder prompts, or a higher temperature. "
+            "(This is said once; `reward_std` and `grad_norm` tell of each step.)"
+        )
+
+
+def _mean(values: Sequence[float], kept: Sequence[int]) -> float:
+    return statistics.fmean(values[index] for index in kept)

@@ -1,0 +1,1 @@
+"""What `dpo` is made of, beside its loop."""

@@ -1,0 +1,140 @@
+"""The plan of a run: which plugin, in which version, answers to each name in the configuration."""
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from twinkle._registry import registry
+from twinkle.dataset import DatasetMeta
+from twinkle.errors import ConfigError
+from twinkle.hub import local_model
+from twinkle.hub.local import alias_of, reference_of, scheme_of
+from twinkle.paths import write_text
+from twinkle_recipes.config.parts import RunConfig
+from twinkle_recipes.rows.streams import check_stream
+from twinkle_recipes.run.checkpoints import find_checkpoint
+from twinkle_registry import ComponentSpec, check_keywords
+from twinkle_registry.references import parse_reference
+
+PACKAGES = ("twinkle-core", "twinkle-registry", "torch", "transformers", "peft", "datasets", "safetensors")
+
+
+def check_early(config: RunConfig) -> None:
+    """Find what can be found wrong in a moment, before a library is imported or anything is loaded.
+
+    Raises:
+        TwinkleError: no plugin offers a name, a model or data set on this machine is not there, or the configuration
+            does not fit a stream.
+    """
+    for kind, asked in components(config):
+        if parse_reference(asked, kind).form == "name":
+            registry().find(asked, kind)
+    check_stream(config)
+    for place in {config.data.id, config.data.eval_id or config.data.id}:
+        if "://" not in place and not Path(place).expanduser().exists():
+            registry().build(config.data.type, "dataset", DatasetMeta(place))  # says what is there instead
+    for model in config.models():
+        if "://" not in model and not Path(model).expanduser().exists():
+            local_model(model)  # it may be an alias
+
+
+def components(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the (kind, reference) of every component that the configuration names, in the order of use."""
+    yield from ((part.kind, part.name) for part in config.parts())
+
+
+def make_plan(config: RunConfig) -> dict[str, Any]:
+    """Resolve every name and return the plan; nothing is built. Parts that nobody names come last.
+
+    Returns:
+        `parts`: kind, what was asked, plugin, its version and the place of the code, for each component;
+        `packages`: versions of Python and of the libraries that decide the numbers.
+
+    Raises:
+        TwinkleError: a name cannot be resolved, or a component does not take the arguments configured; so a misspelt
+            one is found before anything expensive starts. Or a run would go on with a file that was changed.
+    """
+    for kind, asked, arguments in config.parts():
+        found = registry().resolve(asked, kind)
+        if isinstance(found, type) and arguments is not None:
+            check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
+    _check_loss_inputs(config)
+    named = [*components(config), *_unnamed(config)]
+    parts = [_part(kind, asked) for kind, asked in dict.fromkeys(named)]
+    _check_files(config, parts)
+    return {"parts": parts, "packages": _versions()}
+
+
+def written_parts(folder: Path) -> list[dict[str, str]]:
+    """Return the `parts` of the plan of a run; none where none was written."""
+    try:
+        parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
+        return [part for part in parts if {"kind", "asked", "ref"} <= set(part)]
+    except (OSError, ValueError, KeyError, TypeError):  # it is a record for people; runs go on without
+        return []
+
+
+def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
+    """Refuse to go on in a run with files of the user's own that are not as they were; their places hold a digest."""
+    if config.run_folder is None:
+        return
+    earlier = {(part["kind"], part["asked"]): part["ref"] for part in written_parts(config.run_folder)}
+    for part in parts:
+        kind, asked = part["kind"], part["asked"]
+        if parse_reference(asked, kind).form == "file" and earlier.get((kind, asked), part["ref"]) != part["ref"]:
+            raise ConfigError(
+                f"the run in {config.run_folder} can only go on as it began, but the file of the {kind} {asked} has "
+                "been changed since; bring it back to what it was, or start afresh from the checkpoint: --resume_from "
+                f"{find_checkpoint(str(config.run_folder))}"
+            )
+
+
+def _check_loss_inputs(config: RunConfig) -> None:
+    """Refuse a loss that does not take what the loop gives it."""
+    found: Any = registry().resolve(config.loss.name, "loss")
+    given = dict.fromkeys(config.loss_inputs)
+    what = f"the recipe {config.recipe} gives its loss {', '.join(given)}, but {config.loss.name!r}"
+    check_keywords(found.__call__ if isinstance(found, type) else found, given, what=what, partial=True)
+
+
+def write_plan(plan: dict[str, Any], folder: Path) -> None:
+    """Write the plan to `folder/plugins.json`."""
+    write_text(folder / "plugins.json", json.dumps(plan, indent=2, ensure_ascii=False) + "\n")
+
+
+def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield what takes part though nobody names it: the model's own metrics, and hubs."""
+    model = registry().resolve(config.model.type, "model")
+    yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
+    for place in (*map(alias_of, config.models()), config.data.id, config.data.eval_id or config.data.id):
+        is_path = scheme_of(place) is None and Path(place).expanduser().exists()
+        scheme = None if is_path else scheme_of(reference_of(place) or "")
+        if scheme is not None:
+            yield "hub", scheme
+
+
+def _part(kind: str, asked: str) -> dict[str, str]:
+    found = registry().resolve(asked, kind)
+    spec = _spec(kind, asked)
+    place = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', type(found).__name__)}"
+    if spec is None:
+        return {"kind": kind, "asked": asked, "plugin": "", "version": "", "ref": place}
+    return {"kind": kind, "asked": asked, "plugin": spec.dist, "version": spec.version, "ref": spec.ref}
+
+
+def _spec(kind: str, asked: str) -> ComponentSpec | None:
+    """Return the manifest entry behind a name; a reference into a module, file or Hub has none."""
+    return registry().find(asked, kind) if parse_reference(asked, kind).form == "name" else None
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

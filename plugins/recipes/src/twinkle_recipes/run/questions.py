@@ -1,0 +1,76 @@
+"""Questions asked before and after training: the answers, and the file they are kept in."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinkle._registry import registry
+from twinkle.data_format import SamplingParams
+from twinkle.paths import write_text
+from twinkle_recipes.config.sft import SFTConfig
+from twinkle_recipes.show.progress import Display
+
+if TYPE_CHECKING:
+    from twinkle.torch.ranks import Ranks
+
+
+class Interview:
+    """The questions of a run: asked and written down by the first rank, where it holds the whole model."""
+
+    def __init__(self, config: SFTConfig, folder: Path, show: Display, ranks: "Ranks") -> None:
+        self._config = config
+        self._path = folder / "answers.json"
+        self._show = show
+        sharded = not ranks.alone and (config.mesh.fsdp or 1) > 1
+        self._is_asked = bool(config.questions) and ranks.is_first and not sharded
+        self._before: list[str] = []
+        if config.questions and sharded:
+            show.say("the questions are not asked: with mesh.fsdp no process holds the whole model")
+
+    def before(self, model: Any) -> None:
+        """Ask before training, unless an earlier part of this run did."""
+        if self._is_asked:
+            questions = self._config.questions
+            self._before = answers_before(self._path, questions) or ask(model, self._config)
+            write_answers(self._path, questions, self._before)
+
+    def after(self, model: Any) -> None:
+        """Ask after training, and show both answers."""
+        if self._is_asked:
+            after = ask(model, self._config)
+            write_answers(self._path, self._config.questions, self._before, after)
+            self._show.answers(list(zip(self._config.questions, self._before, after, strict=True)))
+
+
+def ask(model: Any, config: SFTConfig) -> list[str]:
+    """Return the model's answers to `config.questions`, in order."""
+    sampler = registry().build(config.sampler.name, "sampler", model=model)
+    params = SamplingParams(
+        max_tokens=config.sampler.max_tokens, temperature=config.sampler.temperature, seed=config.seed
+    )
+    conversations = [{"messages": [{"role": "user", "content": question}]} for question in config.questions]
+    responses = sampler.sample(conversations, params)
+    return [(response.sequences[0].decoded or "").strip() for response in responses]
+
+
+def write_answers(path: Path, questions: Sequence[str], before: Sequence[str], after: Sequence[str] = ()) -> None:
+    """Write `[{"question", "before", "after"}, ...]`; `after` is null until the run is over."""
+    later: list[str | None] = [*after] if after else [None] * len(questions)
+    rows = [
+        {"question": question, "before": old, "after": new}
+        for question, old, new in zip(questions, before, later, strict=True)
+    ]
+    write_text(path, json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+
+
+def answers_before(path: Path, questions: Sequence[str]) -> list[str] | None:
+    """Return the answers that an earlier part of this run kept for the same questions, or None."""
+    if not path.is_file():
+        return None
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        kept = {row["question"]: row["before"] for row in rows}
+    except (ValueError, KeyError, TypeError):
+        return None
+    return [kept[question] for question in questions] if all(question in kept for question in questions) else None

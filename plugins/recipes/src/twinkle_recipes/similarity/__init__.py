@@ -1,0 +1,1 @@
+"""What `embedding` is made of, beside its loop."""
