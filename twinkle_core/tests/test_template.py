@@ -90,7 +90,7 @@ def test_tools_reach_the_chat_template_without_arrows_none() -> None:
     [
         (
             {"query": "a", "response": "b"},
-            ["no 'messages'", "query, response", "preprocessor", "SelfCognitionProcessor"],
+            ["no 'messages'", "query, response", "dataset.map('QuestionProcessor', ...)", "data.preprocessor"],
         ),
         ({}, ["no 'messages'", "nothing"]),
         ({"messages": None}, ["no 'messages'"]),
@@ -190,8 +190,13 @@ def test_rows_that_fit_are_left_whole() -> None:
 
 
 def test_a_row_too_long_is_an_error_with_both_lengths() -> None:
-    with pytest.raises(EncodeError, match=rf"{SIZE} tokens and max_length is {SIZE - 1}.*'delete'"):
+    with pytest.raises(EncodeError, match=rf"{SIZE} tokens and max_length is {SIZE - 1}.*data.truncation: .*'right'"):
         template(max_length=SIZE - 1).encode(ROW)
+
+
+def test_a_prompt_too_long_is_not_to_lose_its_end() -> None:
+    with pytest.raises(EncodeError, match=r"data\.truncation: 'delete' or 'left'$"):
+        template(max_length=2).encode({"messages": ROW["messages"][:-1]}, add_generation_prompt=True)
 
 
 @given(limit=st.integers(1, SIZE - 1), plain=st.booleans())

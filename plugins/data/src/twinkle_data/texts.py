@@ -24,7 +24,7 @@ def conversations(row: Mapping[str, Any], owner: str) -> list[list[Mapping[str, 
     if not found:
         raise DataError(
             f"{owner} finds no conversation in a row (it has: {', '.join(map(str, row)) or 'nothing'}); name a column "
-            "of text, or map a preprocessor first that makes messages"
+            "of text, or let a preprocessor make messages first (in a recipe: data.preprocessor)"
         )
     for name, messages in found.items():
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):

@@ -154,7 +154,7 @@ class Template(TextOnly):
         if "messages" not in trajectory and all(side in trajectory for side in _PAIR):
             return self._encode_pair(trajectory, add_generation_prompt)
         tokens, trained = self._tokenize(trajectory, add_generation_prompt)
-        parts = fit(tokens, trained, self.max_length, self.truncation_strategy)
+        parts = fit(tokens, trained, self.max_length, self.truncation_strategy, add_generation_prompt)
         features: list[Any] = [feature_of(trajectory, part, self.loss_scale is not None) for part in parts]
         return features if self.truncation_strategy == "split" else features[0]
 

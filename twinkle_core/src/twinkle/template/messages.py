@@ -28,8 +28,10 @@ def plain_messages(trajectory: Mapping[str, Any], any_weight: bool = False) -> l
         # A table has every column in each row; one that only other rows fill is None here.
         filled = ", ".join(str(key) for key, value in trajectory.items() if value is not None)
         raise EncodeError(
-            f"no 'messages' in the row (it has: {filled or 'nothing'}); map a preprocessor "
-            "first that makes conversations of raw columns, e.g. dataset.map('SelfCognitionProcessor', ...)"
+            f"no 'messages' in the row (it has: {filled or 'nothing'}); a preprocessor makes them of other columns, "
+            "QuestionProcessor of any question and answer (question_key=, answer_key=; add_assistant=True trains the "
+            "answer). In a script: dataset.map('QuestionProcessor', ...); in a recipe: data.preprocessor and "
+            "data.preprocessor_args. All of them: twinkle plugins list preprocessor"
         )
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise EncodeError(

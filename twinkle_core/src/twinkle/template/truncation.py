@@ -11,7 +11,9 @@ Marked: TypeAlias = tuple[Sequence[int], Sequence[float]]
 """Token ids, and for each whether it is trained: false and true, or a weight."""
 
 
-def fit(tokens: Sequence[int], trained: Sequence[float], max_length: int | None, strategy: Strategy) -> list[Marked]:
+def fit(
+    tokens: Sequence[int], trained: Sequence[float], max_length: int | None, strategy: Strategy, prompt: bool = False
+) -> list[Marked]:
     """Cut a row so that each part has at most `max_length` tokens.
 
     Args:
@@ -19,6 +21,7 @@ def fit(tokens: Sequence[int], trained: Sequence[float], max_length: int | None,
         trained: whether each token is trained, or its weight, `[T]`.
         max_length: in tokens; None is no limit.
         strategy: `left` and `right` say which end is cut off; `split` makes several parts, `delete` one empty part.
+        prompt: the row is to be continued, so that its end has to stay; only the error asks.
 
     Returns:
         The parts, in order; more than one with `split` only. Labels are shifted after the cut, so that no part is
@@ -31,9 +34,12 @@ def fit(tokens: Sequence[int], trained: Sequence[float], max_length: int | None,
     if max_length is None or length <= max_length:
         return [(tokens, trained)]
     if strategy == "raise":
+        choices = (
+            "'delete' or 'left'" if prompt else "'delete', 'left', 'right' or 'split' (of a recipe: see its --help)"
+        )
         raise EncodeError(
-            f"the row has {length} tokens and max_length is {max_length}; raise max_length, or choose "
-            "truncation_strategy='delete', 'right', 'left' or 'split'"
+            f"the row has {length} tokens and max_length is {max_length}; raise max_length, or say what becomes of "
+            f"longer rows, in a script by truncation_strategy, in a recipe by data.truncation: {choices}"
         )
     if strategy == "delete":
         return [((), ())]
