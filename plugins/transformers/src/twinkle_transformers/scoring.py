@@ -17,25 +17,39 @@ _OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "re
 """Arguments of `forward_backward` beside those of the loss."""
 
 _TAKES_A_BATCH: WeakSet[type[Loss]] = WeakSet()
-"""Losses whose signature takes inputs and outputs: reading it takes as long as the loss of a short row."""
+"""Losses that need no more than inputs and outputs: reading a signature takes as long as the loss of a short row."""
+
+_ASKED_BY = {
+    "logps": "a language model makes it for task='causal_lm', unless {loss}.require_logps is False",
+    "logits": "say {loss}.require_logits = True (a function takes such an attribute as a class does)",
+    "entropies": "say {loss}.require_entropy = True (a function takes such an attribute as a class does)",
+    "uniform_logps": "say {loss}.require_uniform_logps = True (a function takes such an attribute as a class does)",
+    "embeddings": "call forward_backward(task='embedding')",
+}
+"""How an output that the forward makes on request only is asked for."""
 
 
-def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any]) -> None:
-    """Refuse an argument that the loss does not take.
+def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any], *, partial: bool = False) -> None:
+    """Refuse an argument that the loss does not take, and a call without one that it needs.
+
+    Args:
+        loss: whose.
+        loss_kwargs: the arguments of the call.
+        partial: these are some of them, so that none is missed.
 
     Raises:
-        ArgumentError: names the argument and the nearest one that exists.
+        ArgumentError: names the argument, and for an unknown one the nearest that exists.
     """
     if not loss_kwargs and type(loss) in _TAKES_A_BATCH:
         return
     try:
-        check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=True)
+        check_keywords(loss, loss_kwargs, args=(None, None), what=f"the loss {loss_name(loss)}", partial=partial)
     except ArgumentError as error:
         for name in (name for name in loss_kwargs if repr(name) in str(error)):
             if close := nearest(name, _OF_THE_CALL, 1):
                 raise ArgumentError(f"there is no argument {name!r}; did you mean {close[0]!r}? ({error})") from error
         raise
-    if isinstance(loss, Loss):
+    if isinstance(loss, Loss) and not loss_kwargs and not partial:
         _TAKES_A_BATCH.add(type(loss))
 
 
@@ -85,14 +99,20 @@ def call_loss(
 
     Raises:
         ArgumentError: the loss compares rows with each other, and the call has several micro-batches.
-        ComponentTypeError: the loss returned something that cannot be summed and divided.
+        ComponentTypeError: the loss reads an output that it did not ask for, or returned something that cannot be
+            summed and divided.
     """
     if split and not getattr(loss, "splittable", True):
         raise ArgumentError(
             f"the loss {loss_name(loss)} compares all rows of a batch with each other, but micro_batch_size cut the "
             "batch; leave micro_batch_size out"
         )
-    raw = loss(inputs, outputs, **kwargs)
+    try:
+        raw = loss(inputs, outputs, **kwargs)
+    except KeyError as error:
+        if (explained := _not_made(error, loss, outputs)) is None:
+            raise
+        raise explained from error
     result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), inputs, split, spread)
     total = result.loss_sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
@@ -105,13 +125,31 @@ def call_loss(
     return result
 
 
+def _not_made(error: KeyError, loss: Any, outputs: ModelOutput) -> ComponentTypeError | None:
+    """Return the error for a loss that reads an output which the forward makes on request only."""
+    wanted = str(error.args[0]) if error.args else ""
+    if wanted in outputs or wanted not in _ASKED_BY:
+        return None
+    name, made = loss_name(loss), ", ".join(sorted(outputs)) or "nothing"
+    return ComponentTypeError(
+        f"loss {name} raised KeyError: {wanted!r}; the forward made {made}. "
+        f"For outputs[{wanted!r}]: {_ASKED_BY[wanted].format(loss=name)}"
+    )
+
+
 def _older(raw: Any, name: str, inputs: InputBatch, split: bool, spread: bool) -> LossOutput:
     if not isinstance(raw, Mapping) or "loss" not in raw:
         raise ComponentTypeError(
             f"loss {name} returned a {type(raw).__name__}; return LossOutput(loss_sum, denominator), "
             "or the older {'loss': sum, 'num_tokens': count}"
         )
-    count = float(raw.get("num_tokens") or 0)
+    if raw.get("num_tokens") is None:
+        raise ComponentTypeError(
+            f"loss {name} returned {{{', '.join(map(repr, raw))}}} without 'num_tokens', so nobody knows what its sum "
+            "is divided by; return LossOutput(loss_sum, denominator), or {'loss': sum, 'num_tokens': count} (0 where "
+            "'loss' is a mean already)"
+        )
+    count = float(raw["num_tokens"])
     if count > 0:
         return LossOutput(raw["loss"], count)
     if has_targets(labels := inputs.get("labels")) and not bool((labels != IGNORE).any()):

@@ -101,7 +101,7 @@ def share(arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: 
                 takers += 1
         if not takers:
             for loss in losses.values():
-                check_loss_arguments(loss, {key: value})  # says which name is near
+                check_loss_arguments(loss, {key: value}, partial=True)  # says which name is near
             names = sorted({loss_name(loss) for loss in losses.values()})
             raise ArgumentError(f"none of the losses {', '.join(names)} takes an argument {key!r}")
     return found
