@@ -7,7 +7,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
 PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* hub/src/twinkle* plugins/*/src/twinkle* server/src/twinkle* templates/src/twinkle*))
-SETTINGS := requirements.txt requirements-dev.txt requirements-cookbook.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
+SETTINGS := requirements.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart serve-demo grpo-demo test soak gpu lint format bench docs clean
@@ -18,13 +18,17 @@ help:  ## Show this list
 install: .venv/installed  ## Make .venv (1.8 GB) with all members editable; again only when requirements change
 
 # Passive: threads that wait give their core away, which matters by a factor where others compute too.
-quickstart: install  ## Train a small real model on two CPU cores, in minutes
+quickstart: .venv/members  ## Train a small real model on two CPU cores, in minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run sft --config examples/quickstart.yaml
+	@run=$$(ls -td runs/sft-*/ | head -1); echo; \
+	echo "See the loss:        $${run}loss.png"; \
+	echo "Ask the result:      $(BIN)/python examples/ask.py $${run}adapter 'Who are you?'"; \
+	echo "Learn from rewards:  make grpo-demo"
 
 serve-demo: install  ## Train two tenants at once through a service, with a live table, in minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/serve_demo.py
 
-grpo-demo: install  ## Let a small real model learn to add from rewards alone, in a quarter of an hour
+grpo-demo: .venv/members  ## Let a small real model learn to add from rewards alone, in a quarter of an hour
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run grpo --config examples/grpo_demo.yaml
 
 test: install  ## Run all tests that this machine can run
@@ -62,12 +66,17 @@ clean:  ## Remove what the tools left; .venv and runs stay
 	rm -rf site dist build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/installed: $(SETTINGS)
+.venv/members: $(SETTINGS)
 	@command -v $(PYTHON) >/dev/null || { echo "Twinkle needs Python 3.11 or newer; there is no '$(PYTHON)' here. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Twinkle needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.11" % sys.version_info[:2])'
-	@echo "Making .venv: about 1.8 GB, of which torch is the most, in one to three minutes."
+	@echo "Making .venv: about 1.8 GB, of which torch is the most, in one to three minutes. pip is silent meanwhile."
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip hatchling editables -c constraints.txt
+	$(PIP) --no-build-isolation -r requirements.txt -c constraints.txt
+	@touch $@
+
+.venv/installed: .venv/members requirements-dev.txt requirements-cookbook.txt
+	@echo "Adding the tools of developers to .venv: tests, linters, documentation, the clients that are tested."
 	$(PIP) --no-build-isolation -r requirements.txt -r requirements-dev.txt -r requirements-cookbook.txt -c constraints.txt
 	$(PIP) --no-deps tinker-cookbook -c constraints.txt
 	@touch $@

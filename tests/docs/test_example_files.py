@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -346,6 +347,25 @@ def names_imported(source: str) -> set[tuple[str, str]]:
     """Return (module, name) of everything that a script imports."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
     return {(getattr(node, "module", None) or "", alias.name) for node in found for alias in node.names}
+
+
+def test_the_quickstart_ends_with_what_can_be_done_next(tmp_path: Path) -> None:
+    shown = subprocess.run(
+        ["make", "-n", "-o", ".venv/members", "quickstart"],
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    (tmp_path / "runs" / "sft-1").mkdir(parents=True)
+    last = subprocess.run(
+        ["sh", "-ec", shown[shown.index("run=") :]], cwd=tmp_path, capture_output=True, check=True, text=True
+    ).stdout
+    assert "runs/sft-1/loss.png" in last
+    script, folder = re.findall(r"bin/python (\S+) (\S+) 'Who are you\?'", last)[0]
+    assert (EXAMPLES.parent / script).is_file()
+    assert folder == "runs/sft-1/adapter"
+    assert "make grpo-demo" in last
 
 
 def test_the_grpo_script_runs(place: Path) -> None:

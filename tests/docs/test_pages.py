@@ -1,5 +1,7 @@
 """What the pages say beside their examples: generated tables, links, targets of make, keys of the manifest, figures."""
 
+import ast
+import builtins
 import json
 import re
 import runpy
@@ -63,6 +65,53 @@ def test_files_and_targets_that_a_page_names_exist(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
     assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+def test_the_first_page_links_every_guide() -> None:
+    linked = {target for target, _ in LINK.findall((DOCS / "index.md").read_text("utf-8"))}
+    assert linked >= {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+
+
+def test_the_readme_links_every_way_to_train() -> None:
+    linked = {target for target, _ in LINK.findall((ROOT / "README.md").read_text("utf-8"))}
+    ways = (
+        "reinforcement-learning preference-and-distillation agents rewards-and-advantages sampling weight-sync serving"
+    )
+    assert linked >= {f"docs/{name}.md" for name in (*ways.split(), "write-your-own-algorithm", "index")}
+
+
+CONTINUED = "each goes on with the names of those above it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "agents",
+        "losses",
+        "preference-and-distillation",
+        "reinforcement-learning",
+        "rewards-and-advantages",
+        "sampling",
+        "weight-sync",
+        "write-your-own-algorithm",
+    ],
+)
+def test_a_block_runs_alone_unless_its_page_says_that_blocks_go_on(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text("utf-8")
+    if CONTINUED in " ".join(text.split()):
+        return
+    for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        assert borrowed(match[1]) == set(), f"line {text.count(chr(10), 0, match.start()) + 1}"
+
+
+def borrowed(code: str) -> set[str]:
+    """Return the names that code reads and makes nowhere."""
+    nodes = list(ast.walk(ast.parse(code)))
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    made |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - made - set(dir(builtins))
 
 
 def test_the_manifest_reference_names_every_key() -> None:
