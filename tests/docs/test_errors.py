@@ -10,7 +10,7 @@ import pytest
 
 from twinkle import DeviceMesh, errors, initialize, registry
 from twinkle.cli import main
-from twinkle.data_format import SamplingParams
+from twinkle.data_format import LossOutput, SamplingParams
 from twinkle.dataloader import DataLoader
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import TransformersModel
@@ -66,6 +66,33 @@ def _() -> None:
 @mistake("a misspelt argument of a loss")
 def _() -> None:
     model().forward_backward(inputs=[ROW], advantage=[1.0])
+
+
+@mistake("an argument that a loss needs and does not get")
+def _() -> None:
+    def needs(inputs, outputs, weight):
+        return LossOutput(outputs["logps"].sum() * weight, 1)
+
+    trained = model()
+    trained.set_loss(needs)
+    trained.forward_backward(inputs=[ROW])
+
+
+@mistake("a loss that reads what the forward did not make")
+def _() -> None:
+    def reads(inputs: Any, outputs: Any) -> LossOutput:
+        return LossOutput(outputs["logits"].sum(), 1)
+
+    trained = model()
+    trained.set_loss(reads)
+    trained.forward_backward(inputs=[ROW])
+
+
+@mistake("a sum that nobody can divide")
+def _() -> None:
+    trained = model()
+    trained.set_loss(lambda inputs, outputs: {"loss": outputs["logps"].sum()})
+    trained.forward_backward(inputs=[ROW])
 
 
 @mistake("a misspelt sampling parameter")
