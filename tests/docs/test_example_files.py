@@ -351,7 +351,7 @@ def names_imported(source: str) -> set[tuple[str, str]]:
 
 def test_the_quickstart_ends_with_what_can_be_done_next(tmp_path: Path) -> None:
     shown = subprocess.run(
-        ["make", "-n", "-o", ".venv/members", "quickstart"],
+        ["make", "--no-print-directory", "-n", "-o", ".venv/members", "quickstart"],  # these tests run under make too
         cwd=EXAMPLES.parent,
         capture_output=True,
         check=True,
