@@ -148,7 +148,7 @@ class GRPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def _somebody_to_compare_with(self) -> Self:
-        if self.sampling.num_generations == 1 and self.advantage.name == "GRPOAdvantage":
+        if self.sampling.num_generations == 1 and self.advantage.name.rpartition("/")[2] == "GRPOAdvantage":
             raise ValueError(
                 "sampling.num_generations is 1: GRPOAdvantage compares the answers to one prompt, and one answer has "
                 "nobody to be compared with; give at least 2, or compare with the whole batch: "
