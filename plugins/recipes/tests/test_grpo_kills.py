@@ -107,7 +107,7 @@ def forked(*arguments):
 
 values = yaml.safe_load(open("grpo.yaml"))
 config = GRPOConfig.model_validate(values)
-build_sampler(config, build_model(config, 1)), loaders(config)  # what they import, the forks have
+build_sampler(config, config.sampling, build_model(config, 1)), loaders(config)  # what they import, the forks have
 assert forked(values, "whole", "nowhere:0") == 0
 for place in sys.argv[1:]:
     root = place.partition(":")[0]

@@ -48,7 +48,7 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
         keeper = opening.keeper(model, prompts, config.max_steps, CURVES, decides="eval/reward", highest=True)
         if keeper.is_finished():
             return keeper.summary()
-        sampler = build_sampler(config, model)
+        sampler = build_sampler(config, config.sampling, model)
         check_room(sampler, (prompts, held_out), config.data)
         syncing = CheckpointEngineManager(model=model, sampler=sampler)
         scorer, logps = Scorer(config), Logps(config, model)

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from twinkle._registry import registry
 from twinkle.checkpoint_engine import CheckpointEngineManager
-from twinkle.data_format import SamplingParams
 from twinkle.errors import ConfigError, EncodeError
 from twinkle.template.labels import IGNORE
 from twinkle_recipes.distillation.config import DistillationConfig
-from twinkle_recipes.policy.rollouts import check_room, seed_of
+from twinkle_recipes.policy.rollouts import build_sampler, check_room, params_of, seed_of
 from twinkle_recipes.rows.loading import encode_rows
 from twinkle_recipes.run.building import build_frozen
 from twinkle_recipes.run.vocabularies import check_tokens
@@ -73,11 +71,7 @@ class Student:
 
     def __init__(self, config: DistillationConfig, model: Any) -> None:
         self._config = config
-        settings, data = config.sampling, config.data
-        source = {"model": model} if settings.weights == "shared" else {"model_id": config.model.id}
-        self._sampler: Any = registry().build(settings.name, "sampler", **source, **settings.args)
-        lengths = {"max_length": data.max_length, "truncation_strategy": data.truncation}
-        self._sampler.set_template(data.template, model_id=config.model.id, **lengths, **data.template_args)
+        self._sampler = build_sampler(config, config.sampling, model)
         self._syncing = CheckpointEngineManager(model=model, sampler=self._sampler)
 
     def check_room(self, loaders: Iterable[Any]) -> None:
@@ -93,14 +87,7 @@ class Student:
         settings = self._config.sampling
         self._syncing.sync_weights(merge_and_sync=settings.merge_and_sync)
         self._sampler.reset_prefix_cache()
-        params = SamplingParams(
-            max_tokens=settings.max_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            stop=settings.stop,
-            seed=seed_of(self._config.seed, step),
-        )
+        params = params_of(settings, seed=seed_of(self._config.seed, step))
         responses = self._sampler.sample([_prompt(row) for row in rows], params)
         sampled = [response.sequences[0].new_input_feature for response in responses]
         return [row for row in sampled if row is not None]

@@ -8,10 +8,9 @@ from typing import Any
 from twinkle._registry import registry
 from twinkle.data_format import SampledSequence, SamplingParams
 from twinkle.errors import DataError
+from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.config.rows import DataConfig
-from twinkle_recipes.policy.config import GRPOConfig
-
-_GREEDY = {"num_samples": 1, "temperature": 0.0, "logprobs": None}
+from twinkle_recipes.policy.config import DrawingConfig, GRPOConfig
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,20 @@ class Answer:
         return str(said[-1]) if said else ""
 
 
-def build_sampler(config: GRPOConfig, model: Any) -> Any:
-    """Return the configured sampler, from the trained module or with weights of its own."""
-    settings = config.sampling
+def build_sampler(config: RunConfig, settings: DrawingConfig, model: Any) -> Any:
+    """Return the sampler that `settings` name, from the trained module or with weights of its own."""
+    data = config.data
     source = {"model": model} if settings.weights == "shared" else {"model_id": config.model.id}
     sampler = registry().build(settings.name, "sampler", **source, **settings.args)
-    sampler.set_template(config.data.template, model_id=config.model.id, **config.data.template_args)
+    lengths = {"max_length": data.max_length, "truncation_strategy": data.truncation}
+    sampler.set_template(data.template, model_id=config.model.id, **lengths, **data.template_args)
     return sampler
+
+
+def params_of(settings: DrawingConfig, **others: Any) -> SamplingParams:
+    """Return how answers are drawn, as configured; `others` add to that, or take its place."""
+    drawing = {name: getattr(settings, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stop")}
+    return SamplingParams(**(drawing | others))
 
 
 def check_room(
@@ -83,13 +89,14 @@ def sample(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: GRPOConfi
 
     What is drawn is a function of (seed of the run, step, prompt, answer), so a repeated step is the same step.
     """
-    params = _params(config, seed=seed_of(config.seed, step))
+    settings = config.sampling
+    params = params_of(settings, num_samples=settings.num_generations, logprobs=1, seed=seed_of(config.seed, step))
     return _answers(sampler.sample(list(prompts), params), prompts)
 
 
 def answer_greedily(sampler: Any, prompts: Sequence[Mapping[str, Any]], config: GRPOConfig) -> list[Answer]:
     """Return the most probable answer to each prompt."""
-    return _answers(sampler.sample(list(prompts), _params(config, **_GREEDY)), prompts)
+    return _answers(sampler.sample(list(prompts), params_of(config.sampling, temperature=0.0)), prompts)
 
 
 def sizes(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
@@ -108,20 +115,6 @@ def seed_of(seed: int, step: int) -> int:
     """Return a seed in [0, 2^63) that depends on both numbers alone."""
     digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _params(config: GRPOConfig, **changes: Any) -> SamplingParams:
-    settings = config.sampling
-    values = {
-        "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "stop": settings.stop,
-        "num_samples": settings.num_generations,
-        "logprobs": 1,
-    }
-    return SamplingParams(**(values | changes))
 
 
 def _answers(responses: Sequence[Any], prompts: Sequence[Mapping[str, Any]]) -> list[Answer]:
