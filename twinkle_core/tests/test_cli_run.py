@@ -447,7 +447,7 @@ def test_a_run_that_goes_on_reads_its_own_configuration() -> None:
     Path("other.yaml").write_text("model: {id: other}\n")
     assert config_of("--resume_from", str(folder), "--config", "other.yaml")["steps"] == 3
     for asked, steps in (("toy", 2), ("another", 3)):  # of another recipe nothing is read: it may have other keys
-        (folder / "plugins.json").write_text(json.dumps({"parts": [{"kind": "recipe", "asked": asked}]}))
+        (folder / "plugins.json").write_text(json.dumps({"parts": [{"kind": "recipe", "asked": asked, "ref": ""}]}))
         assert config_of("--resume_from", str(folder), "--model.id", "tiny")["steps"] == steps
 
 

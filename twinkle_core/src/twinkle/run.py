@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -200,3 +201,20 @@ def _existing(folder: Path) -> Path:
     if not folder.is_dir():
         raise OutputError(f"run folder {folder} does not exist; leave it out to start a fresh run")
     return folder
+
+
+def parts_of(folder: Path) -> list[dict[str, str]]:
+    """Return what a recipe wrote into `plugins.json` of a run folder: `kind`, `asked` and `ref` of each component.
+
+    It is a record for people, and runs go on without it: where it is not there, or damaged, there are none.
+    """
+    try:
+        parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
+        return [part for part in parts if {"kind", "asked", "ref"} <= set(part)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def recipe_of(folder: Path) -> str | None:
+    """Return the recipe of the run in a folder, if its record tells."""
+    return next((part["asked"] for part in parts_of(folder) if part["kind"] == "recipe"), None)

@@ -12,8 +12,6 @@ from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
 from twinkle.platform import Platform
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pydantic import BaseModel
 
     from twinkle.cli.options import Option
@@ -143,24 +141,15 @@ def _config_of(resume_from: Any, recipe: str) -> str | None:
     """
     from pathlib import Path
 
+    from twinkle.run import recipe_of
+
     if not isinstance(resume_from, str):
         return None
     place = Path(resume_from)
     for folder in (place, place.absolute().parent.parent):
         if (folder / "config.yaml").is_file():
-            return str(folder / "config.yaml") if _recipe_of(folder) in (None, recipe.split("/")[-1]) else None
+            return str(folder / "config.yaml") if recipe_of(folder) in (None, recipe.split("/")[-1]) else None
     return None
-
-
-def _recipe_of(folder: "Path") -> str | None:
-    """Return the recipe of a run, if its record of plugins tells."""
-    import json
-
-    try:
-        parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
-        return next((part["asked"] for part in parts if part["kind"] == "recipe"), None)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _run(recipe: Any, config: Any, name: str, runs: str) -> None:

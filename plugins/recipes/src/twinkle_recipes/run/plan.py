@@ -13,6 +13,7 @@ from twinkle.errors import ConfigError
 from twinkle.hub import local_model
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
+from twinkle.run import parts_of
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.rows.streams import check_stream
 from twinkle_recipes.run.checkpoints import find_checkpoint
@@ -68,20 +69,11 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     return {"parts": parts, "packages": _versions()}
 
 
-def written_parts(folder: Path) -> list[dict[str, str]]:
-    """Return the `parts` of the plan of a run; none where none was written."""
-    try:
-        parts = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["parts"]
-        return [part for part in parts if {"kind", "asked", "ref"} <= set(part)]
-    except (OSError, ValueError, KeyError, TypeError):  # it is a record for people; runs go on without
-        return []
-
-
 def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
     """Refuse to go on in a run with files of the user's own that are not as they were; their places hold a digest."""
     if config.run_folder is None:
         return
-    earlier = {(part["kind"], part["asked"]): part["ref"] for part in written_parts(config.run_folder)}
+    earlier = {(part["kind"], part["asked"]): part["ref"] for part in parts_of(config.run_folder)}
     for part in parts:
         kind, asked = part["kind"], part["asked"]
         if parse_reference(asked, kind).form == "file" and earlier.get((kind, asked), part["ref"]) != part["ref"]:

@@ -9,9 +9,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from twinkle.errors import ConfigError
+from twinkle.run import recipe_of
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.run.checkpoints import find_checkpoint, run_folder_of
-from twinkle_recipes.run.plan import written_parts
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -55,8 +55,8 @@ def _check_recipe(config: RunConfig, folder: Path, checkpoint: Path) -> None:
     Raises:
         ConfigError: says with what this one can begin.
     """
-    recipe = next((part["asked"] for part in written_parts(folder) if part["kind"] == "recipe"), config.recipe)
-    if recipe != config.recipe:
+    recipe = recipe_of(folder)
+    if recipe not in (None, config.recipe):
         raise ConfigError(
             f"the run in {folder} is one of {recipe!r}, and {config.recipe!r} cannot go on in it or from its "
             f"checkpoint {checkpoint.name}; begin with its result: --lora.init_from {folder / 'adapter'}, or, where "
