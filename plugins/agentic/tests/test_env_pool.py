@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
+from waiting_env import WaitingEnv
 
 from twinkle.env import StepResult
 from twinkle.errors import ArgumentError
@@ -85,26 +86,15 @@ def test_a_pool_checks_what_it_is_asked() -> None:
     assert len(closed) == 2
 
 
-class World(CountdownEnv):
+class World(WaitingEnv):
     """Counts the environments that were made and closed; its action `wait` hangs until it is let go."""
 
     made: ClassVar[list["World"]] = []
     closed: ClassVar[list["World"]] = []
 
     def __init__(self) -> None:
-        super().__init__(4)
-        self.go = threading.Event()
+        super().__init__()
         self.made.append(self)
-
-    def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult:
-        if tool_name == "wait":
-            self.go.wait(30)
-            return StepResult("waited")
-        return super().step(tool_name, arguments)
-
-    def tools(self) -> list[Any]:
-        wait = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
-        return [*super().tools(), {"type": "function", "function": wait}]
 
     def close(self) -> None:
         self.closed.append(self)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from waiting_env import WaitingEnv
 
 from twinkle.env import Env, StepResult
 from twinkle.errors import ArgumentError, ComponentTypeError, DataError, RequirementMissing
@@ -27,24 +28,6 @@ from twinkle_agentic.examples import CountdownEnv, EmbeddedWorld
 from twinkle_agentic.tools import ToolManager
 
 
-class Two(CountdownEnv):
-    """A world with two actions, one of which hangs until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.go = threading.Event()
-
-    def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult:
-        if tool_name == "wait":
-            self.go.wait(30)
-            return StepResult("waited")
-        return super().step(tool_name, arguments)
-
-    def tools(self) -> list[Any]:
-        wait = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
-        return [*super().tools(), {"type": "function", "function": wait}]
-
-
 def call(name: str, **arguments: Any) -> Any:
     return {"function": {"name": name, "arguments": arguments}}
 
@@ -54,7 +37,7 @@ def test_the_published_paths_lead_to_the_same_classes() -> None:
 
 
 def test_the_tools_of_an_environment_share_one_episode() -> None:
-    env = Two()
+    env = WaitingEnv()
     env.go.set()
     take, wait = EnvTool.from_env(env)
     assert [tool.tool_info()["function"]["name"] for tool in (take, wait)] == ["take", "wait"]
@@ -70,7 +53,7 @@ def test_the_tools_of_an_environment_share_one_episode() -> None:
 
 
 def test_a_step_that_hangs_keeps_others_out_until_it_is_over() -> None:
-    env = Two()
+    env = WaitingEnv()
     manager = ToolManager(EnvTool.from_env(env), time_limit=0.05)
     assert manager(call("wait")) == "Error: wait: no answer within 0.05 seconds"
     assert manager(call("take", number=1)) == "Error: RuntimeError: the environment is still busy with the step before"
