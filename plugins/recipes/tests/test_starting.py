@@ -1,12 +1,13 @@
 """A run may begin with the adapter of another, and goes on in its folder only as it began."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from recipe_runs import lines, run_recipe
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from twinkle.errors import ConfigError
 from twinkle.model import TransformersModel
@@ -91,6 +92,19 @@ def test_a_policy_begins_with_an_adapter_and_stays_near_to_it(
     assert second["kl"] > 1e-6
     again, _ = run_recipe("grpo", config, resume_from=str(folder / "checkpoints" / "step-1"))
     assert lines(again)[-1]["kl"] == second["kl"]
+
+
+def test_an_adapter_that_was_trained_on_is_not_gone_on_with(
+    values: dict[str, Any], adapter: Path, tmp_path: Path
+) -> None:
+    mine = shutil.copytree(adapter, tmp_path / "mine")
+    config = values | {"lora": {"init_from": str(mine)}, "max_steps": 1}
+    folder, _ = run_recipe("dpo", config)
+    run_recipe("dpo", config, resume_from=str(folder))
+    file = mine / "adapter_model.safetensors"
+    save_file({name: tensor + 0.1 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match="file of the adapter .*mine has been changed"):
+        run_recipe("dpo", config, resume_from=str(folder))
 
 
 def test_an_adapter_has_its_own_rank(adapter: Path) -> None:

@@ -1,5 +1,6 @@
 """The plan of a run: which plugin, in which version, answers to each name in the configuration."""
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -64,9 +65,19 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
             check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
     _check_loss_inputs(config)
     named = [*components(config), *_unnamed(config)]
-    parts = [_part(kind, asked) for kind, asked in dict.fromkeys(named)]
+    parts = [*(_part(kind, asked) for kind, asked in dict.fromkeys(named)), *_started_from(config)]
     _check_files(config, parts)
     return {"parts": parts, "packages": _versions()}
+
+
+def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
+    """Yield the adapter that the run begins with, and a digest of its weights: the reference depends on them."""
+    place = config.lora.init_from if config.lora is not None else None
+    weights = Path(place or "", "adapter_model.safetensors")
+    if place is not None and weights.is_file():
+        with weights.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        yield {"kind": "adapter", "asked": place, "plugin": "", "version": "", "ref": digest}
 
 
 def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
@@ -76,7 +87,8 @@ def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
     earlier = {(part["kind"], part["asked"]): part["ref"] for part in parts_of(config.run_folder)}
     for part in parts:
         kind, asked = part["kind"], part["asked"]
-        if parse_reference(asked, kind).form == "file" and earlier.get((kind, asked), part["ref"]) != part["ref"]:
+        own = kind == "adapter" or parse_reference(asked, kind).form == "file"
+        if own and earlier.get((kind, asked), part["ref"]) != part["ref"]:
             raise ConfigError(
                 f"the run in {config.run_folder} can only go on as it began, but the file of the {kind} {asked} has "
                 "been changed since; bring it back to what it was, or start afresh from the checkpoint: --resume_from "
