@@ -103,7 +103,7 @@ def test_an_adapter_that_was_trained_on_is_not_gone_on_with(
     run_recipe("dpo", config, resume_from=str(folder))
     file = mine / "adapter_model.safetensors"
     save_file({name: tensor + 0.1 for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(ConfigError, match="file of the adapter .*mine has been changed"):
+    with pytest.raises(ConfigError, match=r"file of the adapter .*mine has been changed"):
         run_recipe("dpo", config, resume_from=str(folder))
 
 
