@@ -108,7 +108,6 @@ class Service:
         Raises:
             CapacityError: a prompt's keys and values could never fit.
             NonFiniteError: an adapter's weights are NaN or infinite.
-            Unsupported: an adapter has a part that only the engine can sample with.
         """
         engine = self.engine
         if engine is not None and engine.runner.changed():

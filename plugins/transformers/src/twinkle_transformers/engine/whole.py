@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from twinkle.errors import Unsupported
+from twinkle.torch.lowrank import Routing
 from twinkle.torch.segments import Segments
 from twinkle_transformers.cached import CachedModel, Within
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.generation import generate
 from twinkle_transformers.segments import Scope
+from twinkle_transformers.sites import install
 from twinkle_transformers.versions import AdapterVersion
 
 Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
@@ -46,16 +47,7 @@ class WholeCalls:
         Args:
             request: those of one call have the same parameters, stop rule and seed.
             adapter: PEFT's name of it, "" for the base model, None for what is active.
-
-        Raises:
-            Unsupported: the adapter has a part that only an engine can sample with.
         """
-        version = request.version
-        if version is not None and self._runner().head_name in version.layout.entries:
-            raise Unsupported(
-                f"adapter {version.key!r} adapts the output projection, which this model can only be sampled without: "
-                "it cannot run step by step"
-            )
         self._waiting.append((request, adapter))
 
     def cancel(self, request: Request) -> None:
@@ -106,8 +98,14 @@ class WholeCalls:
         if version is None:
             return None
         runner = self._runner()
-        _ = runner.sites  # installed
-        return lambda tokens: Scope(_ONE, None, runner.route([version] * tokens))
+        sites = runner.sites  # installed
+        if head := [site for site in sites.values() if site.head]:
+            install(head, head=True)  # each time: a pool whose model is patched gives its head back its own forward
+
+        def route(rows: int) -> Routing | None:
+            return runner.route([version] * rows)
+
+        return lambda tokens: Scope(_ONE, None, route(tokens), route)
 
     def _runner(self) -> Runner:
         model = self._base()
