@@ -35,6 +35,8 @@ class Admission:
         while waiting := [part for part in waiting if part.work.error is None]:
             taken = _within(waiting, budget)
             free = self.passes.recompute.available()
+            if not self._fits(taken, free):
+                free = self.passes.recompute.free_for(free or 0)
             while not self._fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
