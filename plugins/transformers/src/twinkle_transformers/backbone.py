@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.logging import get_logger
+from twinkle.torch.head import wide
 from twinkle.torch.logits import LogitTransform, transform_of
+from twinkle.torch.numerics import Evidence, evaluating, judge, probe_tokens
 from twinkle.torch.pooling import embed, pool
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import PackedBatch
@@ -73,7 +75,7 @@ class Backbone:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
             return cls(model, False, LogitTransform(), taken, segmenter, scores_rows=rows)
         found = cls(model, True, transform_of(config), taken, segmenter)
-        if found.splits and (found._agrees() if splits is None else splits):
+        if found._judge().exact if splits is None else splits:
             return found
         get_logger().info(
             "%s does something to its logits that Twinkle does not know; whole logits will be made, which takes more "
@@ -82,18 +84,21 @@ class Backbone:
         )
         return cls(model, False, LogitTransform(), taken, segmenter)
 
-    @torch.no_grad()
-    def _agrees(self) -> bool:
-        training = self.model.training
-        self.model.eval()
-        try:
-            ids = torch.tensor([[1, 2]], device=self.model.device)
-            whole = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.transform(self.head(self.body(input_ids=ids, use_cache=False).last_hidden_state).float())
-        finally:
-            self.model.train(training)
-        tolerance = 1e-4 if self.model.dtype == torch.float32 else 0.05
-        return ours.shape == whole.shape and bool(torch.allclose(ours, whole, rtol=tolerance, atol=tolerance))
+    def _judge(self) -> Evidence:
+        """Compare `transform(head(hidden))` with the model's own logits."""
+        tokens = probe_tokens(2, self.model.config.get_text_config().vocab_size)
+        ids = torch.tensor([tokens], device=self.model.device)
+
+        def ours(ids: Tensor) -> Tensor:
+            hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state[0]
+            return self.transform(self.head(hidden).to(wide(hidden.dtype)))
+
+        def whole(ids: Tensor) -> Tensor:
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+            return logits.to(wide(logits.dtype))
+
+        with evaluating(self.model):
+            return judge("head", ours, whole, ids)
 
     @property
     def body(self) -> Any:

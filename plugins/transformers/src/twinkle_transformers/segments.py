@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import TrainingStateError, Unsupported
+from twinkle.logging import get_logger
 from twinkle.torch.excerpts import excerpt
 from twinkle.torch.lowrank import Routing
+from twinkle.torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
 from twinkle.torch.segments import Segments, by_segment, segment_attention
 
 NAME = "twinkle_segments"
-_CHECKED = (5, 3, 6, 3)
-"""Lengths of the sequences that tell whether a model can do this."""
-_CHECKED_PARENTS = (-1, 0, 0, -1)
-"""Those that go on after another one, to tell whether a model can do that too."""
+_PACKED = (5, 3, 5)
+"""Lengths of the sequences that are packed to find out whether a model can do this."""
+_PREFIXED, _PARENTS = (5, 3, 3, 4), (-1, 0, 0, -1)
+"""Lengths, and which sequence each one continues, to find out whether prefixes can be shared."""
 _UNTRIED = "whether the model takes sequences that share a prefix was not tried; give each sequence its prefix"
 
 
@@ -159,12 +161,12 @@ class Segmenter:
         model: the causal language model.
 
     Attributes:
-        reason: what `check` found, without advice.
+        evidence: what was measured about each fast path that was tried, by its name.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.reason: str | None = None
+        self.evidence: dict[str, Evidence] = {}
         self._refusal: str | None = None
         self._prefix_refusal: str | None = None
         self._checked = self._prefixes_checked = False
@@ -194,14 +196,19 @@ class Segmenter:
         Where parameters are sharded over ranks, call it before that: it runs the model.
         """
         if not self._checked:
-            self.reason = self._try(())
-            if self.reason is not None:
+            if (reason := self._try("packing", _PACKED)) is not None:
                 self._refusal = (
-                    f"{type(self.model).__name__} does not take several sequences in one row: {self.reason}; pad "
+                    f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad "
                     "instead: leave padding_free out and give each sequence as a row of its own"
                 )
             self._checked = True
         return self._refusal
+
+    @property
+    def reason(self) -> str | None:
+        """Why packing is off, without advice; None where it is on or was not tried."""
+        found = self.evidence.get("packing")
+        return None if found is None or found.exact else found.reason
 
     @property
     def mixers(self) -> list[str]:
@@ -211,7 +218,8 @@ class Segmenter:
     def forget(self) -> None:
         """Find out anew when it is next asked: the model was changed."""
         self._checked = self._prefixes_checked = False
-        self.reason = self._refusal = self._prefix_refusal = None
+        self._refusal = self._prefix_refusal = None
+        self.evidence.clear()
         self.__dict__.pop("_switch", None)
 
     def check_prefixes(self) -> str | None:
@@ -222,8 +230,12 @@ class Segmenter:
         if refusal := self.check():
             return refusal
         if not self._prefixes_checked:
-            keeps = f"what {', '.join(self.mixers)} knows at the end of a prefix is not kept"
-            reason = keeps if self.mixers else self._try(_CHECKED_PARENTS)
+            if self.mixers:
+                keeps = f"the state of {', '.join(self.mixers)} at the end of a prefix is not kept"
+                self.evidence["prefixes"] = Evidence("prefixes", False, "structure", keeps)
+                reason: str | None = keeps
+            else:
+                reason = self._try("prefixes", _PREFIXED, _PARENTS)
             if reason is not None:
                 self._prefix_refusal = (
                     f"{type(self.model).__name__} does not take sequences that share a prefix: {reason}; give each "
@@ -269,39 +281,70 @@ class Segmenter:
                     )
                 return
 
-    @torch.no_grad()
-    def _try(self, parents: tuple[int, ...]) -> str | None:
-        """Compare hidden states of packed sequences with those of each alone."""
+    def _try(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None = None) -> str | None:
+        """Return why a path is off, from the evidence that it leaves in `evidence`; None where it is on."""
+        found = turned_off(path) or self._judge(path, lengths, parents)
+        self.evidence[path] = found
+        get_logger().debug("%s: %s", type(self.model).__name__, found)
+        return None if found.exact else found.reason
+
+    def _judge(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Evidence:
+        """Compare hidden states of packed sequences with those of each alone, and change each sequence in turn."""
         body, device = body_of(self.model), self.model.device
-        segments = Segments.of(_CHECKED, device, parents or None)
-        total = segments.total
+        segments = Segments.of(lengths, device, parents)
         vocabulary = self.model.config.get_text_config().vocab_size
-        ids = (1 + torch.arange(total, device=device) % (vocabulary - 1))[None]
-        given = {"input_ids": ids}
-        if "position_ids" in inspect.signature(body.forward).parameters:
-            given["position_ids"] = segments.positions[None]
+        takes_positions = "position_ids" in inspect.signature(body.forward).parameters
         scope = Scope(segments, self._switch)
-        training = self.model.training
-        self.model.eval()
-        try:
-            parts = torch.split_with_sizes(ids, _CHECKED, dim=1)
-            alone = [
-                body(
-                    input_ids=torch.cat([*(parts[before] for before in chain), part], 1), use_cache=False
-                ).last_hidden_state[:, -part.shape[1] :]
-                for chain, part in zip(segments.chains, parts, strict=True)
-            ]
+
+        def packed(ids: Tensor) -> Tensor:
+            given = {"input_ids": ids[None]}
+            if takes_positions:
+                given["position_ids"] = segments.positions[None]
             with scope:
-                packed = body(**given, use_cache=False).last_hidden_state
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return str(error) or type(error).__name__
-        finally:
-            self.model.train(training)
-        if unseen := _unseen_windows(scope, self._switch.config):
-            return f"its local attention of {unseen} tokens is made by a mask, which packed rows do not have"
-        return None if _equal(packed[0], torch.cat(alone, 1)[0]) else "they would see each other"
+                hidden: Tensor = body(**given, use_cache=False).last_hidden_state
+            if unseen := _unseen_windows(scope, self._switch.config):
+                raise Unsupported(f"its local attention of {unseen} tokens is made by a mask, which packed rows lack")
+            return hidden[0]
+
+        def alone(ids: Tensor) -> Tensor:
+            parts = torch.split_with_sizes(ids, lengths)
+            texts = [torch.cat([*(parts[i] for i in chain), part]) for chain, part in zip(
+                segments.chains, parts, strict=True)]  # fmt: skip
+            results: list[Tensor] = [ids] * len(texts)
+            for size in {len(text) for text in texts}:  # those of one length are rows of one batch
+                numbers = [i for i, text in enumerate(texts) if len(text) == size]
+                hidden = body(input_ids=torch.stack([texts[i] for i in numbers]), use_cache=False).last_hidden_state
+                for i, row in zip(numbers, hidden, strict=True):
+                    results[i] = row[size - lengths[i] :]
+            return torch.cat(results)
+
+        ids, others = (
+            torch.tensor(probe_tokens(segments.total, vocabulary, changed=changed), device=device)
+            for changed in (False, True)
+        )
+        with evaluating(self.model):
+            return judge(path, packed, alone, ids, _changes(segments, ids, others), routed=is_routed(self.model))
+
+
+def _changes(segments: Segments, ids: Tensor, others: Tensor) -> list[tuple[Tensor, list[int]]]:
+    """Return inputs in which one sequence is changed, each with the tokens of sequences that must not see it."""
+    found = []
+    for number, (start, stop) in enumerate(segments.bounds):
+        changed = ids.clone()
+        changed[start:stop] = others[start:stop]
+        blind = [i for i, chain in enumerate(segments.chains) if i != number and number not in chain]
+        rows = [row for i in blind for row in range(*segments.bounds[i])]
+        found.append((changed, rows))
+    return found
+
+
+def is_routed(model: Any) -> bool:
+    """Return whether a model's tokens choose experts, so that rounding can send a token to another one."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, None) for name in _EXPERT_COUNTS)
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class _Apart:
@@ -416,14 +459,3 @@ def _unseen_windows(scope: Scope, config: Any) -> list[int]:
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     local = kinds - {"full_attention", "linear_attention"}
     return sorted(scope.masked - scope.windows) if local else []
-
-
-def _equal(packed: Tensor, alone: Tensor) -> bool:
-    """Say whether two results `[T, H]` differ by no more than rounding.
-
-    In half precision a quarter of the tokens may differ more: rounding can send a token to another expert.
-    """
-    precise = packed.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(packed.device.type)
-    error = (packed.double() - alone.double()).norm(dim=-1)
-    near = error <= (1e-4 if precise else 0.05) * alone.double().norm(dim=-1)
-    return bool(near.double().mean() >= (1.0 if precise else 0.75))

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.logging import get_logger
+from twinkle.torch.numerics import evaluating
 from twinkle_transformers import adapters
 from twinkle_transformers.engine.adapters import LiveAdapters, Spare, read_version, sites_of
-from twinkle_transformers.engine.modes import active_adapters, evaluating, has_adapters, silent, with_adapter
+from twinkle_transformers.engine.modes import active_adapters, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts

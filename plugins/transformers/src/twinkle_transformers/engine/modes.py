@@ -35,19 +35,6 @@ def with_adapter(module: nn.Module, adapter: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode for the duration of a block."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-@contextmanager
 def silent(module: nn.Module) -> Iterator[None]:
     """Let no adapter of PEFT answer for the duration of a block, without touching what is trained."""
     if not isinstance(module, PeftModel):

@@ -3,22 +3,25 @@
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
+from twinkle.logging import get_logger
 from twinkle.torch import lowrank
 from twinkle.torch.head import is_plain, product_of, wide
 from twinkle.torch.lowrank import Routing
+from twinkle.torch.numerics import Evidence, judge, probe_tokens, turned_off
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.engine.adapters import sites_of
 from twinkle_transformers.engine.attention import CacheScope
 from twinkle_transformers.engine.banks import Banks
 from twinkle_transformers.engine.store import LayerShape, Store
 from twinkle_transformers.engine.stream import Piece, Stream, lay_out, route
-from twinkle_transformers.segments import Scope, Switch
+from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
 from twinkle_transformers.versions import AdapterVersion
 
@@ -45,6 +48,7 @@ class Runner:
         model: the Hugging Face module.
         device: where it is.
         vocabulary: size of its embedding.
+        evidence: what `store` measured; None before.
     """
 
     def __init__(self, model: Any, *, row_multiple: int = 1) -> None:
@@ -58,6 +62,7 @@ class Runner:
         weight = model.get_input_embeddings().weight
         self.device: torch.device = weight.device
         self.vocabulary = int(weight.shape[0])
+        self.evidence: Evidence | None = None
         self._banks = Banks()
         self._sites: dict[str, Site] | None = None
         self._structure: tuple[int, ...] = ()
@@ -91,26 +96,35 @@ class Runner:
         return before != self._structure
 
     def store(self) -> Store:
-        """Find out, on a few tokens, whether steps give what the model gives, and return an empty store.
+        """Measure whether steps compute what the model computes of whole sequences, and return an empty store.
 
         Raises:
-            Unsupported: they do not, or cannot; it says why.
+            Unsupported: they do not, or cannot; it says why. `evidence` has the numbers.
         """
+        self.evidence = turned_off("steps") or self._judge()
+        get_logger().debug("%s: %s", type(self.model).__name__, self.evidence)
+        if not self.evidence.exact:
+            raise Unsupported(self.evidence.reason)
+        return self._store()
+
+    def _judge(self) -> Evidence:
         if reason := self._refusal():
-            raise Unsupported(reason)
+            return Evidence("steps", False, "structure", reason)
+        texts, others = (
+            tuple(tuple(probe_tokens(sum(_LENGTHS), self.vocabulary, changed=changed)[a:b]) for a, b in _bounds())
+            for changed in (False, True)
+        )
+        changes = []
+        for number, part in enumerate(others):
+            rows = [row for i, (a, b) in enumerate(_bounds()) if i != number for row in range(a, b)]
+            changes.append(((*texts[:number], part, *texts[number + 1 :]), rows))
+        return judge("steps", self._in_steps, self._whole, texts, changes, routed=is_routed(self.model))
+
+    def _store(self) -> Store:
+        """Return an empty store for what the layers keep of a token."""
         probe = _Probe(self._switch)
-        try:
-            alone = [self._body(ids, probe) for ids in _CHECKED]
-            store = Store(probe.layers[: len(probe.layers) // len(_CHECKED)], self.device)
-            stepped = self._in_steps(store)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise Unsupported(str(error) or type(error).__name__) from error
-        if not all(_close(a, b) for a, b in zip(stepped, alone, strict=True)):
-            raise Unsupported("its hidden states in steps are not those of a whole sequence")
-        store.resize(0, 0)
-        return store
+        self._body(probe_tokens(1, self.vocabulary), probe)
+        return Store(probe.layers, self.device)
 
     def read(self, pieces: Sequence[Piece], store: Store) -> Read:
         """Read one step; keys and values go to the store, where nothing before a piece's start changes."""
@@ -197,19 +211,31 @@ class Runner:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _in_steps(self, store: Store) -> list[Tensor]:
-        store.resize(len(_CHECKED), max(map(len, _CHECKED)))
-        found: list[list[Tensor]] = [[] for _ in _CHECKED]
+    def _whole(self, texts: Texts) -> Tensor:
+        """Return the hidden states of each text read at once."""
+        return torch.cat([self._body(text, _Probe(self._switch)) for text in texts])
+
+    def _in_steps(self, texts: Texts) -> Tensor:
+        """Return the hidden states of all texts, read in steps that they share."""
+        store = self._store()
+        store.resize(len(texts), max(map(len, texts)))
+        found: list[list[Tensor]] = [[] for _ in texts]
         for bounds in zip(*_CUTS, strict=True):
-            pieces = [Piece(slot, start, _CHECKED[slot][start:stop], None) for slot, (start, stop) in enumerate(bounds)]
+            pieces = [Piece(slot, start, texts[slot][start:stop], None) for slot, (start, stop) in enumerate(bounds)]
             read = self.read(pieces, store)
             for parts, piece, first in zip(found, pieces, read.stream.firsts, strict=True):
                 parts.append(read.hidden[first : first + len(piece.tokens)])
-        return [torch.cat(parts) for parts in found]
+        return torch.cat([torch.cat(parts) for parts in found])
 
 
-_CHECKED = ((1, 2, 3, 4, 5, 6, 7), (5, 4, 3, 2, 1), (3, 3, 4))
+Texts = tuple[tuple[int, ...], ...]
+_LENGTHS = (7, 5, 3)
 _CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
+
+
+def _bounds() -> list[tuple[int, int]]:
+    ends = [0, *accumulate(_LENGTHS)]
+    return list(pairwise(ends))
 
 
 class _Probe(Scope):
@@ -238,14 +264,3 @@ def _rope_types(parameters: Any) -> list[str]:
         return []
     own = [parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else []
     return own + [kind for value in parameters.values() for kind in _rope_types(value)]
-
-
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Say whether two results `[T, H]` differ by no more than rounding; see `segments`.
-
-    Rounding of 1e-7 can grow a thousandfold in a trained model's first tokens; a wrong mask is off by a tenth or more.
-    """
-    precise = ours.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(ours.device.type)
-    error = (ours.double() - theirs.double()).norm(dim=-1)
-    near = error <= (1e-3 if precise else 0.05) * theirs.double().norm(dim=-1)
-    return bool(near.double().mean() >= (1.0 if precise else 0.75))

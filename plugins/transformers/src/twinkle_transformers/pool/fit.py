@@ -1,7 +1,7 @@
 """Whether a model can carry a pool of adapters: found out when the pool is made, and not at its first pass."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.lowrank import Routing
+from twinkle.torch.grouped import Groups
+from twinkle.torch.layout import Layout, Shape
+from twinkle.torch.lowrank import Cohort, Routing
+from twinkle.torch.numerics import Evidence, judge, probe_tokens
 from twinkle.torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.segments import Scope, routing_now
+from twinkle_transformers.pool.stream import Stream
+from twinkle_transformers.segments import Scope, is_routed, routing_now
 from twinkle_transformers.sites import Site, decoder_of, uninstall
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -73,6 +77,57 @@ def drop_partial(backbone: Backbone, sites: Mapping[str, Site], alone: bool) -> 
         ", ".join(sorted(kinds)),
     )  # fmt: skip
     return kept
+
+
+def judge_adapters(
+    backbone: Backbone, body: Callable[[Stream], Tensor], sites: Mapping[str, Site], dtype: torch.dtype
+) -> Evidence:
+    """Compare one pass of three adapters with three passes of one, and change each adapter in turn.
+
+    Args:
+        backbone: the model, whose adapters go through `sites`.
+        body: computes a stream, `[T, ...]`.
+        sites: where adapters may act.
+        dtype: of the low-rank products.
+    """
+    device = backbone.model.device
+    layout = Layout.of((name, Shape(2, s.fan_in, s.fan_out, 1.0)) for name, s in sites.items() if not s.head)
+    ids = torch.tensor([probe_tokens(sum(_ADAPTED), backbone.model.config.get_text_config().vocab_size)], device=device)
+    bounds = Segments.of(_ADAPTED, device).bounds
+
+    def stream(lengths: tuple[int, ...], first: int, weights: Tensor) -> Stream:
+        total = sum(lengths)
+        segments = Segments.of(lengths, device)
+        routing = Routing([Cohort(layout, Groups(0, lengths), weights)], total)
+        return Stream(ids[:, first : first + total], segments.positions[None], segments, routing, [])
+
+    def together(weights: Tensor) -> Tensor:
+        return body(stream(_ADAPTED, 0, weights))
+
+    def apart(weights: Tensor) -> Tensor:
+        parts = enumerate(bounds)
+        return torch.cat([body(stream((end - start,), start, weights[i : i + 1])) for i, (start, end) in parts])
+
+    weights, others = (_random_adapters(layout, seed, dtype).to(device) for seed in (1, 2))
+    changes = []
+    for number in range(len(_ADAPTED)):
+        changed = weights.clone()
+        changed[number] = others[number]
+        changes.append((changed, [row for i, b in enumerate(bounds) if i != number for row in range(*b)]))
+    return judge("fused", together, apart, weights, changes, routed=is_routed(backbone.model))
+
+
+_ADAPTED = (5, 3, 5)
+
+
+def _random_adapters(layout: Layout, seed: int, dtype: torch.dtype) -> Tensor:
+    """Return three adapters `[3, P]` whose terms are about as large as what a short training makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.zeros(len(_ADAPTED), layout.size)
+    for entry in layout.entries.values():
+        entry.down_of(flat).normal_(0.0, entry.fan_in**-0.5, generator=generator)
+        entry.up_of(flat).normal_(0.0, 0.02, generator=generator)
+    return flat.to(dtype)
 
 
 def _probe(backbone: Backbone, alone: bool) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import unwrap
 from types import CodeType
 from typing import Any
@@ -11,17 +11,21 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from twinkle.logging import get_logger
 from twinkle.torch.grouped import Groups
 from twinkle.torch.layout import Layout
 from twinkle.torch.lowrank import Cohort, Routing
+from twinkle.torch.numerics import Evidence, turned_off
 from twinkle.torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.fit import judge_adapters
 from twinkle_transformers.pool.load import Load, Scales
 from twinkle_transformers.pool.outputs import Outputs
 from twinkle_transformers.pool.slow import run_alone
 from twinkle_transformers.pool.stream import Scratch, Stream, build
 from twinkle_transformers.pool.work import Part
 from twinkle_transformers.recompute import Recompute
+from twinkle_transformers.sites import Site
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +65,21 @@ class Passes:
         self._layers = [m for m in backbone.model.modules() if _can_recompute(m)]
         self.share_prefixes = False
         self.scratch, self.scales = Scratch(), Scales(backbone, dtype)
+        self.evidence: Evidence | None = None
+
+    def judge(self, sites: Mapping[str, Site]) -> None:
+        """Measure whether adapters that share a pass compute what each computes alone; if not, they go alone."""
+        if self._alone:
+            why = turned_off("fused") or self.backbone.segmenter.evidence["packing"]
+            self.evidence = replace(why, path="fused")
+            return
+        self.evidence = judge_adapters(self.backbone, self._body, sites, self.dtype)
+        if not self.evidence.exact:
+            get_logger().warning(
+                "%s: adapters do not share passes: %s. Each sequence goes through the model alone, which is slower",
+                type(self.backbone.model).__name__, self.evidence.reason,
+            )  # fmt: skip
+            self._alone = True
 
     def load(self, parts: Sequence[Part]) -> Load:
         """Return what a pass over parts weighs."""

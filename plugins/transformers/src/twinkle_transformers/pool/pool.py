@@ -101,6 +101,7 @@ class LoraPool(AdapterPool):
         self.sites = drop_partial(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
         self.passes = Passes(backbone, device, autocast, dtype, recompute, head, alone=alone)
+        self.passes.judge(self.sites)
         self.admission, self.costs = Admission(self.passes), Costs(backbone.model)
         recompute.forward = self._probe
         self._widest: dict[str, Shape] = {}

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
+from twinkle.torch.numerics import evaluating, judge, probe_tokens, turned_off
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.stream import Stream
-from twinkle_transformers.segments import Scope
+from twinkle_transformers.segments import Scope, is_routed
 
 _TOKENS, _SAME = 7, 4
 """Length of two rows that tell whether a model sees what comes later, and how many tokens they have in common."""
@@ -23,7 +24,8 @@ def goes_alone(backbone: Backbone) -> bool:
         Unsupported: not even that is right: the model's tokens see those that come after them, say.
     """
     name = type(backbone.model).__name__
-    if backbone.segmenter.check() is None:
+    off = turned_off("fused")
+    if off is None and backbone.segmenter.check() is None:
         if mixers := backbone.segmenter.mixers:
             get_logger().info(
                 "%s: %s sees sequences of one length at a time, which is slower than one call for all", name,
@@ -34,7 +36,7 @@ def goes_alone(backbone: Backbone) -> bool:
         raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
     get_logger().warning(
         "%s does not take several sequences in one row: %s. Each sequence goes through it alone: what comes out is "
-        "right, and takes longer where rows are short", name, backbone.segmenter.reason,
+        "right, and takes longer where rows are short", name, backbone.segmenter.reason if off is None else off.reason,
     )  # fmt: skip
     return True
 
@@ -54,23 +56,21 @@ def run_alone(call: Callable[[Mapping[str, Tensor]], Tensor], stream: Stream) ->
     return torch.cat(found)
 
 
-@torch.no_grad()
 def _against(backbone: Backbone) -> str | None:
-    """Return why a row of a model's tokens, alone, is not what a causal language model makes of it."""
+    """Return why a row of a model's tokens, alone, is not what a causal language model computes of it."""
     model: Any = backbone.model
-    training = model.training
-    model.eval()
-    try:
-        vocabulary = model.config.get_text_config().vocab_size
-        ids = 1 + torch.arange(_TOKENS, device=model.device)[None] % (vocabulary - 1)
-        other = torch.cat([ids[:, :_SAME], vocabulary - ids[:, _SAME:]], 1)
-        one, two = (model(input_ids=row, use_cache=False).logits[:, :_SAME] for row in (ids, other))
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return f"it does not run on tokens alone ({error})"
-    finally:
-        model.train(training)
-    rounding = 1e-5 if one.dtype in (torch.float32, torch.float64) else 0.01
-    same = (one.double() - two.double()).norm() <= rounding * one.double().norm()
-    return None if same else "its tokens see those that come after them"
+    vocabulary = model.config.get_text_config().vocab_size
+    one, two = (probe_tokens(_TOKENS, vocabulary, changed=changed) for changed in (False, True))
+    ids, other = (torch.tensor([row], device=model.device) for row in (one, [*one[:_SAME], *two[_SAME:]]))
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        return found
+
+    with evaluating(model):
+        found = judge("causal order", logits, logits, ids, [(other, range(_SAME))], routed=is_routed(model))
+    if found.exact:
+        return None
+    if found.method == "structure":
+        return f"it does not run on tokens alone ({found.reason})"
+    return f"its tokens see those that come after them: {found.reason}"
