@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from twinkle.errors import PatchError
 from twinkle.patch import Patch
-from twinkle_patches.models import arguments, check_whole, hugging_face, model_of, near, trying
+from twinkle_patches.models import arguments, check_whole, hugging_face, model_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,17 +92,24 @@ def _refusal(model: Any, forward: Callable[..., Any]) -> str:
     """Return why the model's loss cannot be computed like this, after trying it on a few tokens."""
     import torch
 
+    from twinkle.torch.numerics import evaluating, judge, probe_tokens
+
     if model.get_output_embeddings() is None:
         return "has no head"
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         return "adds its router's auxiliary loss (output_router_logits=True)"
     if any(parameter.is_meta for parameter in model.parameters()):
         return "has no weights yet"
-    ids = (1 + torch.arange(4, device=model.device) % (model.config.get_text_config().vocab_size - 1))[None]
-    with trying(model):
-        own = forward(input_ids=ids, labels=ids, use_cache=False).loss
+    ids = torch.tensor([probe_tokens(4, model.config.get_text_config().vocab_size)], device=model.device)
+
+    def ours(ids: Tensor) -> Tensor:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        ours = _loss(model, hidden, _targets(ids, -100), None, -100)
-    if own is None or not near(ours.to(own.dtype), own):
-        return "computes its loss in a way that is not known here"
-    return ""
+        return _loss(model, hidden, _targets(ids, -100), None, -100).reshape(1, 1)
+
+    def own(ids: Tensor) -> Tensor:
+        loss: Tensor = forward(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)).reshape(1, 1)
+
+    with evaluating(model):
+        found = judge("loss", ours, own, ids)
+    return "" if found.exact else f"computes its loss in a way that is not known here: {found.reason}"

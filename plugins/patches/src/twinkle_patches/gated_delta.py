@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from twinkle.errors import ArgumentError, PatchError, Unsupported
 from twinkle.patch import Patch
-from twinkle_patches.models import arguments, check_whole, hugging_face, model_of, near, trying
+from twinkle_patches.models import arguments, check_whole, hugging_face, model_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +52,11 @@ class GatedDeltaNetPaddingFreePatch(Patch):
             model_of(mixer.forward.original)
         self.wrap(model.base_model, "forward", _tell_lengths)
         model_of(model.base_model.forward.original)
-        if not _keeps_apart(model):
+        found = _judge(model)
+        if not found.exact:
             raise PatchError(
-                f"GatedDeltaNetPaddingFreePatch: the sequences of a packed row still see each other in "
-                f"{type(model).__name__}; pad instead"
+                f"GatedDeltaNetPaddingFreePatch: {type(model).__name__} does not keep the sequences of a packed row "
+                f"apart: {found.reason}; pad instead"
             )
         return module
 
@@ -132,18 +133,33 @@ def _mixers(model: Any) -> list[Any]:
     return [part for part in model.base_model.modules() if _MIXER.search(type(part).__name__)]
 
 
-def _keeps_apart(model: Any) -> bool:
-    """Compare packed sequences with each alone."""
+def _judge(model: Any) -> "Evidence":
+    """Compare packed sequences with each alone, and change each sequence in turn."""
     import torch
+
+    from twinkle.torch.numerics import evaluating, judge, probe_tokens
 
     body, device = model.base_model, model.device
     vocabulary = model.config.get_text_config().vocab_size
-    ids = (1 + torch.arange(sum(_TRIED), device=device) % (vocabulary - 1))[None]
     positions = torch.cat([torch.arange(length, device=device) for length in _TRIED])[None]
-    with trying(model):
-        packed = body(input_ids=ids, position_ids=positions).last_hidden_state
-        alone = [
-            body(input_ids=part, use_cache=False).last_hidden_state
-            for part in torch.split_with_sizes(ids, _TRIED, dim=1)
-        ]
-    return near(packed, torch.cat(alone, 1))
+
+    def packed(ids: Tensor) -> Tensor:
+        hidden: Tensor = body(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
+        return hidden
+
+    def alone(ids: Tensor) -> Tensor:
+        parts = torch.split_with_sizes(ids, _TRIED)
+        return torch.cat([body(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in parts])
+
+    ids, others = (
+        torch.tensor(probe_tokens(sum(_TRIED), vocabulary, changed=changed), device=device) for changed in (False, True)
+    )
+    changes, start = [], 0
+    for length in _TRIED:
+        own = range(start, start + length)
+        changed = ids.clone()
+        changed[start : start + length] = others[start : start + length]
+        changes.append((changed, [row for row in range(len(ids)) if row not in own]))
+        start += length
+    with evaluating(model):
+        return judge("packing", packed, alone, ids, changes)

@@ -1,14 +1,10 @@
 """What patches of Hugging Face models need to know of the model that they are given."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from twinkle.errors import PatchError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def hugging_face(module: Any, patch: object) -> Any:
@@ -66,28 +62,3 @@ def arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return dict(bound)
-
-
-@contextmanager
-def trying(model: Any) -> Iterator[None]:
-    """Run a model on a few tokens: no gradients, no dropout, and afterwards as before."""
-    import torch
-
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, was in training.items():
-            module.training = was
-
-
-def near(found: "Tensor", expected: "Tensor") -> bool:
-    """Say whether two results of a model differ by no more than the rounding of its dtype."""
-    import torch
-
-    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05
-    return found.shape == expected.shape and torch.allclose(
-        found.double(), expected.double(), rtol=tolerance, atol=tolerance
-    )

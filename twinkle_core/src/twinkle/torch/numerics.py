@@ -234,11 +234,14 @@ class _Measured:
     @property
     def fault(self) -> str:
         """The row that differs most, in words."""
-        worst = int(self.units.argmax())
+        leaks = self.moved / self.rounding
+        leaking = float(leaks.max()) > TOKEN_FACTOR
+        worst = int((leaks if leaking else self.units).argmax())
         known = f"rounding is {float(self.rounding[worst]):.1e}"
-        if self.moved[worst] >= self.difference[worst]:
-            return f"a token moved by {float(self.moved[worst]):.1e} when another sequence was changed ({known})"
-        return f"a token differs from that of its sequence alone by {float(self.difference[worst]):.1e} ({known})"
+        if leaking:
+            moved = f"a token moves by {float(self.moved[worst]):.1e} when another sequence changes"
+            return f"its sequences see each other: {moved} ({known})"
+        return f"a token differs from the plain path by {float(self.difference[worst]):.1e} ({known})"
 
     def evidence(self, path: str, method: str, reason: str = "") -> Evidence:
         """Return what was measured; a path without a reason against it is exact."""

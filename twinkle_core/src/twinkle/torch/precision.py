@@ -88,6 +88,8 @@ class InFloat64(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on float64 copies of its arguments."""
+        if _is_view(func) and not any(isinstance(value, nn.Parameter) for value in args):
+            return func(*args, **(kwargs or {}))  # a view of a caller's buffer must stay one: it may be written to
         given, named = tree_map(self._widened, args), tree_map(self._widened, kwargs or {})
         out = tree_map(_wider, func(*given, **named))
         if func._schema.is_mutable:
@@ -115,6 +117,10 @@ class InFloat64(TorchDispatchMode):
                 if out is after:
                     out = before
         return out
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _wider(value: Any) -> Any:

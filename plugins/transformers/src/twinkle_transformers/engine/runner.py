@@ -25,6 +25,7 @@ from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
 from twinkle_transformers.versions import AdapterVersion
 
+Texts = tuple[tuple[int, ...], ...]
 _LIVELY_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that change with the longest sequence of a call."""
 
@@ -228,7 +229,6 @@ class Runner:
         return torch.cat([torch.cat(parts) for parts in found])
 
 
-Texts = tuple[tuple[int, ...], ...]
 _LENGTHS = (7, 5, 3)
 _CUTS = (((0, 2), (2, 6), (6, 7)), ((0, 3), (3, 4), (4, 5)), ((0, 1), (1, 2), (2, 3)))
 
