@@ -129,8 +129,8 @@ def test_arguments_of_rows_are_cut_with_them(folder: Path, monkeypatch: pytest.M
     assert distance(found[1], found[0]) <= ROUNDING
 
 
-def test_recomputation_comes_before_cutting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = opened(folder)
+def test_recomputation_comes_before_cutting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(tiny_model(tmp_path, num_hidden_layers=8))  # of two layers, recomputation saves nothing
     set_free(model, of_short(needed(model, ROWS, training=True)))
     passes = watched(model, monkeypatch)
     model.forward_backward(inputs=ROWS)

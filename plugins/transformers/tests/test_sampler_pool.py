@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from twinkle.errors import ArgumentError, CheckpointError
 from twinkle.sampler import TorchSampler
@@ -127,3 +128,32 @@ def test_a_saved_adapter_is_read_for_sampling_without_being_added(model, tmp_pat
         model.pool.read_version(tmp_path / "a")
     with pytest.raises(CheckpointError):
         model.pool.read_version(tmp_path / "nowhere")
+
+
+def test_weights_on_experts_are_sampled_by_any_sampler_of_the_base(tmp_path, way):
+    folder = tiny_model(tmp_path / "moe", "qwen3")  # whose tokenizer it is
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=264, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=24, initializer_range=0.3,
+        eos_token_id=258, pad_token_id=256, bos_token_id=257,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no")
+    model.add_adapter_to_model(
+        "e",
+        {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        seed=1,
+    )
+    flat = model.pool.tenants["e"].flat
+    with torch.no_grad():
+        flat.add_(0.2 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
+    rows = [{"input_ids": [*range(n, 3 * n + 2)]} for n in (2, 5)]
+    labelled = [{**row, "labels": [*row["input_ids"][1:], -100]} for row in rows]
+    wanted = model.forward_only(inputs=labelled, adapter_name=["e", "e"])
+    version = model.pool.version("e")
+    for sampler in (TorchSampler(model=model), TorchSampler(folder)):
+        found = sampler.sample(rows, {"max_tokens": 0, "prompt_logprobs": 1}, adapter_version=version)
+        for row, output, response in zip(rows, wanted, found, strict=True):
+            scores = output["logps"].flatten()[: len(row["input_ids"]) - 1].tolist()
+            assert response.prompt_logprobs[1:] == pytest.approx(scores, abs=1e-4)  # float32 sums in another order

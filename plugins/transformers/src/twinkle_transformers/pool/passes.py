@@ -105,7 +105,9 @@ class Passes:
             self.recompute.prepare(load.tokens, load.width, masked=False, beside=load.beside, free=free)
         twins = [part.twin for part in parts if part.twin is not None]
         parts = [*parts, *twins]
-        stream = build(parts, self.device, self.dtype, share=self.share_prefixes and not self._alone, scratch=self.scratch)
+        stream = build(
+            parts, self.device, self.dtype, share=self.share_prefixes and not self._alone, scratch=self.scratch
+        )
         with torch.set_grad_enabled(training):
             hidden = self.recompute.run(lambda: self._body(stream)) if training else self._body(stream)
             with self._autocast():
