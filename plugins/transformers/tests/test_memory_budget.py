@@ -162,6 +162,18 @@ def test_scores_without_a_graph_are_cut_too(folder: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(base, model.forward_only(inputs=ROWS, disable_lora=True)["logps"], rtol=1e-5, atol=1e-5)
 
 
+def test_logits_that_are_returned_count_for_the_passes_that_follow(folder: Path) -> None:
+    model = opened(folder)
+    logits = 30 * model.model.config.vocab_size * 4
+    one = needed(model, ROWS[1:2], training=False) + 2 * logits
+    set_free(model, of_short(one + 13 * 12 * logits))
+    assert model.forward_only(inputs=ROWS, return_logits=True)["logits"].shape[:2] == (12, 30)
+    set_free(model, of_short(one + 4 * logits))
+    with pytest.raises(CapacityError, match="needs about"):
+        model.forward_only(inputs=ROWS, return_logits=True)
+    model.forward_only(inputs=ROWS)
+
+
 # refusing
 
 

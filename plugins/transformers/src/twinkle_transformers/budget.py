@@ -27,6 +27,7 @@ class Group:
         training: whether the pass keeps activations for a backward.
         together: so many consecutive rows stay in one pass.
         splittable: whether the rows may be computed in several passes.
+        keeps_logits: whether whole logits of a pass stay while the next one is made.
         advice: what the caller can do where they may not.
     """
 
@@ -35,6 +36,7 @@ class Group:
     training: bool
     together: int = 1
     splittable: bool = True
+    keeps_logits: bool = False
     advice: str = "give shorter rows, or free memory"
 
 
@@ -69,12 +71,13 @@ class Budget:
         if group.training:
             self.recompute.measure_together(group.adapter)
         waiting, found = deque((part, build(part)) for part in parts), list[tuple[Sequence[Any], Batch]]()
-        cut = False
+        cut, held = False, 0
         while waiting:
             rows, batch = waiting.popleft()
-            needed = self.fitting(batch, group)
+            needed = self.fitting(batch, group, held)
             if needed is None:
                 found.append((rows, batch))
+                held += int(batch["input_ids"].numel()) * self._logits if group.keeps_logits else 0
                 continue
             half = (len(rows) // 2 + group.together - 1) // group.together * group.together
             if not group.splittable or not 0 < half < len(rows):
@@ -88,9 +91,15 @@ class Budget:
             )  # fmt: skip
         return [rows for rows, _ in found], [batch for _, batch in found]
 
-    def fitting(self, batch: Batch, group: Group) -> tuple[int, int] | None:
-        """Return None where the pass of a batch fits; else the bytes that it needs at least and those that are free."""
-        size, beside, recompute = positions(batch), self.beside(batch, group), self.recompute
+    def fitting(self, batch: Batch, group: Group, held: int = 0) -> tuple[int, int] | None:
+        """Return None where the pass of a batch fits; else the bytes that it needs at least and those that are free.
+
+        Args:
+            batch: of the pass.
+            group: what its rows have in common.
+            held: bytes that passes before it leave.
+        """
+        size, beside, recompute = positions(batch), self.beside(batch, group) + held, self.recompute
         if recompute.surely_fits(size.tokens, size.width, beside, training=group.training):
             return None
         found = None
@@ -101,8 +110,15 @@ class Budget:
             free = recompute.free_for(kept + beside)
             if free is None or kept + beside <= SHARE * free:
                 return None
-            found = kept + beside, free
+            if found is None or kept + beside < found[0]:
+                found = kept + beside, free
         return found
+
+    @property
+    def _logits(self) -> int:
+        """Bytes of one position's logits."""
+        model = self.backbone.model
+        return int(model.config.get_text_config().vocab_size) * max(4, int(model.dtype.itemsize))
 
     def _ways(self, group: Group) -> list[bool]:
         if not group.training or not self.recompute.possible:
@@ -121,9 +137,8 @@ class Budget:
         """Return the bytes of the head's results that stay, and of the logits that exist at one time."""
         needs, model = group.needs, self.backbone.model
         config, labels = model.config.get_text_config(), batch.get("labels")
-        number = max(4, int(model.dtype.itemsize))
-        logits = int(config.vocab_size) * number
-        hidden = int(getattr(config, "hidden_size", None) or 0) * number
+        logits = self._logits
+        hidden = int(getattr(config, "hidden_size", None) or 0) * max(4, int(model.dtype.itemsize))
         tokens = int(batch["input_ids"].numel())
         if needs.embeddings or self.backbone.scores_rows:
             return tokens * hidden

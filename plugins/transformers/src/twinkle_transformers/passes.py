@@ -138,7 +138,10 @@ class Passes(Components):
 
     def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> Group:
         needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
-        return Group(group.adapter_name, needs, training=status is group.train_status)
+        training = status is group.train_status
+        return Group(
+            group.adapter_name, needs, training=training, keeps_logits=needs.logits and (return_logits or not training)
+        )
 
     @property
     def _budget(self) -> Budget:
