@@ -3,6 +3,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 TESTS ?=
+TWINKLE_MEMORY_LIMIT ?= 4GB
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/pytest
@@ -17,19 +18,21 @@ help:  ## Show this list
 
 install: .venv/installed  ## Make .venv (1.8 GB) with all members editable; again only when requirements change
 
-# Passive: threads that wait give their core away, which matters by a factor where others compute too.
+# Passive: threads that wait give their core away, which matters by a factor where others compute too. Each process of a
+# demo plans its passes for the memory that TWINKLE_MEMORY_LIMIT names: where a fast path is off, they are smaller.
+DEMO := OMP_WAIT_POLICY=PASSIVE TWINKLE_MEMORY_LIMIT=$(TWINKLE_MEMORY_LIMIT) $(BIN)
 quickstart: .venv/members  ## Train a small real model on two CPU cores, in minutes
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run sft --config examples/quickstart.yaml
+	$(DEMO)/twinkle run sft --config examples/quickstart.yaml
 	@run=$$(ls -td runs/sft-*/ | head -1); echo; \
 	echo "See the loss:        $${run}loss.png"; \
 	echo "Ask the result:      $(BIN)/python examples/ask.py $${run}adapter 'Who are you?'"; \
 	echo "Learn from rewards:  make grpo-demo"
 
 serve-demo: install  ## Train two tenants at once through a service, with a live table, in minutes
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/serve_demo.py
+	$(DEMO)/python examples/serve_demo.py
 
 grpo-demo: .venv/members  ## Let a small real model learn to add from rewards alone, in a quarter of an hour
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/twinkle run grpo --config examples/grpo_demo.yaml
+	$(DEMO)/twinkle run grpo --config examples/grpo_demo.yaml
 
 test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)

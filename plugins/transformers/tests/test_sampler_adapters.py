@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
+from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [7, 8, 9, 10, 11]}]
@@ -150,7 +151,10 @@ def test_what_it_samples_is_what_the_trainer_scores(folder):
         assert scored[row, trained].tolist() == pytest.approx(sampled, abs=0.15)
 
 
-def test_a_live_model_samples_with_a_folder_and_keeps_no_adapter_of_it(live, saved):
+@pytest.mark.parametrize("way", ["in steps", "whole"])
+def test_a_live_model_samples_with_a_folder_and_keeps_no_adapter_of_it(live, saved, way, monkeypatch):
+    if way == "whole":
+        monkeypatch.setattr(Runner, "_refusal", lambda self: "the test says so")
     target, says = saved
     sampler = TorchSampler(model=live)
     before = state_of(live)

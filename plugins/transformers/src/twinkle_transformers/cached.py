@@ -117,3 +117,41 @@ class CachedModel:
             )  # fmt: skip
         logits_BTV = output.logits if whole else output.logits[:, -1:]
         return logits_BTV, output.past_key_values
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBytes:
+    """Bytes that a decode loop needs for a sequence: `fixed + per_token * tokens`, and what one step computes.
+
+    Attributes:
+        fixed: of states that do not grow.
+        per_token: of keys and values.
+        per_prompt_token: activations of one layer while a prompt is read.
+        step: logits, and what drawing makes of them.
+    """
+
+    fixed: int
+    per_token: int
+    per_prompt_token: int
+    step: int
+
+    @classmethod
+    def of(cls, model: CachedModel, hidden: int) -> "SequenceBytes":
+        """Measure a model on two short prompts; `hidden` is the size of its hidden states."""
+        sizes = [_cache_bytes(model.prefill([[1] * length])[0].cache) for length in _MEASURED]
+        per_token = max(0, sizes[1] - sizes[0]) // (_MEASURED[1] - _MEASURED[0])
+        # A layer with gates makes 12 to 16 numbers for each hidden one; drawing copies logits in float32 and int64.
+        return cls(max(0, sizes[0] - per_token * _MEASURED[0]), per_token, 64 * hidden, 32 * model.vocabulary)
+
+    def needed(self, tokens: int, prompt: int) -> int:
+        """Return the bytes for a sequence of so many tokens; its keys and values are copied as they grow."""
+        return 2 * (self.fixed + self.per_token * tokens) + self.per_prompt_token * prompt + self.step
+
+
+_MEASURED = (4, 8)
+
+
+def _cache_bytes(cache: Any) -> int:
+    layers = getattr(cache, "layers", None) or [cache]
+    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,21 +1,29 @@
 """How much memory a pass may still take, and how much of it a forward keeps for its backward."""
 
-from collections.abc import Callable, Iterable
+import ctypes
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from twinkle.errors import ArgumentError
+
+LIMIT = "TWINKLE_MEMORY_LIMIT"
+"""The environment variable that bounds the memory of the host for which this process plans its passes."""
+
 _CGROUPS = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current", "sys/fs/cgroup/memory.stat", "inactive_file"),
-    (
-        "sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "sys/fs/cgroup/memory/memory.stat",
-        "total_inactive_file",
-    ),
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_BUFFER = 1 << 20
+"""Bytes from which a buffer of its own is given back as soon as it is free; see `give_back_at_once`."""
+_M_MMAP_THRESHOLD = -3
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -31,16 +39,92 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return what the kernel calls available, or less where a container's limit is nearer; None if it says neither."""
+    """Return the bytes that this process may still take; None if nothing says so.
+
+    That is what the kernel calls available, or less where the limit of a control group (of a container, or of one that
+    this process is in) or `TWINKLE_MEMORY_LIMIT` is nearer. The latter counts the process's own resident memory.
+    """
     found = []
     if (available := _field(root / "proc/meminfo", "MemAvailable:")) is not None:
         found.append(available * 1024)
-    for limit, used, stat, cache in _CGROUPS:
-        if (bound := _number(root / limit)) is None:
-            continue
-        if (taken := _number(root / used)) is not None:
-            found.append(max(0, bound - taken + (_field(root / stat, cache) or 0)))
+    for mount, limit, used, cached in _CGROUPS:
+        for folder in _groups(root, mount):
+            bound, taken = _number(folder / limit), _number(folder / used)
+            if bound is not None and taken is not None:
+                found.append(max(0, bound - taken + (_field(folder / "memory.stat", cached) or 0)))
+    if (own := own_limit()) is not None:
+        found.append(max(0, own - (resident_bytes(root) or 0)))
     return min(found, default=None)
+
+
+def own_limit() -> int | None:
+    """Return the bytes in `TWINKLE_MEMORY_LIMIT`; None where it is not set.
+
+    Raises:
+        ArgumentError: it is not a size.
+    """
+    text = os.environ.get(LIMIT, "").strip()
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", text)
+    if match is None or (match[3] and not match[2]):
+        raise ArgumentError(f"{LIMIT} must be a size such as 4GB, 3.5GiB or 4000000000, got {text!r}")
+    unit = _UNITS[match[2]] if not match[3] else 1024 ** (1 + "KMGT".index(match[2]))
+    return int(float(match[1]) * unit)
+
+
+def resident_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process has; None if unknown."""
+    kilobytes = _field(root / "proc/self/status", "VmRSS:")
+    return None if kilobytes is None else kilobytes * 1024
+
+
+def give_back_host_memory() -> None:
+    """Give back what the C library keeps of freed memory, where it can (glibc).
+
+    torch's buffers on a CPU come from it, and what it keeps looks like memory that is in use.
+    """
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
+
+
+@cache
+def give_back_at_once() -> None:
+    """Let freed buffers of 1 MiB and more go back to the system at once, from now on (glibc).
+
+    By default glibc keeps freed buffers of up to 32 MiB in a heap, whose holes make a process several times as large as
+    the tensors that it holds: an estimate of those says little of what it takes. Each buffer's first touch costs more
+    in return, which is why this is left until memory is short.
+    """
+    if (library := _glibc()) is not None:
+        library.mallopt(_M_MMAP_THRESHOLD, _BUFFER)
+        library.malloc_trim(0)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None)
+        return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
+    except OSError:
+        return None
+
+
+def _groups(root: Path, mount: str) -> Iterator[Path]:
+    """Yield the folders of the control groups that this process is in, from the outermost that can be seen here."""
+    base = root / mount
+    yield base
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if "memory" in kinds.split(",") if mount.endswith("memory") else number == "0":
+            folder = base
+            for name in Path(path.lstrip("/")).parts:
+                folder /= name
+                yield folder
 
 
 @dataclass(frozen=True, slots=True)

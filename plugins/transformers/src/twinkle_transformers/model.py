@@ -151,8 +151,8 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         check_call(task, temperature)
         group = self._trained(adapter_name)
         rows = as_rows(inputs, group.encoder(self.model_path))
-        batch = self._batch(group, rows)
         self._ready(group, training=True)
+        batch = self._uncut(group, rows, return_logits, task)
         self._idle_passes("forward", 1)
         group.training = True
         item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
@@ -182,12 +182,12 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         top = top_of_call(topk_logprobs)
         group = self._select(adapter_name)
         parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(group.loss_instance))
-        batches = [self._batch(group, part) for part in parts]
         status = group.eval_status
         self._ready(group, training=False)
         group.training = False
         base = disable_lora or not group.adapter_name
         with torch.no_grad(), adapters.without_adapters(self.model, base):
+            parts, batches = self._plan(group, status, parts, return_logits, task, top)
             idle = self._idle_passes("forward_only", len(parts))
             status.passes = [
                 self._pass(group, status, part, batch, temperature, return_logits, task, top)
@@ -281,11 +281,12 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         loss = group.loss()
         check_loss_arguments(loss, loss_kwargs)
         parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(loss))
-        batches = [self._batch(group, part) for part in parts]  # all of them first: a bad row must not cost a gradient
+        self._ready(group, training=True)
+        # All batches first: a bad row must not cost a gradient.
+        parts, batches = self._plan(group, group.train_status, parts, return_logits, task)
         left, sizes = group.pads_left(), [batch_size(batch) for batch in batches]
         check_rows_for(loss, sizes)
         shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=left)
-        self._ready(group, training=True)
         group.training, group.train_status.passes = True, []
         done: list[Pass] = []
         touched, spread = False, not self.parallel.ranks.alone

@@ -63,17 +63,18 @@ class PackedBatch(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a pass is: positions in all, in its longest sequence, and whether some of them are masked."""
+    """How large a pass is: positions in all, in its longest sequence, and whether they are masked or packed."""
 
     tokens: int
     width: int
     masked: bool
+    packed: bool = False
 
 
 def positions(batch: Mapping[str, Any]) -> Size:
     """Return how large the pass of a batch is."""
     if isinstance(batch, PackedBatch):
-        return Size(sum(batch.lengths), batch.width, False)
+        return Size(sum(batch.lengths), batch.width, False, True)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     return Size(ids.numel(), ids.shape[1], mask is not None and not bool(mask.all()))
 

@@ -10,14 +10,16 @@ import torch
 from twinkle import get_logger
 from twinkle.data_format import ModelOutput
 from twinkle.model.base import Inputs
+from twinkle.torch.segments import Segments
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import IGNORE, check_batch
+from twinkle_transformers.budget import Budget, Group
 from twinkle_transformers.components import Components
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.options import PRECISION
 from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.prompts import context_of
-from twinkle_transformers.rows import as_rows
+from twinkle_transformers.rows import as_rows, rows_together
 from twinkle_transformers.sharing import sharing_prefixes
 
 
@@ -110,9 +112,46 @@ class Passes(Components):
             return Pass(batch, forward(), list(rows))
         sizes = positions(batch)
         masked = self.parallel.in_lockstep or sizes.masked  # sharded ranks measure the same
-        self._recompute.prepare(sizes.tokens, sizes.width, group.adapter_name, masked)
+        beside = self._budget.beside(batch, Group(group.adapter_name, needs, training=True))
+        self._recompute.prepare(
+            sizes.tokens, sizes.width, group.adapter_name, masked, packed=sizes.packed, beside=beside
+        )
         return Pass(batch, self._recompute.run(forward), list(rows))
 
+    def _plan(
+        self, group: OptimizerGroup, status: Status, parts: Any, return_logits: bool, task: str, top: int = 0
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the rows of each pass and their batches, cut so that passes fit into memory."""
+        loss = group.loss_instance
+        common = self._common(group, status, return_logits, task, top)
+        common = replace(common, together=rows_together(loss), splittable=bool(getattr(loss, "splittable", True)))
+        if not common.splittable:
+            common = replace(common, advice="the loss compares all rows of a call: give fewer rows, or free memory")
+        return self._budget.plan(parts, lambda rows: self._batch(group, rows), common)
+
+    def _uncut(self, group: OptimizerGroup, rows: Any, return_logits: bool, task: str) -> Any:
+        """Return the batch of rows whose graph is kept, which one pass must compute."""
+        common = self._common(group, group.train_status, return_logits, task)
+        advice = "give fewer rows, or call forward_backward, which computes them in several passes"
+        common = replace(common, splittable=False, advice=advice)
+        return self._budget.plan([rows], lambda part: self._batch(group, part), common)[1][0]
+
+    def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> Group:
+        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
+        training = status is group.train_status
+        return Group(
+            group.adapter_name, needs, training=training, keeps_logits=needs.logits and (return_logits or not training)
+        )
+
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self._backbone, self._recompute)
+
     def _probe(self, row: dict[str, torch.Tensor]) -> object:
-        with self.autocast():
-            return self.parallel.run(self._backbone.model, lambda: self._backbone.body(**row, use_cache=False))
+        backbone = self._backbone
+        within: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if "position_ids" in row:  # as packed rows are
+            within = backbone.segmenter.within(Segments.of([row["input_ids"].shape[1]], self.device))
+        taken = {name: value for name, value in row.items() if name in backbone.inputs}
+        with self.autocast(), within:
+            return self.parallel.run(backbone.model, lambda: backbone.body(**taken, use_cache=False))

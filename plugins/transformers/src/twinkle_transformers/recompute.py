@@ -8,7 +8,14 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
-from twinkle_transformers.memory import Footprint, free_bytes, local_bytes, measure
+from twinkle_transformers.memory import (
+    Footprint,
+    free_bytes,
+    give_back_at_once,
+    give_back_host_memory,
+    local_bytes,
+    measure,
+)
 
 T = TypeVar("T")
 
@@ -16,6 +23,13 @@ SHARE = 0.8
 """Of the free memory that saved activations may take; heads, temporaries and fragmentation need the rest."""
 
 _UNIT = 64
+_NEAR = 0.25
+"""Share of the free memory from which a pass on a CPU has its buffers given back at once."""
+_SURELY = 0.05
+"""Share of the free memory below which a rough bound of what a pass needs is not made better by measuring it."""
+_INPUTS = "\0inputs"
+"""Stands for an adapter where all of a model's activations are measured, whatever is trained."""
+_Key = tuple[str, bool, bool, bool]
 
 
 class Recompute:
@@ -31,7 +45,8 @@ class Recompute:
         device: where it runs.
         context_fn: passed to `torch.utils.checkpoint`: returns the context managers of forward and recomputation.
         forward: runs `input_ids` and, for passes with padding, `attention_mask` (int64 `[1, T]`) through the body as a
-            training pass would, under the same autocast; by default `module.base_model`.
+            training pass would, under the same autocast; by default `module.base_model`. Of a packed pass, `input_ids`
+            come with `position_ids`.
         agree: tells ranks that compute in lockstep each other's wish and returns whether one of them must recompute; a
             pass that ran out of memory is then not tried again.
         free: the bytes free on a device, None if unknown (then it recomputes).
@@ -67,7 +82,7 @@ class Recompute:
         if context_fn is not None:
             self._options["context_fn"] = context_fn
         self._able = bool(getattr(module, "supports_gradient_checkpointing", False))
-        self._footprints: dict[tuple[str, bool, bool], Footprint | None] = {}
+        self._footprints: dict[_Key, Footprint | None] = {}
         self._trained: dict[str, list[Tensor]] = {}
         self._too_many: int | None = None
         self._tokens = 0
@@ -83,9 +98,24 @@ class Recompute:
         """Return the bytes that are free where it runs; None if unknown."""
         return self._free(self._device)
 
+    def free_for(self, needed: int) -> int | None:
+        """Return the bytes that are free for a pass that needs so many; None if unknown.
+
+        On a CPU, where that is a good part of what is free, buffers are given back as soon as they are free from now
+        on, and what the C library keeps of earlier ones is given back first if there would not be enough.
+        """
+        free = self.available()
+        if free is None or self._device.type != "cpu" or needed <= _NEAR * free:
+            return free
+        give_back_at_once()
+        if needed > SHARE * free:
+            give_back_host_memory()
+            free = self.available()
+        return free
+
     def prepare(
-        self, tokens: int, width: int | None = None, adapter: str = "", masked: bool = True, *, beside: int = 0,
-        free: int | None = None,
+        self, tokens: int, width: int | None = None, adapter: str = "", masked: bool = True, *, packed: bool = False,
+        beside: int = 0, free: int | None = None,
     ) -> None:  # fmt: skip
         """Decide for the training pass that comes.
 
@@ -95,15 +125,18 @@ class Recompute:
                 row, which overestimates what grows with the square of the length.
             adapter: what is trained; each is measured once.
             masked: whether the pass has an attention mask, which kernels may keep, once a layer.
+            packed: whether its sequences lie in one row.
             beside: bytes that the pass needs for other things.
             free: bytes that were free a moment ago; by default they are asked for.
         """
         if self.mode != "auto" or not self._able:
             return
         self._tokens = tokens
-        masked = masked or self._agree is not None  # a measurement is a forward, which ranks in lockstep make together
-        needed = self.needed_bytes(tokens, tokens if width is None else width, adapter, masked)
-        wanted = self._does_not_fit(tokens, needed and needed + beside, self.available() if free is None else free)
+        needed = self.needed_bytes(tokens, tokens if width is None else width, adapter, masked, packed=packed)
+        needed = needed and needed + beside
+        if free is None:
+            free = self.available() if needed is None else self.free_for(needed)
+        wanted = self._does_not_fit(tokens, needed, free)
         self._switch(self._agree(wanted) if self._agree is not None else wanted)
 
     def run(self, call: Callable[[], T]) -> T:
@@ -135,28 +168,72 @@ class Recompute:
             getattr(torch, self._device.type).empty_cache()
 
     def needed_bytes(
-        self, tokens: int, width: int, adapter: str = "", masked: bool = True, *, recomputed: bool = False
-    ) -> int | None:
+        self, tokens: int, width: int, adapter: str = "", masked: bool = True, *, packed: bool = False,
+        recomputed: bool = False, transient: int = 0,
+    ) -> int | None:  # fmt: skip
         """Return what a pass needs: saved activations and gradients that do not exist yet.
 
-        With recomputation that is what goes into each layer, and all of one layer. None if it could not be measured.
+        With recomputation that is what goes into each layer, and all of one layer; in any case, what so many layers
+        keep is added for numbers that exist for a moment. None if it could not be measured.
         """
-        footprint = self._footprint(adapter, masked, False)
+        footprint = self._footprint(adapter, masked, packed, False)
         if footprint is None:
             return None
         kept = footprint.of(tokens, width)
+        layer = kept // self._layers
         if recomputed:
-            inputs = self._footprint(adapter, masked, True)
+            inputs = self._footprint(adapter, masked, packed, True)
             if inputs is None:
                 return None
-            layers = getattr(self._module.config.get_text_config(), "num_hidden_layers", None) or 1
-            kept = inputs.of(tokens, width) + kept // layers
-        return kept + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
+            kept = inputs.of(tokens, width) + layer
+        return kept + transient * layer + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
 
-    def _footprint(self, adapter: str, masked: bool, recomputed: bool) -> Footprint | None:
-        key = adapter, masked, recomputed
+    def passing_bytes(self, tokens: int, width: int, masked: bool = True, *, packed: bool = False) -> int | None:
+        """Return what a pass without a backward needs: the activations of one layer; None if it was not measured.
+
+        Ranks in lockstep measure passes with a backward alone.
+        """
+        if self._agree is not None:
+            return None
+        footprint = self._footprint(_INPUTS, masked, packed, False)
+        return None if footprint is None else footprint.of(tokens, width) // self._layers
+
+    def surely_fits(self, tokens: int, width: int, beside: int, *, training: bool) -> bool:
+        """Say whether a rough upper bound of what a pass needs is so small that nothing has to be measured.
+
+        The bound is 64 numbers for each hidden one of a layer's token, and two of each head for each pair of tokens: a
+        layer with gates and experts keeps 15 to 30, and attention without a kernel of its own keeps two.
+        """
+        if training and (self._agree is not None or (self.mode == "auto" and self._able)):
+            return False  # ranks in lockstep measure together; and what recomputation asks for is measured in any case
+        if (free := self.available()) is None:
+            return True
+        config = self._module.config.get_text_config()
+        hidden, heads = (getattr(config, name, None) or 0 for name in ("hidden_size", "num_attention_heads"))
+        if not hidden:
+            return False
+        bound = 4 * tokens * (64 * hidden + 2 * heads * width) * (self._layers if training else 1) + beside
+        if training:
+            bound += sum(local_bytes(p) for p in self._module.parameters() if p.requires_grad and p.grad is None)
+        return bound <= _SURELY * free
+
+    def measure_together(self, adapter: str) -> None:
+        """Measure what `needed_bytes` reads, now, on all ranks that compute in lockstep."""
+        if self._agree is not None:
+            self._footprint(adapter, True, False, False)
+            if self.possible:
+                self._footprint(adapter, True, False, True)
+
+    @property
+    def _layers(self) -> int:
+        return getattr(self._module.config.get_text_config(), "num_hidden_layers", None) or 1
+
+    def _footprint(self, adapter: str, masked: bool, packed: bool, recomputed: bool) -> Footprint | None:
+        if self._agree is not None:
+            masked, packed = True, False  # a measurement is a forward, which ranks in lockstep make together
+        key = adapter, masked, packed, recomputed
         if key not in self._footprints:
-            self._footprints[key] = self._measure(masked, recomputed)
+            self._footprints[key] = self._measure(*key)
             self._trained[adapter] = [p for p in self._module.parameters() if p.requires_grad]
         return self._footprints[key]
 
@@ -194,28 +271,33 @@ class Recompute:
             return
         self.on = on
 
-    def _measure(self, masked: bool, recomputed: bool = False) -> Footprint | None:
+    def _measure(self, adapter: str, masked: bool, packed: bool, recomputed: bool) -> Footprint | None:
         config = self._module.config.get_text_config()
         unit = max(_UNIT, int(getattr(config, "chunk_size", 0) or 0))
         if longest := getattr(config, "max_position_embeddings", None):
             unit = max(1, min(unit, longest // 3))
         was, training = self.on, self._module.training
         devices = [self._device] if self._device.type != "cpu" else []
+        hook = self._module.get_input_embeddings().register_forward_hook(_wanting) if adapter == _INPUTS else None
         try:
             self._switch(recomputed)
             self._module.train()
             with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
                 own = [*self._module.parameters(), *self._module.buffers()]
-                return measure(lambda width: self._row(width, config.vocab_size, masked), own, unit)
+                return measure(lambda width: self._row(width, config.vocab_size, masked, packed), own, unit)
         except Exception as error:  # whatever a model does not like about the row: training itself goes on
             get_logger().warning("activations could not be measured, so that every pass recomputes them: %s", error)
             return None
         finally:
+            if hook is not None:
+                hook.remove()
             self._module.train(training)
             self._switch(was)
 
-    def _row(self, width: int, vocabulary: int, masked: bool) -> object:
+    def _row(self, width: int, vocabulary: int, masked: bool, packed: bool) -> object:
         ids = torch.arange(width, device=self._device)[None] % vocabulary
+        if packed:
+            return self.forward({"input_ids": ids, "position_ids": torch.arange(width, device=self._device)[None]})
         mask = torch.ones_like(ids)
         mask[0, -1] = 0  # a mask of ones would be no mask
         return self.forward({"input_ids": ids} | ({"attention_mask": mask} if masked else {}))
@@ -231,6 +313,11 @@ class Recompute:
         torch.set_rng_state(state[0])
         if state[1] is not None:
             getattr(torch, self._device.type).set_rng_state(state[1], self._device)
+
+
+def _wanting(module: Any, given: Any, made: Tensor) -> Tensor:
+    """Let what comes out of a module want a gradient, so that all that follows is kept."""
+    return made if made.requires_grad else made.detach().requires_grad_()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -73,10 +73,15 @@ class Scope(AbstractContextManager[None]):
         windows: sizes of local attention that the model's layers asked for.
         masked: sizes of local attention that its masks were asked for.
         routing: which tokens belong to which adapter of a pool; None is no pool.
+        elsewhere: returns the routing of a layer that sees another number of rows than the call has tokens (a head that
+            sees the last token of each sequence, an expert that sees its own); None where that is unknown.
     """
 
-    def __init__(self, segments: Segments, switch: Switch | None, routing: Routing | None = None) -> None:
-        self.segments, self.switch, self.routing = segments, switch, routing
+    def __init__(
+        self, segments: Segments, switch: Switch | None, routing: Routing | None = None,
+        elsewhere: Callable[[int], Routing | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.segments, self.switch, self.routing, self.elsewhere = segments, switch, routing, elsewhere
         self.windows: set[int | None] = set()
         self.masked: set[int] = set()
         self._tokens = _Tokens()
@@ -120,6 +125,18 @@ def routing_now() -> Routing | None:
     """Return which tokens of the pass that runs belong to which adapter of a pool; None outside such passes."""
     scope = _ACTIVE.get()
     return None if scope is None else scope.routing
+
+
+def routing_of(rows: int) -> Routing | None:
+    """Return which of so many rows, which a layer of the pass that runs sees, belong to which adapter of a pool.
+
+    Returns:
+        the routing of the pass where the number of rows is not its own and nothing else is known; None outside passes.
+    """
+    scope = _ACTIVE.get()
+    if scope is None or scope.routing is None or scope.elsewhere is None or rows == scope.routing.total:
+        return None if scope is None else scope.routing
+    return scope.elsewhere(rows)
 
 
 def body_of(model: Any) -> Any:

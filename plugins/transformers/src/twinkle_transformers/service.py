@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
+import torch
+
 from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
@@ -66,7 +68,7 @@ class Service:
             limits: what the engine may take.
         """
         self.source, self._limits = source, limits
-        self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch)
+        self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch, self._bytes)
         self._engine: Engine | None = None
         self._model: Any = None
         self._lock = RLock()
@@ -108,7 +110,6 @@ class Service:
         Raises:
             CapacityError: a prompt's keys and values could never fit.
             NonFiniteError: an adapter's weights are NaN or infinite.
-            Unsupported: an adapter has a part that only the engine can sample with.
         """
         engine = self.engine
         if engine is not None and engine.runner.changed():
@@ -155,8 +156,7 @@ class Service:
                 error,
             )
             return None
-        limits = self._limits
-        budget = default_budget(runner.device) if limits.cache_bytes is None else limits.cache_bytes
+        limits, budget = self._limits, self._bytes()
         return Engine(
             runner,
             store,
@@ -166,3 +166,10 @@ class Service:
             prefill_tokens=limits.prefill_tokens,
             ready=self.source.stepping,
         )
+
+    def _bytes(self) -> int:
+        """Return the bytes that keys and values may take now."""
+        if self._limits.cache_bytes is not None:
+            return self._limits.cache_bytes
+        device: torch.device = self.source.base.get_input_embeddings().weight.device
+        return default_budget(device)

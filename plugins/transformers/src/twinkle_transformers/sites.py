@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from twinkle.errors import Unsupported
 from twinkle.torch import lowrank
 from twinkle.torch.numerics import judge
-from twinkle_transformers.segments import body_of, routing_now
+from twinkle_transformers.segments import body_of, routing_now, routing_of
 
 _FORWARD = nn.Linear.forward
 
@@ -108,7 +108,7 @@ def is_at_rest(module: nn.Module) -> bool:
 
 
 def _adapted(site: Site, x: Tensor) -> Tensor:
-    routing = routing_now()
+    routing = routing_of(x.numel() // site.fan_in)
     module: Any = site.module
     part = routing is not None and x.numel() != routing.total * site.fan_in
     if routing is None or (part and not routing.at(site.name)):

@@ -22,6 +22,7 @@ from twinkle_transformers.engine.adapters import LiveAdapters, Spare, read_versi
 from twinkle_transformers.engine.modes import active_adapters, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
+from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.sites import Site
 from twinkle_transformers.versions import AdapterVersion
 
@@ -79,11 +80,14 @@ class Source(ABC):
 
         Raises:
             ArgumentError: they adapt layers that this model does not have.
+            Unsupported: they adapt experts whose forward was replaced.
         """
         sites = self.sites(runner)
         shapes = version.layout.shapes.items()
-        if strange := [name for name, shape in shapes if not shape.experts and name not in sites]:
+        experts = find_expert_sites(self.base) if any(shape.experts for _, shape in shapes) else {}
+        if strange := [name for name, shape in shapes if name not in (experts if shape.experts else sites)]:
             raise ArgumentError(f"adapter {version.key!r} adapts {strange[0]}, which this model does not have")
+        install_experts(experts[name] for name, shape in shapes if shape.experts)
         return Pick(version=version, whole=runner is None)
 
     @abstractmethod
@@ -291,8 +295,6 @@ class SharedModel(Source):
     def pick(self, name: str | None, path: str | Path | None, runner: Runner | None) -> Pick:
         """See `Source.pick`; by default it is the live model's active adapter. A folder is read, not added."""
         if path is not None:
-            if runner is None and not hasattr(self._model, "sampler_version"):
-                raise Unsupported(_SHARED)
             return Pick(version=self._folders.version(path, lambda: self.read(path, runner)), whole=runner is None)
         if name is None:
             return Pick()

@@ -1,19 +1,21 @@
 """Serves the requests of models that cannot run step by step: each call's rows together, to their end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any
 
 from torch import nn
 
-from twinkle.errors import Unsupported
+from twinkle.errors import CapacityError
+from twinkle.torch.lowrank import Routing
 from twinkle.torch.segments import Segments
-from twinkle_transformers.cached import CachedModel, Within
+from twinkle_transformers.cached import CachedModel, SequenceBytes, Within
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner
-from twinkle_transformers.generation import generate
+from twinkle_transformers.generation import Prompt, generate
 from twinkle_transformers.segments import Scope
+from twinkle_transformers.sites import install
 from twinkle_transformers.versions import AdapterVersion
 
 Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
@@ -22,15 +24,19 @@ Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
 class WholeCalls:
     """The slower path: a decode loop with the cache of transformers; what arrives meanwhile waits."""
 
-    def __init__(self, base: Callable[[], Any], ready: Ready, max_batch_size: int) -> None:
+    def __init__(
+        self, base: Callable[[], Any], ready: Ready, max_batch_size: int, budget: Callable[[], int]
+    ) -> None:  # fmt: skip
         """Begin without requests.
 
         Args:
             base: returns the Hugging Face model.
             ready: gives the module to call with an adapter of PEFT's chosen.
-            max_batch_size: sequences decoded at once.
+            max_batch_size: sequences decoded at once, as far as memory allows.
+            budget: returns the bytes that a call may take.
         """
-        self._base, self._ready, self._most = base, ready, max_batch_size
+        self._base, self._ready, self._most, self._budget = base, ready, max_batch_size, budget
+        self._bytes: tuple[Any, SequenceBytes] | None = None
         self._waiting: list[tuple[Request, str | None]] = []
         self._known: Runner | None = None
         self._lock = RLock()
@@ -46,16 +52,7 @@ class WholeCalls:
         Args:
             request: those of one call have the same parameters, stop rule and seed.
             adapter: PEFT's name of it, "" for the base model, None for what is active.
-
-        Raises:
-            Unsupported: the adapter has a part that only an engine can sample with.
         """
-        version = request.version
-        if version is not None and self._runner().head_name in version.layout.entries:
-            raise Unsupported(
-                f"adapter {version.key!r} adapts the output projection, which this model can only be sampled without: "
-                "it cannot run step by step"
-            )
         self._waiting.append((request, adapter))
 
     def cancel(self, request: Request) -> None:
@@ -88,9 +85,10 @@ class WholeCalls:
         try:
             with self._ready(adapter) as module:
                 model = CachedModel(module, self._base(), self._within(first.version))
+                prompts = [request.prompt for request in mine]
                 found = generate(
-                    model, [request.prompt for request in mine], first.params, stop=first.stop, seed=first.seed,
-                    max_batch_size=self._most,
+                    model, prompts, first.params, stop=first.stop, seed=first.seed,
+                    max_batch_size=self._at_once(model, prompts),
                 )  # fmt: skip
             for request, result in zip(mine, found, strict=True):
                 request.result = result
@@ -101,13 +99,39 @@ class WholeCalls:
             request.done = True
         self._waiting = [pair for pair in self._waiting if not pair[0].done]
 
+    def _at_once(self, model: CachedModel, prompts: Sequence[Prompt]) -> int:
+        """Return how many sequences may be decoded at once.
+
+        Raises:
+            CapacityError: one of them is too long for what is free.
+        """
+        base = self._base()
+        if self._bytes is None or self._bytes[0] is not base:
+            hidden = getattr(base.config.get_text_config(), "hidden_size", None) or 0
+            self._bytes = base, SequenceBytes.of(model, hidden)
+        longest = max(prompts, key=lambda prompt: len(prompt.ids) + prompt.room)
+        tokens, widest = len(longest.ids) + longest.room, max(len(prompt.ids) for prompt in prompts)
+        needed, budget = self._bytes[1].needed(tokens, widest), self._budget()
+        if needed > budget:
+            raise CapacityError(
+                f"row {longest.row}: {tokens} tokens need about {needed / 2**20:.1f} MiB, and the sampler may take "
+                f"{budget / 2**20:.1f} MiB; ask for fewer (max_tokens), or give it more (cache_bytes)"
+            )
+        return min(self._most, budget // needed)
+
     def _within(self, version: AdapterVersion | None) -> Within | None:
         """Return the context in which all rows have one adapter that is not PEFT's."""
         if version is None:
             return None
         runner = self._runner()
-        _ = runner.sites  # installed
-        return lambda tokens: Scope(_ONE, None, runner.route([version] * tokens))
+        sites = runner.sites  # installed
+        if head := [site for site in sites.values() if site.head]:
+            install(head, head=True)  # each time: a pool whose model is patched gives its head back its own forward
+
+        def route(rows: int) -> Routing | None:
+            return runner.route([version] * rows)
+
+        return lambda tokens: Scope(_ONE, None, route(tokens), route)
 
     def _runner(self) -> Runner:
         model = self._base()

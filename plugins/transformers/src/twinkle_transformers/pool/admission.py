@@ -34,7 +34,7 @@ class Admission:
         )
         while waiting := [part for part in waiting if part.work.error is None]:
             taken = _within(waiting, budget)
-            free = self.passes.recompute.available()
+            free = self._free_for(taken)
             while not self._fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
@@ -57,6 +57,13 @@ class Admission:
         if not any(part.work.training for part in parts):
             kept //= self.passes.scales.layers  # a layer's, then the next
         return kept + load.beside
+
+    def _free_for(self, parts: Sequence[Part]) -> int | None:
+        """Return the bytes that are free for a pass over parts; None if unknown."""
+        recompute = self.passes.recompute
+        if recompute.available() is None:
+            return None
+        return recompute.free_for(self.needed(parts, recomputed=recompute.mode is True) or 0)
 
     def _fits(self, parts: Sequence[Part], free: int | None) -> bool:
         if free is None:

@@ -83,7 +83,7 @@ class Passes:
 
     def load(self, parts: Sequence[Part]) -> Load:
         """Return what a pass over parts weighs."""
-        return self.scales.weigh(parts, share=self.share_prefixes)
+        return self.scales.weigh(parts, share=self.share_prefixes and not self._alone)
 
     def change(self, backbone: Backbone, alone: bool) -> None:
         """Go on with a model that was changed: what it is split into, and whether sequences go through it alone."""
@@ -105,7 +105,9 @@ class Passes:
             self.recompute.prepare(load.tokens, load.width, masked=False, beside=load.beside, free=free)
         twins = [part.twin for part in parts if part.twin is not None]
         parts = [*parts, *twins]
-        stream = build(parts, self.device, self.dtype, share=self.share_prefixes, scratch=self.scratch)
+        stream = build(
+            parts, self.device, self.dtype, share=self.share_prefixes and not self._alone, scratch=self.scratch
+        )
         with torch.set_grad_enabled(training):
             hidden = self.recompute.run(lambda: self._body(stream)) if training else self._body(stream)
             with self._autocast():
