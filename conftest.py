@@ -1,9 +1,16 @@
 """What no test leaves behind for the next one in the same process."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+if units := os.environ.get("TWINKLE_TEST_ROUND_BY_ROWS"):
+    from twinkle.testing.other_machine import round_by_rows
+
+    round_by_rows(float(units))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
+from dataclasses import replace
 from functools import cached_property, partial
 from threading import Lock, local
 from typing import Any
@@ -228,6 +229,8 @@ class Segmenter:
         Found out once, on a few tokens, like `check`.
         """
         if refusal := self.check():
+            if "packing" in self.evidence:
+                self.evidence["prefixes"] = turned_off("prefixes") or replace(self.evidence["packing"], path="prefixes")
             return refusal
         if not self._prefixes_checked:
             if self.mixers:

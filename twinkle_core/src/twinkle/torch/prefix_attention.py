@@ -54,7 +54,7 @@ class Part:
 def fits(*tensors: Tensor) -> bool:
     """Say whether torch has the kernel for these tensors; itself it looks neither at devices nor at dtypes."""
     dtypes = {x.dtype for x in tensors}
-    return len(dtypes) == 1 and dtypes <= _DTYPES and all(x.device.type == "cpu" for x in tensors) and _known()
+    return len(dtypes) == 1 and dtypes <= _DTYPES and all(x.device.type == "cpu" for x in tensors) and has_kernel()
 
 
 def attend_in_parts(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Part], scale: float) -> Tensor:
@@ -140,8 +140,8 @@ _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @cache
-def _known() -> bool:
-    """Say whether torch has the kernel, with grouped heads and a log-sum-exp; it is no public one."""
+def has_kernel() -> bool:
+    """Return whether torch has the kernel, with grouped heads and a log-sum-exp; it is no public one."""
     q = torch.linspace(-1, 1, 12, dtype=torch.float64, device="cpu").view(1, 2, 3, 2)
     k = q[:, :1] + 1
     wanted = (q @ k.mT).logsumexp(-1)

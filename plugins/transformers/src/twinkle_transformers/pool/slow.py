@@ -35,8 +35,8 @@ def goes_alone(backbone: Backbone) -> bool:
     if (wrong := _against(backbone)) is not None:
         raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
     get_logger().warning(
-        "%s does not take several sequences in one row: %s. Each sequence goes through it alone: what comes out is "
-        "right, and takes longer where rows are short", name, backbone.segmenter.reason if off is None else off.reason,
+        "%s: adapters do not share passes: %s. Each sequence goes through the model alone: the results are the same, "
+        "and short rows take longer", name, backbone.segmenter.reason if off is None else off.reason,
     )  # fmt: skip
     return True
 

@@ -1,0 +1,1 @@
+"""`twinkle doctor`: what this machine computes fast and exactly, what it does not, and why."""

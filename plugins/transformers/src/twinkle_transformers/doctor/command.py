@@ -1,0 +1,128 @@
+"""The command `twinkle doctor [MODEL]`: facts of the machine, and the evidence for each fast path of a model."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(["float32", "bfloat16"]),
+    multiple=True,
+    help="Try the model in this dtype; may be given twice. Both by default.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
+    """Show what this machine computes fast and exactly, what it does not, and why.
+
+    The fast paths are measured on MODEL, a folder or the id of one at a hub; by default on a tiny random Llama, which
+    is made for this purpose. Plugins and their problems: `twinkle plugins doctor`.
+    """
+    report = examine(model, dtypes or ("float32", "bfloat16"))
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    for line in lines_of(report):
+        click.echo(line)
+
+
+def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
+    """Return the facts of the machine, and the evidence of each dtype, as plain data.
+
+    Args:
+        model: a folder or id; None makes a tiny random model.
+        dtypes: "float32", "bfloat16".
+    """
+    import torch
+
+    from twinkle.platform import Platform
+    from twinkle.testing import tiny_model
+    from twinkle.torch.prefix_attention import has_kernel
+    from twinkle_transformers.doctor.machine import machine_facts
+
+    device = torch.device(Platform.get_local_device())
+    with tempfile.TemporaryDirectory() as folder:
+        place = model if model is not None else str(tiny_model(Path(folder, "tiny")))
+        paths = {name: [found.as_dict() for found in evidence_of(place, name)] for name in dtypes}
+    return {
+        "machine": machine_facts(device),
+        "model": model or "a tiny random Llama",
+        "prefix_attention_kernel": has_kernel(),
+        "paths": paths,
+    }
+
+
+def evidence_of(model: str, dtype: str) -> Iterator[Any]:
+    """Yield the evidence for each fast path of a model in a dtype, measured on this machine.
+
+    Args:
+        model: a folder or id.
+        dtype: name of a torch dtype.
+    """
+    from twinkle.errors import Unsupported
+    from twinkle.torch.numerics import Evidence
+    from twinkle_transformers.model import TransformersModel
+    from twinkle_transformers.pool.multi import MultiLoraTransformersModel
+    from twinkle_transformers.sampler import TorchSampler
+
+    built: Any
+    try:
+        built = MultiLoraTransformersModel(model_id=model, mixed_precision="no", dtype=dtype)
+    except Unsupported as error:
+        built = TransformersModel(model_id=model, mixed_precision="no", dtype=dtype)
+        yield Evidence("fused", False, "structure", str(error), dtype=dtype)
+    yield from built.evidence()
+    yield from TorchSampler(model=built).evidence()
+
+
+def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report as text, about ten lines."""
+    machine = report["machine"]
+    sets = ", ".join(machine["instruction_sets"]) or "none of those that matter"
+    yield f"processor   {machine['processor']}, {machine['cores']} cores, {sets}"
+    switches = "".join(f", {name}={value}" for name, value in machine["switches"].items())
+    place = f"{machine['device']}, {machine['capability']}, {machine['threads']} threads"
+    yield f"torch       {machine['torch']} on {place}{switches}"
+    yield f"memory      {_gigabytes(machine['free_bytes'])} free of {_gigabytes(machine['total_bytes'])}"
+    wide, half = machine["products"]["float32"], machine["products"]["bfloat16"]
+    yield f"float32     {wide['gflops']:g} GFLOP/s; {_row_bits(wide['other_bits'])}"
+    ratio = half["gflops"] / wide["gflops"]
+    pace = "faster" if ratio >= 1 else "slower"
+    yield (
+        f"bfloat16    {half['gflops']:g} GFLOP/s, {max(ratio, 1 / ratio):.1f} x {pace} than float32; "
+        f"{_row_bits(half['other_bits'])}"
+    )
+    kernel = (
+        "with torch's flash kernel" if report["prefix_attention_kernel"] else "in parts: torch lacks the flash kernel"
+    )
+    yield f"prefixes    attention to shared prefixes runs {kernel}"
+    yield f"fast paths of {report['model']}:"
+    for dtype, paths in report["paths"].items():
+        on = [path for path in paths if path["exact"]]
+        yield f"  {dtype:<9} on: {', '.join(map(_grounds, on)) or 'none'}"
+        for path in paths:
+            if not path["exact"]:
+                yield f"  {dtype:<9} off: {path['path']}: {path['reason']}"
+
+
+def _grounds(path: Mapping[str, Any]) -> str:
+    if path["method"] == "equal bits":
+        return f"{path['path']} (equal bits)"
+    return f"{path['path']} (off by {max(path['difference'], path['moved']):.0e}, rounding {path['rounding']:.0e})"
+
+
+def _row_bits(other: Sequence[int]) -> str:
+    if not other:
+        return "equal bits for any number of rows"
+    return f"other bits for {', '.join(map(str, other))} rows than for 64"
+
+
+def _gigabytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / 1e9:.1f} GB"

@@ -1,0 +1,71 @@
+"""Makes this machine round as another one might: every matrix product depends on its number of rows.
+
+Processors and their libraries choose kernels by the shape of a product, and kernels round differently. Code that is
+only right where a product of 16 rows has the bits of the same rows among 64 fails on the next machine. With
+`round_by_rows()` it fails here: each result of `mm`, `addmm`, `bmm` and `baddbmm` on a CPU is moved by up to some units
+in the last place, by a pattern that depends on the number of rows and columns alone. Equal shapes keep equal bits.
+"""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY: list[torch.library.Library] = []
+VARIABLE = "TWINKLE_TEST_ROUND_BY_ROWS"
+"""Environment variable with the units in the last place; the pytest plugin of the repository's tests reads it."""
+
+
+def round_by_rows(units: float = 2.0) -> None:
+    """From now on, in this process and all its threads, move each result by up to `units` in the last place.
+
+    Args:
+        units: size of the movement in multiples of the dtype's epsilon, relative to the larger of the element and the
+            root mean square of its row.
+    """
+    if _LIBRARY:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    aten = torch.ops.aten
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        return _moved(aten.mm.out(a, b, out=_result(a, len(a), b.shape[1])), units)
+
+    def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        out = _result(a, len(a), b.shape[1])
+        return _moved(aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=out), units)
+
+    def bmm(a: Tensor, b: Tensor) -> Tensor:
+        return _moved(aten.bmm.out(a, b, out=_result(a, len(a), a.shape[1], b.shape[2])), units)
+
+    def baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        out = _result(a, len(a), a.shape[1], b.shape[2])
+        return _moved(aten.baddbmm.out(bias, a, b, beta=beta, alpha=alpha, out=out), units)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the override, which is the purpose
+        for function in (mm, addmm, bmm, baddbmm):
+            library.impl(function.__name__, function, "CPU", allow_override=True)
+    _LIBRARY.append(library)
+
+
+def _result(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _moved(y: Tensor, units: float) -> Tensor:
+    if not y.is_floating_point() or not y.numel():
+        return y
+    pattern = _pattern(y.shape[-2], y.shape[-1])
+    wide = y if y.dtype == torch.float64 else y.float()
+    size = torch.maximum(wide.abs(), wide.square().mean(-1, keepdim=True).sqrt())
+    return wide.add(size * pattern.to(wide.dtype), alpha=units * torch.finfo(y.dtype).eps).to(y.dtype)
+
+
+@cache
+def _pattern(rows: int, columns: int) -> Tensor:
+    """Return numbers in [-1, 1] for each column, other ones for each number of rows."""
+    generator = torch.Generator().manual_seed(1_000_003 * rows + columns)
+    return torch.rand(columns, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
