@@ -102,12 +102,12 @@ def _refusal(model: Any, forward: Callable[..., Any]) -> str:
         return "has no weights yet"
     ids = torch.tensor([probe_tokens(4, model.config.get_text_config().vocab_size)], device=model.device)
 
-    def ours(ids: Tensor) -> Tensor:
+    def ours(ids: "Tensor") -> "Tensor":
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return _loss(model, hidden, _targets(ids, -100), None, -100).reshape(1, 1)
 
-    def own(ids: Tensor) -> Tensor:
-        loss: Tensor = forward(input_ids=ids, labels=ids, use_cache=False).loss
+    def own(ids: "Tensor") -> "Tensor":
+        loss = forward(input_ids=ids, labels=ids, use_cache=False).loss
         return loss.to(torch.promote_types(loss.dtype, torch.float32)).reshape(1, 1)
 
     with evaluating(model):

@@ -11,6 +11,8 @@ from twinkle_patches.models import arguments, check_whole, hugging_face, model_o
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from twinkle.torch.numerics import Evidence
+
 _MIXER = re.compile(r"Delta(Net|Attention)$")
 _OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _TRIED = (5, 3, 6, 3)
@@ -143,11 +145,11 @@ def _judge(model: Any) -> "Evidence":
     vocabulary = model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(length, device=device) for length in _TRIED])[None]
 
-    def packed(ids: Tensor) -> Tensor:
-        hidden: Tensor = body(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
+    def packed(ids: "Tensor") -> "Tensor":
+        hidden: Any = body(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
         return hidden
 
-    def alone(ids: Tensor) -> Tensor:
+    def alone(ids: "Tensor") -> "Tensor":
         parts = torch.split_with_sizes(ids, _TRIED)
         return torch.cat([body(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in parts])
 

@@ -11,6 +11,7 @@ from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
+from twinkle.torch.numerics import Evidence
 from twinkle_transformers import adapters, loop
 from twinkle_transformers.checkpoints import Checkpoints
 from twinkle_transformers.describe import describe
@@ -30,6 +31,7 @@ from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_toge
 from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
 from twinkle_transformers.segments import recompute_contexts
 from twinkle_transformers.sharding import whole
+from twinkle_transformers.sharing import check_sharing
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 from twinkle_transformers.sync.sending import SendsWeights
 
@@ -65,7 +67,8 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         on_nonfinite: "raise" stops at a loss or gradient norm that is not finite and keeps the batch in the error;
             "skip" leaves the micro-batch (or the step) out and counts it in `nonfinite_skipped`.
         share_prefixes: compute a prompt that several rows of a micro-batch begin with once; with dropout they have its
-            draws in common. A model that cannot (one with a state along the row) computes rows whole.
+            draws in common. True is an error on a model that cannot (one with a state along the row), at the first
+            batch with a shared prompt; "auto" computes rows whole there.
         dtype: of the loaded weights; by default the checkpoint's own with mixed precision, else float32. Whatever is
             trained is kept in float32 under mixed precision.
         **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).
@@ -95,7 +98,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         *,
         gradient_checkpointing: bool | Literal["auto"] = "auto",
         on_nonfinite: Literal["raise", "skip"] = "raise",
-        share_prefixes: bool = False,
+        share_prefixes: bool | Literal["auto"] = False,
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -119,9 +122,18 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
             forward=self._probe, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,
         )  # fmt: skip
         self._scaler_options = grad_scaler_config
-        self._longest, self._shares = 0, share_prefixes
+        self._longest, self._shares = 0, check_sharing(share_prefixes)
         self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
         self.active_group = ""
+
+    def evidence(self) -> list[Evidence]:
+        """Return what was measured about each fast path of this model, after measuring what was not measured yet.
+
+        A model whose weights are sharded over ranks measured before they were sharded, and does not measure again.
+        """
+        segmenter = self._backbone.segmenter
+        segmenter.check_prefixes()
+        return list(segmenter.evidence.values())
 
     # forward and backward
 

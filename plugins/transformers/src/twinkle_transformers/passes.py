@@ -29,7 +29,7 @@ class Passes(Components):
     device: torch.device
     on_nonfinite: Any
     _longest: int
-    _shares: bool
+    _shares: bool | str
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -84,7 +84,9 @@ class Passes(Components):
         check_batch(batch, self._backbone.model)
         batch = without_padding(batch, left=group.pads_left())
         if self._shares:
-            batch = sharing_prefixes(batch, self._backbone.segmenter, self._backbone.inputs)
+            batch = sharing_prefixes(
+                batch, self._backbone.segmenter, self._backbone.inputs, required=self._shares is True
+            )
         context, width = context_of(self._backbone.model.config), positions(batch).width
         if context is not None and width > max(context, self._longest):
             self._longest = width

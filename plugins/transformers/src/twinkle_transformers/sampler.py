@@ -14,6 +14,7 @@ from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, S
 from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
+from twinkle.torch.numerics import Evidence
 from twinkle_transformers.engine.handle import SampleHandle
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner
@@ -220,6 +221,12 @@ class TorchSampler(ReceivesWeights, Sampler):
         _ = self.template
         handle = self.submit(inputs, params, adapter_name, adapter_path, use_base_model=use_base_model)
         return _streamed(handle)
+
+    def evidence(self) -> list[Evidence]:
+        """Return what was measured about sampling step by step, after measuring it if that was not done yet."""
+        _ = self._service.engine
+        found = self._service.evidence
+        return [] if found is None else [found]
 
     def step(self) -> bool:
         """Take one step for whatever is being sampled, for a loop that does other work in between.

@@ -11,6 +11,7 @@ import torch
 from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
+from twinkle.torch.numerics import Evidence
 from twinkle_transformers.engine.engine import Engine
 from twinkle_transformers.engine.handle import Server
 from twinkle_transformers.engine.requests import Request
@@ -71,6 +72,7 @@ class Service:
         self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch, self._bytes)
         self._engine: Engine | None = None
         self._model: Any = None
+        self._judged: Runner | None = None
         self._lock = RLock()
         self.gate = RLock()
 
@@ -82,6 +84,11 @@ class Service:
             if model is not self._model:
                 self._engine, self._model = self._build(model), model
             return self._engine
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """What was measured about steps of the present model; None before."""
+        return None if self._judged is None else self._judged.evidence
 
     @property
     def runner(self) -> Runner | None:
@@ -145,6 +152,7 @@ class Service:
 
     def _build(self, model: Any) -> Engine | None:
         runner = Runner(model, row_multiple=self._limits.row_multiple)
+        self._judged = runner
         try:
             with self.source.stepping():
                 store = runner.store()

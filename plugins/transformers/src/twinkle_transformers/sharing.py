@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
 from twinkle.torch.prefixes import PrefixPlan, plan_prefixes
 from twinkle.torch.segments import Segments
@@ -55,13 +56,26 @@ class SharedBatch(PackedBatch):
         return super().spread(values[:, self.index.to(values.device)])
 
 
-def sharing_prefixes(batch: dict[str, Any], segmenter: Segmenter, taken: Collection[str]) -> dict[str, Any]:
+def check_sharing(share_prefixes: bool | str) -> bool | str:
+    """Return the option, or refuse a value that it does not have."""
+    if not isinstance(share_prefixes, bool) and share_prefixes != "auto":
+        raise ArgumentError(f'share_prefixes must be True, False or "auto", got {share_prefixes!r}')
+    return share_prefixes
+
+
+def sharing_prefixes(
+    batch: dict[str, Any], segmenter: Segmenter, taken: Collection[str], *, required: bool = False
+) -> dict[str, Any]:
     """Return a batch that computes once what its rows share, or the batch itself where nothing is to be saved.
 
     Args:
         batch: as `without_padding` returned it.
         segmenter: of the model.
         taken: names of the tensors that the model takes.
+        required: an error instead of whole rows where the model cannot share prefixes.
+
+    Raises:
+        Unsupported: sharing is required, and the model cannot do it.
     """
     others = [name for name in taken if name in batch and name not in _TEXT and isinstance(batch[name], Tensor)]
     if others or len(batch["input_ids"]) < 2:
@@ -73,6 +87,8 @@ def sharing_prefixes(batch: dict[str, Any], segmenter: Segmenter, taken: Collect
     if not plan.saved:
         return batch
     if refusal := segmenter.check_prefixes():
+        if required:
+            raise Unsupported(f'{refusal}, or use share_prefixes="auto", which computes rows whole here')
         get_logger().debug("%s; rows are computed whole", refusal)
         return batch
     return SharedBatch(batch, plan, places)

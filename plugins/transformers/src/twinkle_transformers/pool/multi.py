@@ -13,6 +13,7 @@ from twinkle.hub import local_folder
 from twinkle.model.base import Inputs
 from twinkle.model.pool import Operation, OperationError, OperationResult
 from twinkle.torch.flat_step import is_elementwise
+from twinkle.torch.numerics import Evidence
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.model import TransformersModel
@@ -27,6 +28,7 @@ from twinkle_transformers.pool.together import answers, check_names, encode_each
 from twinkle_transformers.pool.work import Work
 from twinkle_transformers.rows import as_rows
 from twinkle_transformers.scoring import loss_name
+from twinkle_transformers.sharing import check_sharing
 from twinkle_transformers.stepping import set_accumulation
 from twinkle_transformers.sync.terms import Changes, terms_of
 from twinkle_transformers.versions import AdapterVersion
@@ -49,7 +51,8 @@ class MultiLoraTransformersModel(TransformersModel):
         max_length: refuse longer rows; by default the model's context is the limit.
         target_modules: what adapters may adapt: "all-linear", or last names of layers.
         tokens_per_pass: rows are computed so many tokens at a time; the update does not depend on it.
-        share_prefixes: compute a prompt that several rows of an adapter begin with once.
+        share_prefixes: compute a prompt that several rows of an adapter begin with once. True is an error on a model
+            that cannot; "auto" computes rows whole there.
         adapter_memory: bytes that adapters may take where the model is, beyond which those that were idle longest wait
             in host memory; by default 40 % of what is free.
         host_memory: bytes that those may take there, beyond which they wait on disk; by default 25 % of what is free.
@@ -73,7 +76,7 @@ class MultiLoraTransformersModel(TransformersModel):
         max_length: int | None = None,
         target_modules: str | Sequence[str] = "all-linear",
         tokens_per_pass: int = TOKENS_PER_PASS,
-        share_prefixes: bool = True,
+        share_prefixes: bool | Literal["auto"] = "auto",
         adapter_memory: int | None = None,
         host_memory: int | None = None,
         **kwargs: Any,
@@ -91,8 +94,8 @@ class MultiLoraTransformersModel(TransformersModel):
             tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite, adapter_memory=adapter_memory,
             host_memory=host_memory, parallel=self.parallel,
         )  # fmt: skip
-        self._shares = share_prefixes
-        self.pool.passes.share_prefixes = share_prefixes and self._backbone.segmenter.shares_prefixes()
+        self._shares = check_sharing(share_prefixes)
+        self._settle_sharing()
         self._defaults = dict(lora_config or {})
         self._limits = files.Limits(max_loras, max_r, max_length, target_modules)
         self._flights: dict[str, tuple[Tenant, Work, Flight, tuple[int, int]]] = {}
@@ -118,7 +121,18 @@ class MultiLoraTransformersModel(TransformersModel):
 
     def _look_again(self) -> None:
         self.pool.look_again(self._backbone)
-        self.pool.passes.share_prefixes = self._shares and self._backbone.segmenter.shares_prefixes()
+        self._settle_sharing()
+
+    def _settle_sharing(self) -> None:
+        refusal = self._backbone.segmenter.check_prefixes() if self._shares else "not wanted"
+        if refusal is not None and self._shares is True:
+            raise Unsupported(f'{refusal}, or use share_prefixes="auto", which computes rows whole here')
+        self.pool.passes.share_prefixes = refusal is None
+
+    def evidence(self) -> list[Evidence]:
+        """Return what was measured about each fast path of this model, that of adapters in one pass included."""
+        found = super().evidence()
+        return found if self.pool.passes.evidence is None else [*found, self.pool.passes.evidence]
 
     # adapters
 

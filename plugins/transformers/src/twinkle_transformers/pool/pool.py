@@ -123,6 +123,7 @@ class LoraPool(AdapterPool):
         check_places(self.sites.values())
         install_experts(self.experts.values())
         self.passes.change(backbone, goes_alone(backbone))
+        self.passes.judge(self.sites)
         head = [site for site in self.sites.values() if site.head]
         uninstall(head)
         install(head, head=not backbone.splits)
