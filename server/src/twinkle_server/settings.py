@@ -52,6 +52,7 @@ class Times:
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
+        trash: a checkpoint that was removed is kept so long in the trash.
     """
 
     poll: float = 30.0
@@ -67,6 +68,7 @@ class Times:
     snapshot: float = 30.0
     start: float = 1800.0
     upkeep: float = 600.0
+    trash: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)

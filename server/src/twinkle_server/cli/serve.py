@@ -35,6 +35,13 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="Take the folder from a service on another machine, of which you know that it is dead.",
 )
 @click.option(
+    "--trash-hours",
+    default=24.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="How long checkpoints that were deleted or have expired are kept in the trash.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -59,6 +66,7 @@ def main(
     losses: tuple[str, ...],
     custom_losses: bool,
     take_over: bool,
+    trash_hours: float,
     log_level: str,
     backend: str,
 ) -> None:
@@ -69,7 +77,7 @@ def main(
     """
     from twinkle_server.cli.problems import told
     from twinkle_server.serve import serve
-    from twinkle_server.settings import Settings
+    from twinkle_server.settings import Settings, Times
 
     settings = Settings(
         model=model,
@@ -83,6 +91,7 @@ def main(
         losses=losses or None,
         custom_losses=custom_losses,
         take_over=take_over,
+        times=Times(trash=trash_hours * 3600),
     )
     with told():
         code = serve(settings, log_level.upper())
