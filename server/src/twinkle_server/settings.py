@@ -90,6 +90,7 @@ class Settings:
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
         take_over: take the data directory from a service on another machine, which is dead.
+        accept_base: serve the model though the directory's adapters of that name were trained on another one.
         limits: see `Limits`.
         times: see `Times`.
         extra: of the backend (`BackendOptions.extra`).
@@ -108,6 +109,7 @@ class Settings:
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
     take_over: bool = False
+    accept_base: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -35,6 +35,11 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="Take the folder from a service on another machine, of which you know that it is dead.",
 )
 @click.option(
+    "--accept-base",
+    is_flag=True,
+    help="Serve MODEL though the folder's adapters of that name were trained on another model, or on other files.",
+)
+@click.option(
     "--trash-hours",
     default=24.0,
     show_default=True,
@@ -66,6 +71,7 @@ def main(
     losses: tuple[str, ...],
     custom_losses: bool,
     take_over: bool,
+    accept_base: bool,
     trash_hours: float,
     log_level: str,
     backend: str,
@@ -91,6 +97,7 @@ def main(
         losses=losses or None,
         custom_losses=custom_losses,
         take_over=take_over,
+        accept_base=accept_base,
         times=Times(trash=trash_hours * 3600),
     )
     with told():

@@ -12,9 +12,10 @@ from twinkle._registry import registry
 from twinkle.dataset import DatasetMeta
 from twinkle.errors import ConfigError
 from twinkle.hub import local_model
+from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
-from twinkle.run import parts_of
+from twinkle.run import fingerprints_of, parts_of
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.rows.streams import check_stream
 from twinkle_recipes.run.checkpoints import find_checkpoint
@@ -53,6 +54,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         `parts`: kind, what was asked, plugin, its version and the place of the code, for each component;
+        `models`: id, fingerprint and commit of each model that is loaded;
         `packages`: versions of Python and of the libraries that decide the numbers.
 
     Raises:
@@ -67,7 +69,9 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     named = [*components(config), *_unnamed(config)]
     parts = [*(_part(kind, asked) for kind, asked in dict.fromkeys(named)), *_started_from(config)]
     _check_files(config, parts)
-    return {"parts": parts, "packages": _versions()}
+    models = _models(config)
+    _check_models(config, models)
+    return {"parts": parts, "models": models, "packages": _versions()}
 
 
 def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
@@ -78,6 +82,26 @@ def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
         with weights.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         yield {"kind": "adapter", "asked": place, "plugin": "", "version": "", "ref": digest}
+
+
+def _models(config: RunConfig) -> list[dict[str, str]]:
+    """Return the models that the run begins with, each with its fingerprint and, where a hub has it, its commit."""
+    found = [(asked, local_model(asked)) for asked in dict.fromkeys(config.models())]
+    return [{"id": asked, "fingerprint": fingerprint(folder), "commit": commit_of(folder)} for asked, folder in found]
+
+
+def _check_models(config: RunConfig, models: list[dict[str, str]]) -> None:
+    """Refuse to go on in a run with a model that is not the one that it began with."""
+    earlier = {} if config.run_folder is None else fingerprints_of(config.run_folder)
+    for model in models:
+        before, now = earlier.get(model["id"], model["fingerprint"]), model["fingerprint"]
+        if before != now:
+            raise ConfigError(
+                f"the run in {config.run_folder} can only go on with the model that it began with, but {model['id']} "
+                f"was changed since: its fingerprint was {before}, and is {now} now; restore the model's files, or, to "
+                "train the adapter on the changed model on purpose, begin a new run with --lora.init_from "
+                f"{find_checkpoint(str(config.run_folder))}"
+            )
 
 
 def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
