@@ -54,7 +54,6 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         `parts`: kind, what was asked, plugin, its version and the place of the code, for each component;
-        `models`: id, fingerprint and commit of each model that is loaded;
         `packages`: versions of Python and of the libraries that decide the numbers.
 
     Raises:
@@ -69,9 +68,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     named = [*components(config), *_unnamed(config)]
     parts = [*(_part(kind, asked) for kind, asked in dict.fromkeys(named)), *_started_from(config)]
     _check_files(config, parts)
-    models = _models(config)
-    _check_models(config, models)
-    return {"parts": parts, "models": models, "packages": _versions()}
+    return {"parts": parts, "packages": _versions()}
 
 
 def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
@@ -84,14 +81,15 @@ def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
         yield {"kind": "adapter", "asked": place, "plugin": "", "version": "", "ref": digest}
 
 
-def _models(config: RunConfig) -> list[dict[str, str]]:
-    """Return the models that the run begins with, each with its fingerprint and, where a hub has it, its commit."""
+def base_models(config: RunConfig) -> list[dict[str, str]]:
+    """Return the models that the run begins with: the `id` of each, its `fingerprint` and, of a hub's, its `commit`.
+
+    Raises:
+        ConfigError: the run would go on with a model whose files were changed.
+        TwinkleError: a model is not there, or cannot be fetched.
+    """
     found = [(asked, local_model(asked)) for asked in dict.fromkeys(config.models())]
-    return [{"id": asked, "fingerprint": fingerprint(folder), "commit": commit_of(folder)} for asked, folder in found]
-
-
-def _check_models(config: RunConfig, models: list[dict[str, str]]) -> None:
-    """Refuse to go on in a run with a model that is not the one that it began with."""
+    models = [{"id": asked, "fingerprint": fingerprint(folder), "commit": commit_of(folder)} for asked, folder in found]
     earlier = {} if config.run_folder is None else fingerprints_of(config.run_folder)
     for model in models:
         before, now = earlier.get(model["id"], model["fingerprint"]), model["fingerprint"]
@@ -102,6 +100,7 @@ def _check_models(config: RunConfig, models: list[dict[str, str]]) -> None:
                 "train the adapter on the changed model on purpose, begin a new run with --lora.init_from "
                 f"{find_checkpoint(str(config.run_folder))}"
             )
+    return models
 
 
 def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
