@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -141,6 +142,12 @@ def test_a_fingerprint_covers_the_header_and_blocks_of_large_files(tmp_path: Pat
     file.write_bytes(head + data)
     seen.add(fingerprint(tmp_path))
     assert len(seen) == 7
+
+
+def test_a_pipe_among_the_weights_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors cannot be read: it is a pipe"):
+        fingerprint(tmp_path)
 
 
 def test_the_commit_of_a_hubs_folder_is_known(tmp_path: Path) -> None:

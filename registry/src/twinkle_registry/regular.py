@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -20,7 +20,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: str | Path, *, follow: bool = True) -> FileIO:
     """Open a regular file for reading, unbuffered; what is opened is what was checked.
 
     Args:

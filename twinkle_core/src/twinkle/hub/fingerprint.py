@@ -7,9 +7,11 @@ of a few bytes between the blocks is not noticed. A folder of 100 GB takes some 
 import hashlib
 import os
 import re
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
+from twinkle.errors import ModelLoadError
 from twinkle_registry.regular import open_regular
 
 _ENDINGS: Final = (".safetensors", ".bin", ".gguf")
@@ -26,16 +28,22 @@ def fingerprint(folder: str | Path) -> str:
 
     Args:
         folder: with `config.json` and weight files directly in it.
+
+    Raises:
+        ModelLoadError: one of these files cannot be read, or is not a regular file.
     """
     folder = Path(folder)
     total = hashlib.sha256(b"twinkle model 1\0")
     for path in sorted(folder.iterdir()):
         if path.name != "config.json" and path.suffix not in _ENDINGS:
             continue
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            total.update(f"{path.name}\0{size}\0".encode())
-            total.update(_sampled(file, size))
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                total.update(f"{path.name}\0{size}\0".encode())
+                total.update(_sampled(file, size))
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}; fetch the model again") from error
     return total.hexdigest()[:32]
 
 
@@ -45,7 +53,7 @@ def commit_of(folder: str | Path) -> str:
     return path.name if path.parent.name == "snapshots" and _SNAPSHOT.fullmatch(path.name) else ""
 
 
-def _sampled(file: BinaryIO, size: int) -> bytes:
+def _sampled(file: FileIO, size: int) -> bytes:
     """Return the SHA-256 of a small file, or of a large one's header and of blocks that are spread over it."""
     digest = hashlib.sha256()
     if size <= _WHOLE:
