@@ -265,7 +265,8 @@ LIMITS = {
     "a pass": "{deadline}, then the engine is started anew",
     "SIGTERM": "waits {drain} for what runs",
     "loading the base model": "{start}",
-    "checkpoints beyond their time or a quota": "removed within {upkeep}",
+    "checkpoints beyond their time or a quota": "moved to the trash within {upkeep}",
+    "a checkpoint in the trash": "kept for {trash}, and no more of one tenant than its quota of bytes",
 }
 
 

@@ -1,6 +1,10 @@
 """file://: a folder as a hub, with the digest of its files as commit."""
 
 import hashlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,39 @@ def test_an_edit_is_another_commit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="its files are not those of"):
         hub.download_code(repo, commit, tmp_path / "in")
     assert list((tmp_path / "in").iterdir()) == []
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that waits for a pipe."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("it waits for a writer of the pipe")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize(("kind", "word"), [("pipe", "a pipe"), ("socket", "a socket")])
+def test_what_is_no_regular_file_is_refused_and_not_opened(folder: Path, tmp_path: Path, kind: str, word: str) -> None:
+    hub = open_hub("file://")
+    repo, commit = hub.commit_of(str(folder))
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        if kind == "pipe":
+            os.mkfifo(folder / "sub" / "odd.py")
+        else:
+            endpoint.bind(str(folder / "sub" / "odd.py"))
+    said = rf"sub/odd\.py is {word}, not a regular file"
+    with pytest.raises(HubError, match=said):
+        hub.commit_of(str(folder))
+    with pytest.raises(HubError, match=said):
+        hub.download_code(repo, commit, tmp_path / "in")
+    with pytest.raises(HubError, match=said):
+        hub.push(f"file://{tmp_path}/copy", folder)
 
 
 def test_links_and_what_is_not_there_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def fifo(target: Path) -> None:
     [
         (lambda t: (t / "link.py").symlink_to("/etc/passwd"), NotTrusted, r"'link\.py' is a link; code is made"),
         (lambda t: (t / "folder").symlink_to("/etc"), NotTrusted, "'folder' is a link to a folder"),
-        (fifo, NotTrusted, r"'pipe\.py' is neither file nor folder"),
+        (fifo, NotTrusted, r"'pipe\.py' is a pipe; code is made"),
         (many, NotTrusted, "more than 2000 files or 64 MiB"),
         (bomb, NotTrusted, "more than 2000 files or 64 MiB"),
         (put("huge.py", b"#" * (listing.MAX_SOURCE_BYTES + 1)), NotTrusted, r"'huge\.py' has \d+ bytes"),

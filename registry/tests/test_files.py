@@ -1,9 +1,11 @@
 """`./file.py:Name`: the user's own code, imported without touching sys.path."""
 
+import os
 import pickle
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,27 @@ class Thing:
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
     return tmp_path / "work"
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that waits for a pipe."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("it waits for a writer of the pipe")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_a_pipe_in_the_place_of_a_file_is_refused(work: Path, house: House) -> None:
+    os.mkfifo(work / "mine.py")
+    with pytest.raises(ComponentNotFound, match=r"mine\.py cannot be read \(it is a pipe, not a regular file\)"):
+        house().build("./mine.py:Thing", "optimizer")
 
 
 def test_relative_absolute_and_home_paths_are_understood(work: Path, tmp_path: Path, house: House) -> None:

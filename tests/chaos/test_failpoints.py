@@ -10,7 +10,6 @@ from server_failpoints import REACH, SOURCE, failpoints
 # Functions that rename or link without a failpoint, and why none is needed.
 WITHOUT = {
     "observe/presence.py:announce": "tells where a server listens; without it, status reads the database",
-    "checkpoints/sweep.py:_remove": "removes what nothing names",
     "checkpoints/copying.py:_place": "fills a draft, between files.before_write and files.before_manifest",
 }
 METHODS = ("rename", "hardlink_to", "link_to", "symlink_to")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,3 +204,11 @@ def test_a_damaged_lock_is_one_clear_message(repository: str, call: Call) -> Non
         assert result.exit_code == 2, command
         assert "twinkle.lock is damaged: it cannot be read as TOML" in result.stderr
     assert "twinkle.lock is damaged" in call("plugins", "doctor").stdout
+
+
+def test_a_pipe_in_a_repository_is_refused_by_add(repository: str) -> None:
+    os.mkfifo(Path(repository.removeprefix("file://")) / "odd.py")
+    command = [sys.executable, "-m", "twinkle.cli", "plugins", "add", repository, "--yes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "odd.py is a pipe, not a regular file" in done.stderr

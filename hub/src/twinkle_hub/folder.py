@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,6 +14,7 @@ from twinkle.hub import Hub
 from twinkle_hub import code, rows
 from twinkle_hub.references import absolute, folder_of
 from twinkle_hub.remote import checked_type
+from twinkle_registry.regular import kind_of, open_regular, read_regular
 
 _LEFT_OUT = {".git", ".hg", ".svn", ".cache", "__pycache__"}
 
@@ -96,7 +98,8 @@ class FileHub(Hub):
                 place = target / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 work = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-                shutil.copyfile(Path(folder) / path, work)
+                with open_regular(Path(folder) / path, follow=False) as source, work.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
                 work.replace(place)
         except OSError as error:
             raise HubError(f"cannot write to {reference}: {error.strerror or error}") from error
@@ -123,7 +126,7 @@ class FileHub(Hub):
         _refuse(f"file://{repo}", token=token)
         folder, place = _existing(f"file://{repo}", repo), f"file://{repo}"
         paths = code.checked(place, _sized(folder, place))
-        code.write(place, target, paths, lambda path: iter([(folder / path).read_bytes()]))
+        code.write(place, target, paths, lambda path: iter([_read(folder / path, place)]))
         if _digest(target, place) != commit:
             shutil.rmtree(target)
             target.mkdir()
@@ -145,16 +148,30 @@ def _existing(reference: str, path: str) -> Path:
 
 
 def _files(folder: Path, place: str) -> Iterator[str]:
-    """Yield the paths of the files of a folder, sorted; a link could lead anywhere, so there must be none."""
+    """Yield the paths of the files of a folder, sorted; links, which could lead anywhere, and pipes are refused."""
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
         for name in [*folders, *sorted(names)]:
             path = Path(root, name)
-            if path.is_symlink():
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode):
                 raise HubError(
                     f"{place}: {path.relative_to(folder)} is a link, which may lead outside; put the file there"
                 )
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise HubError(
+                    f"{place}: {path.relative_to(folder)} is {kind_of(mode)}, not a regular file; remove it from the "
+                    "folder"
+                )
         yield from (Path(root, name).relative_to(folder).as_posix() for name in sorted(names))
+
+
+def _read(path: Path, place: str) -> bytes:
+    """Return the bytes of a file that was a regular one a moment ago."""
+    try:
+        return read_regular(path, follow=False)
+    except OSError as error:
+        raise HubError(f"{place}: {path.name} cannot be read: {error.strerror}") from error
 
 
 def _sized(folder: Path, place: str) -> Iterator[tuple[str, int]]:
@@ -164,5 +181,5 @@ def _sized(folder: Path, place: str) -> Iterator[tuple[str, int]]:
 
 def _digest(folder: Path, place: str) -> str:
     paths = code.checked(place, _sized(folder, place))
-    lines = [f"{hashlib.sha256((folder / path).read_bytes()).hexdigest()}  {path}\n" for path in sorted(paths)]
+    lines = [f"{hashlib.sha256(_read(folder / path, place)).hexdigest()}  {path}\n" for path in sorted(paths)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,17 +1,20 @@
 """Pools of environments: slots are worlds apart, whatever crashes, hangs, leaks or lies on several workers."""
 
 import functools
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from waiting_env import WaitingEnv
 
 from twinkle.env import StepResult
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, ComponentNotFound
 from twinkle.runtime import current
 from twinkle.runtime.process import LocalRuntime
 from twinkle.template import Template
@@ -32,6 +35,27 @@ def test_the_slots_of_a_pool_are_worlds_apart_and_step_together() -> None:
     assert two.reset().observation == "There are 5."
     assert EnvTool.from_env(two)[0]("take", {"number": 2}) == "There are 3."
     assert two.evaluate([{"messages": [{"role": "assistant", "content": "0"}]}]) == [1.0]
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends a test that waits for a pipe."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("it waits for a writer of the pipe")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_a_pool_of_a_class_in_a_pipe_is_refused_and_does_not_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "env.py")
+    with pytest.raises(ComponentNotFound, match="it is a pipe, not a regular file"):
+        EnvPool(2, env_cls=f"{tmp_path}/env.py:Env").reset_batch([0, 1])
 
 
 def test_an_environment_that_raises_ends_its_own_episode() -> None:

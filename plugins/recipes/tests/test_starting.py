@@ -1,5 +1,7 @@
 """A run may begin with the adapter of another, and goes on in its folder only as it began."""
 
+import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ import torch
 from recipe_runs import lines, run_recipe
 from safetensors.torch import load_file, save_file
 
-from twinkle.errors import ConfigError
+from twinkle.errors import CheckpointError, ConfigError
+from twinkle.hub.fingerprint import fingerprint
 from twinkle.model import TransformersModel
 from twinkle.testing import tiny_model
 from twinkle_recipes.config.parts import LoraConfig
@@ -105,6 +108,36 @@ def test_an_adapter_that_was_trained_on_is_not_gone_on_with(
     save_file({name: tensor + 0.1 for name, tensor in load_file(file).items()}, file)
     with pytest.raises(ConfigError, match=r"file of the adapter .*mine has been changed"):
         run_recipe("dpo", config, resume_from=str(folder))
+
+
+def test_random_bytes_in_the_adapter_to_begin_with_are_refused(
+    values: dict[str, Any], adapter: Path, tmp_path: Path
+) -> None:
+    mine = shutil.copytree(adapter, tmp_path / "mine")
+    file = mine / "adapter_model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-64:] = random.Random(2).randbytes(64)
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was changed since it was saved"):
+        run_recipe("dpo", values | {"lora": {"init_from": str(mine)}, "max_steps": 1})
+
+
+def test_a_model_that_was_changed_is_not_gone_on_with(values: dict[str, Any], tmp_path: Path) -> None:
+    model = shutil.copytree(values["model"]["id"], tmp_path / "model")
+    config = values | {"model": {**values["model"], "id": str(model)}}
+    config |= {"max_steps": 1}
+    folder, _ = run_recipe("dpo", config)
+    (recorded,) = json.loads((folder / "plugins.json").read_text())["models"]
+    assert recorded == {"id": str(model), "fingerprint": fingerprint(model), "commit": ""}
+    weights = model / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-64:] = random.Random(2).randbytes(64)
+    weights.write_bytes(raw)
+    said = rf"fingerprint was {recorded['fingerprint']}, and is {fingerprint(model)} now; .*--lora.init_from {folder}"
+    with pytest.raises(ConfigError, match=said):
+        run_recipe("dpo", config, resume_from=str(folder))
+    with pytest.raises(CheckpointError, match="its adapter was trained on"):
+        run_recipe("dpo", config, resume_from=str(folder / "checkpoints" / "step-1"))
 
 
 def test_an_adapter_has_its_own_rank(adapter: Path) -> None:

@@ -170,6 +170,9 @@ def test_a_truncated_adapter_file_is_named(folder: Path, tmp_path: Path) -> None
     saved = Path(str(model.save("adapter", str(tmp_path))))
     file = saved / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was changed since it was saved"):
+        model.load(str(saved))
+    (saved / "digests.json").unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
         model.load(str(saved))
 

@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from .errors import ComponentNotFound, PluginBroken
 from .importing import import_failed
 from .naming import nearest_or_all
+from .regular import read_regular
 
 # A lock for each module, not one for all: a file may import a module whose import, elsewhere, waits for another file.
 _locks: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -60,7 +61,7 @@ def import_file(path: str, *, asked: str, source: bytes | None = None) -> Module
 def source_of(file: Path, asked: str) -> bytes:
     """Return the bytes of a Python file; where there is none, the error names those beside it."""
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except FileNotFoundError as error:
         beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         found = f"of the Python files beside it, {nearest_or_all(file.name, beside)}"

@@ -24,6 +24,7 @@ from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
+from twinkle_server.store.base import check_base
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.tenancy.auth import is_loopback
 from twinkle_server.tenancy.issue import issue
@@ -169,6 +170,8 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     store = open_store(settings.data, limits=settings.limits, times=settings.times, take_over=settings.take_over)
     try:
         await _check_keys(settings, store)
+        if settings.backend == "pool":
+            await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
         metrics = Metrics(store.secret)
         logs.mark_tenants(store.secret)
         service = Service(settings, store, metrics)

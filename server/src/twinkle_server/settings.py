@@ -52,6 +52,7 @@ class Times:
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
+        trash: a checkpoint that was removed is kept so long in the trash.
     """
 
     poll: float = 30.0
@@ -67,6 +68,7 @@ class Times:
     snapshot: float = 30.0
     start: float = 1800.0
     upkeep: float = 600.0
+    trash: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Settings:
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
         take_over: take the data directory from a service on another machine, which is dead.
+        accept_base: serve the model though the directory's adapters of that name were trained on another one.
         limits: see `Limits`.
         times: see `Times`.
         extra: of the backend (`BackendOptions.extra`).
@@ -106,6 +109,7 @@ class Settings:
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
     take_over: bool = False
+    accept_base: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
     extra: Mapping[str, Any] = field(default_factory=dict)

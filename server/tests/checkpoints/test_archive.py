@@ -66,6 +66,17 @@ def test_only_listed_files_are_opened(tmp_path: Path, name: str) -> None:
     assert b"".join(pieces_of(folder, "weights")) == b"w"
 
 
+def test_a_listed_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = make(tmp_path / "c", weights=b"w")
+    manifest = read_manifest(folder)
+    (folder / "weights").unlink()
+    os.mkfifo(folder / "weights")
+    with pytest.raises(LookupError):
+        open_listed(folder, "weights")
+    with pytest.raises(LookupError):
+        b"".join(archive(folder, manifest))
+
+
 def test_a_listed_file_that_became_a_link_or_changed_is_not_opened(tmp_path: Path) -> None:
     folder = make(tmp_path / "c", weights=b"w", other=b"12345")
     (tmp_path / "secret").write_bytes(b"s")

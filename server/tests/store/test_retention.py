@@ -11,7 +11,7 @@ from twinkle_server.errors import Gone, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
 from twinkle_server.payloads import Create, Sample, Save
-from twinkle_server.store import Store, retention, samplers
+from twinkle_server.store import Store, folders, retention, samplers
 from twinkle_server.store.records import Checkpoint, Model, Sampler, Session
 
 Run = Callable[[Awaitable[Any]], Any]
@@ -99,7 +99,9 @@ def test_rows_of_checkpoints_and_samplers_go_a_week_after_their_end(store: Store
     run(store.sessions.create(Session("ada-t", "ada", START, START)))
     run(store.samplers.create(Sampler("ada-t:sample:1", "ada", "ada-t", 1, "base", START)))
     early, late = (run(store.retention.purge(START + 7 * DAY + more)) for more in (-1, 1))
-    assert (early.checkpoints, early.samplers, late.checkpoints, late.samplers) == (0, 0, 1, 1)
+    assert (early.checkpoints, early.samplers, late.checkpoints, late.samplers) == (0, 0, 0, 1)
+    run(folders.forget(store.database, {"deleted"}))
+    assert run(store.retention.purge(START + 7 * DAY + 1)).checkpoints == 1, "its folder is gone, so its row goes"
     assert [each.name for each in run(store.checkpoints.page("ada", START)).rows] == ["kept"]
     assert [run(store.samplers.of_session("ada", session)) == [] for session in ("ada-s", "ada-t")] == [True, False]
 

@@ -19,7 +19,7 @@ from twinkle_server.store.tables import TENANTS_TABLES, metadata
 
 Run = Callable[[Awaitable[Any]], Any]
 MODULES = (sessions, models, samplers, checkpoints, keys, audit, usage)
-EVERYBODYS = {"meta", "lease", "tenants", "payloads", "results"}
+EVERYBODYS = {"meta", "lease", "tenants", "payloads", "results", "folders"}
 """Tables without a tenant: of the whole directory, or keyed by an operation that has one."""
 OF_LANES = {
     "NEXT_NUMBER",

@@ -215,6 +215,15 @@ def parts_of(folder: Path) -> list[dict[str, str]]:
         return []
 
 
+def fingerprints_of(folder: Path) -> dict[str, str]:
+    """Return the fingerprints of the models that a run began with, by id, as `plugins.json` of its folder says."""
+    try:
+        models = json.loads((folder / "plugins.json").read_text(encoding="utf-8"))["models"]
+        return {str(model["id"]): str(model["fingerprint"]) for model in models}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def recipe_of(folder: Path) -> str | None:
     """Return the recipe of the run in a folder, if its record tells."""
     return next((part["asked"] for part in parts_of(folder) if part["kind"] == "recipe"), None)

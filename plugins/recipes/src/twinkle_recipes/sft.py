@@ -14,7 +14,7 @@ from twinkle_recipes.run.building import build_model
 from twinkle_recipes.run.checkpoints import Checkpoints
 from twinkle_recipes.run.interrupt import StopRequest
 from twinkle_recipes.run.keeping import keep_rows
-from twinkle_recipes.run.plan import check_early, make_plan, write_plan
+from twinkle_recipes.run.plan import base_models, check_early, make_plan, write_plan
 from twinkle_recipes.run.questions import Interview
 from twinkle_recipes.run.ranks import agree_to_stop, check_stop, ranks_of_this_run
 from twinkle_recipes.run.results import is_finished, result_name, summary, told_of
@@ -54,7 +54,7 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         say_how_to_resume(show, run.folder, config.recipe),
         StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
     ):
-        plan = make_plan(config)
+        plan = make_plan(config) | {"models": base_models(config)}
         seed_everything(config.seed)
         training, held_out = loaders(config)
         batches = batches_per_epoch(training)

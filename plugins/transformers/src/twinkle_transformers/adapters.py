@@ -15,6 +15,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from torch import nn
 
+from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
@@ -143,6 +144,7 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
         CheckpointError: the file is missing or corrupt, or belongs to another model or rank.
     """
     path = folder / WEIGHTS
+    check_digests(folder, (WEIGHTS, CONFIG))
     compare_configs(model.peft_config[name], read_config(folder), folder)
     own = get_peft_model_state_dict(model, adapter_name=name)
     try:

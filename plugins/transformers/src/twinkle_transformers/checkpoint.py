@@ -127,6 +127,33 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def compare_bases(folder: Path, saved: Mapping[str, str] | None, own: Mapping[str, str]) -> None:
+    """Refuse to go on with an adapter on another base model; a checkpoint of an older version does not say its base.
+
+    Args:
+        folder: of the checkpoint.
+        saved: `id`, `fingerprint` and `commit` of the base model that the adapter was trained on.
+        own: those of the model that is loaded.
+
+    Raises:
+        CheckpointError: the fingerprints differ.
+    """
+    if saved is None or saved.get("fingerprint") == own["fingerprint"]:
+        return
+    raise CheckpointError(
+        f"cannot resume {folder}: its adapter was trained on {describe_base(saved)}, but the model that is loaded is "
+        f"{describe_base(own)}; load the model that it was trained on, or, to train the adapter on this model on "
+        f"purpose, begin a new run with its weights (--lora.init_from {folder}; in a script: "
+        "add_adapter_to_model(name, folder))"
+    )
+
+
+def describe_base(base: Mapping[str, str]) -> str:
+    """Return a base model in words."""
+    commit = f", commit {base['commit']}" if base.get("commit") else ""
+    return f"{base.get('id')} (fingerprint {base.get('fingerprint')}{commit})"
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Training state that was read and compared, not yet in force."""

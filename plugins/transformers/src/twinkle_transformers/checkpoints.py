@@ -21,6 +21,7 @@ class Checkpoints(TwinkleModel):
     model: Any
     model_id: str
     model_path: Path
+    base: Mapping[str, str]
     parallel: Replicated
 
     @remote_function(collect="first")

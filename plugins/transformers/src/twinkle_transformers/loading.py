@@ -10,7 +10,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from twinkle.errors import ArgumentError, ModelLoadError, RequirementMissing
+from twinkle.digests import FILE as DIGESTS
+from twinkle.digests import check_digests
+from twinkle.errors import ArgumentError, CheckpointError, ModelLoadError, RequirementMissing
 from twinkle.hub import local_model
 from twinkle.hub.quiet import quiet_transformers
 from twinkle_transformers.value_heads import settle_head
@@ -63,6 +65,7 @@ def load_model(
     hub = {name: from_pretrained_kwargs.pop(name) for name in _HUB_OPTIONS if name in from_pretrained_kwargs}
     folder = local_model(model_id, **hub)
     check_weights(folder)
+    _check_files(folder)
     with quiet_transformers():
         config = _config(folder, config, trust_remote_code)
         config, options = _with_fields(config, from_pretrained_kwargs)
@@ -78,6 +81,16 @@ def load_model(
         if device is not None:
             model = model.to(device)
     return model, folder
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a model that Twinkle saved and whose files were changed since."""
+    if not (folder / DIGESTS).is_file():
+        return
+    try:
+        check_digests(folder, [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json")])
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -9,6 +9,7 @@ import torch
 from twinkle import remote_class, remote_function
 from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
+from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
 from twinkle.torch.numerics import Evidence
@@ -77,6 +78,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         model: the Hugging Face module, wrapped by `peft.PeftModel` once it has an adapter.
         optimizer_group: state of each adapter by name; the full model's name is `""`.
         model_path: the local folder it was loaded from.
+        base: its `id`, the `fingerprint` of that folder when it was loaded, and the hub's `commit` where it has one.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or corrupt.
@@ -117,6 +119,11 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
             load_model, self.model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
         )
         self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
+        self.base = {
+            "id": self.model_id,
+            "fingerprint": fingerprint(self.model_path),
+            "commit": commit_of(self.model_path),
+        }
         self._recompute = Recompute(
             self._backbone.model, gradient_checkpointing, self.device, recompute_contexts,
             forward=self._probe, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,

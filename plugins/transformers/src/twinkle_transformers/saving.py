@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from twinkle.digests import check_digests, write_digests
 from twinkle.errors import CheckpointError, OutputError
 from twinkle.hub.local import reference_of
 from twinkle.hub.quiet import quiet_transformers
@@ -55,6 +56,8 @@ def save(
     )
     if loop_state:
         snapshot.state["loop"] = loop_state
+    if group.adapter_name:  # a full model's checkpoint has its own weights
+        snapshot.state["base"] = model.base
 
     def write() -> None:
         _check_target(recovered(target))
@@ -70,13 +73,24 @@ def save(
                 if source.is_file() and not (work / name).exists():
                     (work / name).write_bytes(source.read_bytes())
             snapshot.write(work)
+            write_digests(work)
 
     ranks.on_first(f"saving to {target}", write)
 
 
 def find(model: "Checkpoints", folder: Path) -> Path:
-    """Return the folder, put back by the first rank if a process was killed while replacing it."""
-    return model.parallel.ranks.on_first(f"looking for {folder}", lambda: recovered(folder))
+    """Return the folder, put back by the first rank if a process was killed while replacing it; its files are checked.
+
+    Raises:
+        CheckpointError: a file is not the one that was saved.
+    """
+
+    def look() -> Path:
+        found = recovered(folder)
+        check_digests(found)
+        return found
+
+    return model.parallel.ranks.on_first(f"looking for {folder}", look)
 
 
 def _check_target(target: Path) -> None:
@@ -138,6 +152,8 @@ def resume(model: "Checkpoints", group: OptimizerGroup, folder: Path, *, only_mo
 
     def read() -> tuple[dict[str, Any], checkpoint.Training | None]:
         state = checkpoint.read_state(folder)
+        if group.adapter_name:
+            checkpoint.compare_bases(folder, state.get("base"), model.base)
         return state, None if only_model else checkpoint.read_training(folder, state, group, names, ranks)
 
     # Everything is read and compared first, the weights included: an error leaves the model as it was.

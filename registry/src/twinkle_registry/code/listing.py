@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from ..errors import NotTrusted
+from ..regular import kind_of, read_regular
 
 MAX_FILES = 2_000
 MAX_BYTES = 64 * 2**20
@@ -82,11 +83,11 @@ def scan(folder: Path, *, asked: str) -> dict[str, str]:
         relative = path.relative_to(folder).as_posix()
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise NotTrusted(f"{asked}: {shown(relative)} is {_what(status.st_mode)}; code is made of plain files")
+            raise NotTrusted(f"{asked}: {shown(relative)} is {kind_of(status.st_mode)}; code is made of plain files")
         check_path(relative, asked=asked)
         total += status.st_size
         _check_size(relative, status.st_size, len(files) + 1, total, asked)
-        content = path.read_bytes()
+        content = _read(path, relative, asked)
         if relative.endswith(".py"):
             _check_encoding(relative, content, asked)
         files[relative] = sha256(content)
@@ -161,5 +162,9 @@ def _check_encoding(path: str, content: bytes, asked: str) -> None:
         raise NotTrusted(f"{asked}: {shown(path)} is written in {shown(encoding)}; source is UTF-8, as it is shown")
 
 
-def _what(mode: int) -> str:
-    return "a link" if stat.S_ISLNK(mode) else "neither file nor folder"
+def _read(path: Path, relative: str, asked: str) -> bytes:
+    """Return the bytes of a file that was a regular one a moment ago."""
+    try:
+        return read_regular(path, follow=False)
+    except OSError as error:
+        raise NotTrusted(f"{asked}: {shown(relative)} cannot be read: {error.strerror}") from error

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import NotTrusted
+from ..regular import read_regular
 from .listing import DIGEST_IN_NAMES, digest_of, sha256, shown
 
 
@@ -43,7 +44,7 @@ class Tree:
         if path not in self.files:
             raise FileNotFoundError(f"{shown(path)} is not among the files of {self.folder}")
         try:
-            content = (self.folder / path).read_bytes()
+            content = read_regular(self.folder / path)
         except OSError as error:
             raise NotTrusted(
                 f"{self.folder / path} was there when it was added, and cannot be read now ({error.strerror}); {RENEW}"

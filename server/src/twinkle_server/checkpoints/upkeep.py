@@ -1,17 +1,22 @@
-"""What is done to checkpoints from time to time: expiry, the newest K, and sweeping."""
+"""What is done to checkpoints from time to time: expiry, the newest K, the sweep into the trash, and its emptying."""
 
 import asyncio
+import errno
+import sqlite3
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import structlog
 from sqlalchemy import Connection, func, select
 
-from twinkle_server.checkpoints.sweep import AGE, Swept, sweep
+from twinkle_server.checkpoints.sweep import AGE, Swept, orphans, sweep
+from twinkle_server.checkpoints.trash import Trash
 from twinkle_server.errors import Unavailable
 from twinkle_server.ports import Database
+from twinkle_server.store import folders
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.keys import Keys
 from twinkle_server.store.records import Key
@@ -19,6 +24,11 @@ from twinkle_server.store.retention import Retention
 from twinkle_server.store.tables import checkpoints
 
 _log = structlog.get_logger(__name__)
+KEPT: Final = 86400.0
+"""Seconds that a checkpoint is kept in the trash, where nothing else is set."""
+_BRIEF: Final = 600.0
+"""Seconds that everything else is kept there: drafts, snapshots, and weights of sampling sessions that ended."""
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +38,24 @@ class Upkept:
     Attributes:
         expired: checkpoints whose time was over.
         surplus: checkpoints beyond the newest K.
-        swept: folders and files that were removed.
+        swept: folders and files that went to the trash.
+        emptied: folders and files that went from there.
+        orphans: folders and files that no row ever named, and that stay.
     """
 
     expired: int
     surplus: int
     swept: Swept
+    emptied: Swept
+    orphans: Swept
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """A checkpoint that was deleted, of which the row is kept: its tenant and bytes."""
+
+    tenant: str
+    size: int
 
 
 class Upkeep:
@@ -45,18 +67,31 @@ class Upkeep:
         table: its checkpoints.
         keys: its keys, whose quotas say how many checkpoints are kept.
         retention: knows what is needed.
+        kept: seconds that a checkpoint is kept in the trash.
 
     Attributes:
         held: returns folders that no row names yet, and that are needed all the same.
+        last: what the last round did; None before it.
     """
 
-    def __init__(self, data: Path, database: Database, table: Checkpoints, keys: Keys, retention: Retention) -> None:
+    def __init__(
+        self,
+        data: Path,
+        database: Database,
+        table: Checkpoints,
+        keys: Keys,
+        retention: Retention,
+        kept: float = KEPT,
+    ) -> None:
         self._data = data
         self._retention = retention
         self._database = database
         self._table = table
         self._keys = keys
+        self._kept = kept
+        self._trash = Trash(data)
         self.held: Callable[[], Collection[str]] = frozenset
+        self.last: Upkept | None = None
 
     async def run(self, now: float | None = None, age: float = AGE) -> Upkept:
         """Do one round.
@@ -66,23 +101,100 @@ class Upkeep:
             age: see `sweep`.
         """
         now = time.time() if now is None else now
+        full = False
         try:
             expired = len(await self._table.expire(now))
             surplus = await self._keep_newest(_kept(await self._keys.all()), now)
-        except Unavailable:  # a full disk: what the sweep removes may be what it lacks
+        except Unavailable as error:  # a full disk: what the trash has may be what it lacks
             expired = surplus = 0
-        needed = set(self.held()) | await self._needed()
-        swept = await asyncio.to_thread(sweep, self._data, needed, age, now)
-        if expired or surplus or swept.entries:
-            _log.info("upkeep", expired=expired, surplus=surplus, removed=swept.entries, bytes=swept.size)
-        return Upkept(expired, surplus, swept)
+            full = _is_full(error)
+        referenced = set(self.held()) | await needed(self._retention)
+        named, deleted = await folders.all_named(self._database), await self._deleted()
+        keep = self._kept
 
-    async def _needed(self) -> set[str]:
-        """Return all paths, relative to the data directory, that a row names."""
-        found = set(await self._retention.referenced())
-        found.update(f"payloads/{name}" for name in await self._retention.payload_files())
-        found.update(f"results/{name}" for name in await self._retention.result_files())
-        return found
+        def until(folder: str) -> float:
+            return now + (keep if folder in deleted else _BRIEF)
+
+        swept = await asyncio.to_thread(sweep, self._data, referenced, named, until, age, now)
+        crowded = await self._crowded_trash(deleted)
+        emptied = await asyncio.to_thread(self._empty, now, full, crowded)
+        left = await asyncio.to_thread(orphans, self._data, referenced, named, age, now)
+        if not full:
+            await folders.forget(self._database, await asyncio.to_thread(self._absent, named - referenced))
+        self.last = Upkept(expired, surplus, swept, emptied, Swept(len(left), sum(each.size for each in left)))
+        if expired or surplus or swept.entries or emptied.entries:
+            _log.info(
+                "upkeep",
+                expired=expired,
+                surplus=surplus,
+                trashed=swept.entries,
+                trashed_bytes=swept.size,
+                emptied=emptied.entries,
+                emptied_bytes=emptied.size,
+            )
+        return self.last
+
+    async def bring_back(self) -> list[str]:
+        """Move out of the trash what a row names and is missing: an older database may name what was removed since."""
+        referenced = await needed(self._retention)
+
+        def work() -> list[str]:
+            found = [entry for entry in self._trash.entries() if entry.folder in referenced]
+            return [entry.folder for entry in found if self._trash.put_back(entry)]
+
+        restored = await asyncio.to_thread(work)
+        if restored:
+            _log.warning("folders that the database names were in the trash, and are restored", folders=restored)
+        return restored
+
+    async def figures(self) -> dict[str, dict[str, int]]:
+        """Return entries and bytes of the trash now, and of orphans as of the last round."""
+        trash = await asyncio.to_thread(trash_figures, self._data)
+        left = self.last.orphans if self.last is not None else None
+        return {"trash": trash, **({} if left is None else {"orphans": {"entries": left.entries, "bytes": left.size}})}
+
+    def _empty(self, now: float, full: bool, crowded: Collection[str]) -> Swept:
+        """Remove from the trash what is over; everything where the disk is full."""
+        emptied = Swept()
+        self._trash.finish()
+        for entry in list(self._trash.entries()):
+            if (full or entry.until <= now or entry.name in crowded) and self._trash.remove(entry):
+                emptied.entries += 1
+                emptied.size += entry.size
+        return emptied
+
+    async def _crowded_trash(self, deleted: Mapping[str, Deleted]) -> set[str]:
+        """Return the oldest entries of tenants whose trash is larger than what a quota lets them store."""
+        limits = _limits(await self._keys.all())
+        if not limits:
+            return set()
+        entries = await asyncio.to_thread(lambda: list(self._trash.entries()))
+        total: dict[str, int] = {}
+        over: set[str] = set()
+        for entry in reversed(entries):
+            owner = deleted.get(entry.folder)
+            if owner is None or owner.tenant not in limits:
+                continue
+            total[owner.tenant] = total.get(owner.tenant, 0) + entry.size
+            if total[owner.tenant] > limits[owner.tenant]:
+                over.add(entry.name)
+        return over
+
+    def _absent(self, paths: Collection[str]) -> set[str]:
+        """Return those of some folders that are neither in their place nor in the trash."""
+        there = {entry.folder for entry in self._trash.entries()}
+        return {folder for folder in paths if folder not in there and not (self._data / folder).exists()}
+
+    async def _deleted(self) -> dict[str, Deleted]:
+        """Across tenants: return the checkpoints that were deleted, by folder."""
+        query = select(checkpoints.c.folder, checkpoints.c.tenant, checkpoints.c.size).where(
+            checkpoints.c.deleted.is_not(None)
+        )
+
+        def work(connection: Connection) -> dict[str, Deleted]:
+            return {row.folder: Deleted(row.tenant, row.size) for row in connection.execute(query)}
+
+        return await self._database.read(work)
 
     async def _keep_newest(self, kept: Mapping[str, int], now: float) -> int:
         count = 0
@@ -113,3 +225,45 @@ def _kept(keys: list[Key]) -> dict[str, int]:
         if keep := key.quotas.get("keep"):
             kept[key.tenant] = max(int(keep), kept.get(key.tenant, 0))
     return kept
+
+
+def _limits(keys: list[Key]) -> dict[str, int]:
+    """Return how many bytes tenants may store; one of whose keys is not limited is left out."""
+    limits: dict[str, int] = {}
+    free = {key.tenant for key in keys if not key.quotas.get("bytes")}
+    for key in keys:
+        if key.tenant not in free:
+            limits[key.tenant] = max(int(key.quotas["bytes"]), limits.get(key.tenant, 0))
+    return limits
+
+
+async def needed(retention: Retention) -> set[str]:
+    """Return all paths, relative to the data directory, that a row names."""
+    found = set(await retention.referenced())
+    found.update(f"payloads/{name}" for name in await retention.payload_files())
+    found.update(f"results/{name}" for name in await retention.result_files())
+    return found
+
+
+def trash_figures(data: Path) -> dict[str, int]:
+    """Return how many entries the trash has, and their bytes."""
+    sizes = [entry.size for entry in Trash(data).entries()]
+    return {"entries": len(sizes), "bytes": sum(sizes)}
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Return whether a fault, or what caused it, is that of a full disk."""
+    for each in _causes(error):
+        code = getattr(each, "sqlite_errorcode", None)
+        if (isinstance(each, OSError) and each.errno in _FULL) or (
+            code is not None and code & 0xFF == sqlite3.SQLITE_FULL
+        ):
+            return True
+    return False
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        origin = getattr(error, "orig", None)
+        error = origin if isinstance(origin, BaseException) else error.__cause__

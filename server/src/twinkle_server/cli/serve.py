@@ -35,6 +35,18 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="Take the folder from a service on another machine, of which you know that it is dead.",
 )
 @click.option(
+    "--accept-base",
+    is_flag=True,
+    help="Serve MODEL though the folder's adapters of that name were trained on another model, or on other files.",
+)
+@click.option(
+    "--trash-hours",
+    default=24.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="How long checkpoints that were deleted or have expired are kept in the trash.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -59,6 +71,8 @@ def main(
     losses: tuple[str, ...],
     custom_losses: bool,
     take_over: bool,
+    accept_base: bool,
+    trash_hours: float,
     log_level: str,
     backend: str,
 ) -> None:
@@ -69,7 +83,7 @@ def main(
     """
     from twinkle_server.cli.problems import told
     from twinkle_server.serve import serve
-    from twinkle_server.settings import Settings
+    from twinkle_server.settings import Settings, Times
 
     settings = Settings(
         model=model,
@@ -83,6 +97,8 @@ def main(
         losses=losses or None,
         custom_losses=custom_losses,
         take_over=take_over,
+        accept_base=accept_base,
+        times=Times(trash=trash_hours * 3600),
     )
     with told():
         code = serve(settings, log_level.upper())

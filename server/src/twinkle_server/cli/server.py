@@ -1,4 +1,4 @@
-"""`twinkle server`: keys and status of a data directory, whether or not a server runs on it."""
+"""`twinkle server`: keys and status of a data directory, whether or not a server runs on it; `folder` has the rest."""
 
 import asyncio
 import time
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from twinkle_server.cli import folder
 
 if TYPE_CHECKING:
     from twinkle_server.store.opening import Store
@@ -26,7 +28,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 @click.group("server", context_settings=_NAMES)
 def main() -> None:
-    """Manage a training service: its keys, and what it does."""
+    """Manage a training service: its keys, what it does, and what its folder holds."""
+
+
+for each in (folder.check, folder.set_aside, folder.trash, folder.orphans):
+    main.add_command(each)
 
 
 @main.group(context_settings=_NAMES)
@@ -69,8 +75,8 @@ def create(
     }
     quotas = {quota: value for quota, value in asked.items() if value is not None}
     kind: Any = role
-    key = _with_store(data, lambda store: issue(store, name, role=kind, tenant=tenant, quotas=quotas))
-    _echo({"name": name, "key": key}, as_json, [key])
+    key = with_store(data, lambda store: issue(store, name, role=kind, tenant=tenant, quotas=quotas))
+    echo({"name": name, "key": key}, as_json, [key])
 
 
 @keys.command("list", context_settings=_NAMES)
@@ -79,8 +85,8 @@ def create(
 @_json
 def list_keys(data: Path, revoked: bool, as_json: bool) -> None:
     """List keys by name; the keys themselves are kept nowhere."""
-    found = _with_store(data, lambda store: store.keys.all(revoked=revoked))
-    _echo([_shown(key) for key in found], as_json, [_line(key) for key in found] or ["no keys"])
+    found = with_store(data, lambda store: store.keys.all(revoked=revoked))
+    echo([_shown(key) for key in found], as_json, [_line(key) for key in found] or ["no keys"])
 
 
 @keys.command(context_settings=_NAMES)
@@ -91,8 +97,8 @@ def revoke(name: str, data: Path, as_json: bool) -> None:
     """End a key; what its tenant made stays."""
     from twinkle_server.tenancy.issue import revoke as end
 
-    found = _with_store(data, lambda store: end(store, name))
-    _echo(_shown(found), as_json, [f"revoked {found.name}"])
+    found = with_store(data, lambda store: end(store, name))
+    echo(_shown(found), as_json, [f"revoked {found.name}"])
 
 
 @main.command(context_settings=_NAMES)
@@ -100,20 +106,34 @@ def revoke(name: str, data: Path, as_json: bool) -> None:
 @_json
 def status(data: Path, as_json: bool) -> None:
     """Show what the service does: asked of the server if one runs, else read from its folder."""
+    from twinkle_server.cli.problems import told
     from twinkle_server.observe import presence
-    from twinkle_server.observe.status import ask, read_figures
+    from twinkle_server.observe.status import ask
+    from twinkle_server.store.inspection import check_database, check_whole
 
     said = ask(data)
     if said is None:
         here = presence.find(data)
-        figures = _with_store(data, lambda store: read_figures(store.database))
-        said = {"running": False, "silent": here and here.pid, **figures}
+        with told():
+            check_database(data)
+            check_whole(data)
+        said = {"running": False, "silent": here and here.pid, **with_store(data, _figures)}
     else:
         said = {"running": True, **said}
-    _echo(said, as_json, list(_status_lines(said)))
+    echo(said, as_json, list(_status_lines(said)))
 
 
-def _with_store(data: Path, work: "Callable[[Store], Awaitable[T]]") -> T:
+async def _figures(store: "Store") -> dict[str, Any]:
+    """Return what the database knows, and what lies beside it."""
+    from twinkle_server.checkpoints.upkeep import trash_figures
+    from twinkle_server.observe.status import read_figures
+
+    left = await folder.find_orphans(store)
+    beside = {"trash": trash_figures(store.data), "orphans": {"entries": len(left), "bytes": sum(e.size for e in left)}}
+    return {**await read_figures(store.database), **beside}
+
+
+def with_store(data: Path, work: "Callable[[Store], Awaitable[T]]") -> T:
     """Open the directory beside whoever serves it, do something, and close it."""
     from twinkle_server.cli.problems import told
     from twinkle_server.store.opening import open_store
@@ -173,7 +193,8 @@ def _span(seconds: float) -> str:
     return f"{minutes // 60}h {minutes % 60}m" if minutes >= 60 else f"{minutes}m {int(seconds) % 60}s"
 
 
-def _echo(data: Any, as_json: bool, lines: list[str]) -> None:
+def echo(data: Any, as_json: bool, lines: list[str]) -> None:
+    """Write data as JSON, or its lines for people."""
     if as_json:
         from twinkle.cli.text import echo_json
 

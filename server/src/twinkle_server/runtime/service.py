@@ -42,11 +42,13 @@ class Service(Runtime):
         self._store = store
         self.facts.store_works = lambda: store.database.healthy
         self._sessions = SessionKeeper(store, self.dispatcher, self.ending, effects, settings.times)
-        self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention)
+        kept = settings.times.trash
+        self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention, kept)
         self._upkeep.held = lambda: self.unrecorded
 
     async def start(self) -> None:
         """Take up what was left behind, and start the engine; returns before it is ready (`wait_ready`)."""
+        await self._upkeep.bring_back()
         await self._store.models.end_never_made()
         if found := await self._store.models.try_again(time.time()):
             _log.warning("%d models could not be made again; what was kept of them is tried once more", found)
@@ -73,7 +75,8 @@ class Service(Runtime):
 
     async def status(self) -> dict[str, Any]:
         """Return what the service does at the moment, and what the database knows."""
-        return {**await super().status(), **await read_figures(self._store.database)}
+        said = {**await super().status(), **await read_figures(self._store.database)}
+        return {**said, **await self._upkeep.figures()}
 
     async def _probe(self) -> None:
         """Write something if the last commit failed: `/readyz` may be what keeps writers away."""

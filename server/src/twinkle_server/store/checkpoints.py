@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Connection, Update, and_, func, insert, or
 from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.ports import Database
-from twinkle_server.store import rows
+from twinkle_server.store import folders, rows
 from twinkle_server.store.records import Checkpoint, Page
 from twinkle_server.store.tables import checkpoints, models
 
@@ -37,6 +37,7 @@ def add(connection: Connection, checkpoint: Checkpoint, overwrite: bool = False)
             raise BadRequest(f"{path} is there already: save under another name, or with overwrite=True")
         _delete(connection, checkpoint.tenant, checkpoints.c.id == row.id, checkpoint.created)
     connection.execute(insert(checkpoints).values({**rows.values(checkpoints, checkpoint), "id": None}))
+    folders.name(connection, checkpoint.folder, checkpoint.created)
     return None if row is None else str(row.folder)
 
 

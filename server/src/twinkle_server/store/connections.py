@@ -88,6 +88,13 @@ def worded(error: Exception) -> Exception:
         return BadRequest("the request holds a number beyond 64 bits, or text that is not Unicode")
     found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(found, "sqlite_errorcode", None)
+    if code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        fault = Unavailable(
+            "the service's database is damaged: its operator must restore it (`twinkle server check` says more)",
+            retry_after=30.0,
+        )
+        fault.__cause__ = error
+        return fault
     failed = isinstance(found, sqlite3.OperationalError) if code is None else code & 0xFF in _DISK
     closed = isinstance(found, sqlite3.ProgrammingError) and "closed database" in str(found)
     if failed or closed or isinstance(found, OSError | StoreError):

@@ -12,6 +12,7 @@ from sqlalchemy import Connection
 from twinkle_server.errors import Gone, NotFound
 from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snapshot, Submission
 from twinkle_server.settings import Limits
+from twinkle_server.store import folders
 from twinkle_server.store import statements as sql
 from twinkle_server.store.blobs import Blobs
 from twinkle_server.store.connections import driver
@@ -195,6 +196,7 @@ class SqliteJournal:
                 snapshot.lane,
             )
             raw.execute(sql.SET_SNAPSHOT, what)
+            folders.name(connection, snapshot.folder, self.context.clock())
             covered = raw.execute(sql.COVERED, (snapshot.lane, snapshot.number)).fetchall()
             files.extend(drop_payloads(raw, covered))
             return [folder] if folder is not None and folder != snapshot.folder else []

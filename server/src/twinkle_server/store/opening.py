@@ -11,11 +11,13 @@ from sqlalchemy.dialects import sqlite
 from twinkle_server.ids import new_id
 from twinkle_server.settings import Limits, Times
 from twinkle_server.store import lease, schema
+from twinkle_server.store.aside import ASIDE
 from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.faults import StoreError
-from twinkle_server.store.filesystem import sync_folder
+from twinkle_server.store.filesystem import check_local, sync_folder
+from twinkle_server.store.inspection import DATABASE, PLACES, SIDES, check_database, check_whole
 from twinkle_server.store.journal import SqliteJournal
 from twinkle_server.store.keys import Keys
 from twinkle_server.store.models import Models
@@ -26,8 +28,7 @@ from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.tables import meta
 from twinkle_server.store.usage import UsageTable
 
-_FOLDERS: Final = ("payloads", "results", "snapshots", "checkpoints")
-_OURS: Final = ("lock", "secret", "lost+found", *_FOLDERS)
+_OURS: Final = ("lock", "secret", "server.json", "lost+found", ASIDE, *SIDES, *PLACES)
 
 
 @dataclass(slots=True)
@@ -89,7 +90,8 @@ def open_store(
         take_over: take the lease even from an owner on another machine, of which you know that it is dead.
 
     Raises:
-        StoreError: it is on a network file system, of a newer version, or served by another process.
+        StoreError: it is on a network file system, of a newer version, or served by another process; or its database is
+            missing, empty, foreign or damaged while other content is there.
     """
     try:
         _prepare_folder(data)
@@ -99,11 +101,16 @@ def open_store(
 
 
 def _open(data: Path, limits: Limits | None, times: Times | None, serve: bool, take_over: bool) -> Store:
-    database = SqliteDatabase(data / "twinkle.db")
+    try:
+        database = SqliteDatabase(data / DATABASE)
+    except StoreError:
+        check_whole(data)  # which says more of a damaged one
+        raise
     handle = -1
     try:
         if serve:
             handle = lease.lock(database, data)
+            check_whole(data)
         database.write_now(lambda connection: _migrate(connection, serve))
         owned = lease.take(database, data, handle, take_over) if serve else None
         return _assemble(data, database, owned, limits, times)
@@ -116,11 +123,13 @@ def _open(data: Path, limits: Limits | None, times: Times | None, serve: bool, t
 
 def _prepare_folder(data: Path) -> None:
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    left = sorted(entry.name for entry in data.iterdir()) if not (data / "twinkle.db").exists() else []
+    check_local(data)
+    check_database(data)
+    left = sorted(entry.name for entry in data.iterdir()) if not (data / DATABASE).exists() else []
     foreign = [name for name in left if name not in _OURS and not name.startswith(".")]
     if foreign:
         raise StoreError(f"{data} holds other things ({foreign[0]!r}): choose an empty directory for --data")
-    for name in _FOLDERS:
+    for name in PLACES:
         (data / name).mkdir(mode=0o700, exist_ok=True)
     sync_folder(data)
 

@@ -4,7 +4,7 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from twinkle_server.errors import NotFound, SequenceConflict
 from twinkle_server.ports import Database
-from twinkle_server.store import rows, sessions
+from twinkle_server.store import folders, rows, sessions
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import samplers
 
@@ -22,6 +22,8 @@ def add(connection: Connection, sampler: Sampler) -> None:
     row = connection.execute(query).one_or_none()
     if row is None:
         connection.execute(insert(samplers).values(rows.values(samplers, sampler)))
+        if sampler.folder is not None:
+            folders.name(connection, sampler.folder, sampler.created)
     elif (row.base, row.path, row.inflight) != (sampler.base, sampler.path, sampler.inflight):
         raise SequenceConflict(f"sampling session {sampler.number} of this session was made from something else")
 

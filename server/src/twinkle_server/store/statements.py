@@ -82,7 +82,9 @@ OLD: Final = """
     )
 """
 OLD_CHECKPOINTS: Final = """
-    DELETE FROM checkpoints WHERE id IN (SELECT id FROM checkpoints WHERE deleted < ? LIMIT ?)
+    DELETE FROM checkpoints WHERE id IN (
+        SELECT id FROM checkpoints WHERE deleted < ? AND folder NOT IN (SELECT folder FROM folders) LIMIT ?
+    )
 """
 OLD_SAMPLERS: Final = "DELETE FROM samplers WHERE id IN (SELECT id FROM samplers WHERE ended < ? LIMIT ?)"
 ROWS: Final = "SELECT (SELECT min(id) FROM operations), (SELECT max(id) FROM operations)"

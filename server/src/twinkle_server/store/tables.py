@@ -215,6 +215,9 @@ checkpoints: Final = _table(
     Index("checkpoints_by_folder", "folder"),
 )
 
+folders: Final = _table("folders", _text("folder", key=True), _time("named"))
+"""Every folder that a committed row ever named, until it is removed: nothing else is removed without an operator."""
+
 audit: Final = _table(
     "audit",
     _serial(),

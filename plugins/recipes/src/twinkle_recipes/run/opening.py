@@ -11,7 +11,7 @@ from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.rows.loading import loaders
 from twinkle_recipes.run.interrupt import StopRequest
 from twinkle_recipes.run.keeper import Curves, Keeper
-from twinkle_recipes.run.plan import check_early, make_plan, write_plan
+from twinkle_recipes.run.plan import base_models, check_early, make_plan, write_plan
 from twinkle_recipes.run.ranks import check_alone
 from twinkle_recipes.run.results import told_of
 from twinkle_recipes.run.resuming import resume, say_how_to_resume, write_config
@@ -94,6 +94,6 @@ def opened(config: Config, run: Run, columns: Columns, charted: str = "loss") ->
         say_how_to_resume(show, run.folder, config.recipe),
         StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
     ):
-        plan = make_plan(config)
+        plan = make_plan(config) | {"models": base_models(config)}
         seed_everything(config.seed)
         yield Opening(config, whole, run, plan, show, stop)

@@ -12,9 +12,10 @@ from twinkle._registry import registry
 from twinkle.dataset import DatasetMeta
 from twinkle.errors import ConfigError
 from twinkle.hub import local_model
+from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
-from twinkle.run import parts_of
+from twinkle.run import fingerprints_of, parts_of
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.rows.streams import check_stream
 from twinkle_recipes.run.checkpoints import find_checkpoint
@@ -78,6 +79,28 @@ def _started_from(config: RunConfig) -> Iterator[dict[str, str]]:
         with weights.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         yield {"kind": "adapter", "asked": place, "plugin": "", "version": "", "ref": digest}
+
+
+def base_models(config: RunConfig) -> list[dict[str, str]]:
+    """Return the models that the run begins with: the `id` of each, its `fingerprint` and, of a hub's, its `commit`.
+
+    Raises:
+        ConfigError: the run would go on with a model whose files were changed.
+        TwinkleError: a model is not there, or cannot be fetched.
+    """
+    found = [(asked, local_model(asked)) for asked in dict.fromkeys(config.models())]
+    models = [{"id": asked, "fingerprint": fingerprint(folder), "commit": commit_of(folder)} for asked, folder in found]
+    earlier = {} if config.run_folder is None else fingerprints_of(config.run_folder)
+    for model in models:
+        before, now = earlier.get(model["id"], model["fingerprint"]), model["fingerprint"]
+        if before != now:
+            raise ConfigError(
+                f"the run in {config.run_folder} can only go on with the model that it began with, but {model['id']} "
+                f"was changed since: its fingerprint was {before}, and is {now} now; restore the model's files, or, to "
+                "train the adapter on the changed model on purpose, begin a new run with --lora.init_from "
+                f"{find_checkpoint(str(config.run_folder))}"
+            )
+    return models
 
 
 def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:

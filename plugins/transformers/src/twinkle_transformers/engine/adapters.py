@@ -17,9 +17,10 @@ from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
+from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.torch.layout import Layout, Shape
-from twinkle_transformers.adapters import WEIGHTS, read_config, tuned_places
+from twinkle_transformers.adapters import CONFIG, WEIGHTS, read_config, tuned_places
 from twinkle_transformers.pool.files import shapes_in
 from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sites import Site, find_sites
@@ -66,6 +67,7 @@ def read_version(folder: Path, sites: Mapping[str, Site]) -> AdapterVersion:
         CheckpointError: there is none, or it belongs to another model.
         Unsupported: it is more than low-rank terms of linear layers.
     """
+    check_digests(folder, (WEIGHTS, CONFIG))
     config, what = read_config(folder), f"the adapter in {folder}"
     check_config(config, what)
     path = folder / WEIGHTS

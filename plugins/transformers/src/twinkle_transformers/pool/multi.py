@@ -8,12 +8,14 @@ import torch
 
 from twinkle import get_logger, registry, remote_class, remote_function
 from twinkle.data_format import ModelOutput
+from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.model.base import Inputs
 from twinkle.model.pool import Operation, OperationError, OperationResult
 from twinkle.torch.flat_step import is_elementwise
 from twinkle.torch.numerics import Evidence
+from twinkle_transformers.adapters import CONFIG, WEIGHTS
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.model import TransformersModel
@@ -168,6 +170,7 @@ class MultiLoraTransformersModel(TransformersModel):
             self._limits.check(adapter_name, tenant.plan)
             set_accumulation(tenant.group, gradient_accumulation_steps)
             if folder is not None:
+                check_digests(folder, (WEIGHTS, CONFIG))
                 files.load_weights(self.pool.tenants[ref], folder, self.pool.sites)
         except BaseException:
             self.pool.remove(ref)

@@ -1,0 +1,144 @@
+"""Whether a data directory's database is the one that the rest of the directory belongs to, and is whole.
+
+Nothing is written here: a directory that is refused stays as it is.
+"""
+
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import quote
+
+from twinkle_server.store.faults import StoreError
+from twinkle_server.store.tables import metadata
+
+DATABASE: Final = "twinkle.db"
+SIDES: Final = ("twinkle.db-wal", "twinkle.db-shm", "twinkle.db-journal")
+PLACES: Final = ("checkpoints", "snapshots", "payloads", "results", "trash")
+_MAGIC: Final = b"SQLite format 3\0"
+_FIRST: Final = ("meta", "lease", "keys", "checkpoints", "models")
+"""Tables that every version of the schema has."""
+_LINES: Final = 5
+
+Found = Literal["missing", "empty", "foreign", "ours"]
+
+
+def check_database(data: Path) -> None:
+    """Refuse a directory whose database is lost while other content is there, or is not one of this service.
+
+    Args:
+        data: the data directory, which may not exist yet.
+
+    Raises:
+        StoreError: says what is there, and how to restore the directory or to start with an empty one.
+    """
+    found, reason = _look(data / DATABASE)
+    if found == "ours":
+        return
+    content = describe(data)
+    if found in ("missing", "empty") and not content:
+        return
+    holds = f", but the directory holds {', '.join(content)}" if content else ""
+    raise StoreError(f"cannot open {data}: {reason}{holds}; {remedy(data)}")
+
+
+def damage(path: Path, *, full: bool = False) -> list[str]:
+    """Return what SQLite finds wrong with a database file; nothing for one that is whole.
+
+    Args:
+        path: of the file.
+        full: also compare indexes with tables (`PRAGMA integrity_check`), which takes several times as long.
+    """
+    pragma = f"PRAGMA {'integrity_check' if full else 'quick_check'}({_LINES})"
+    try:
+        with _opened(path) as raw:
+            lines = [str(line) for (text,) in raw.execute(pragma) for line in str(text).splitlines()]
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError as error:
+        return [str(error)]
+    return [] if lines == ["ok"] else lines
+
+
+def check_whole(data: Path, *, full: bool = False) -> None:
+    """Refuse a database that is damaged.
+
+    Raises:
+        StoreError: says what SQLite found, and what to do.
+    """
+    try:
+        lines = damage(data / DATABASE, full=full)
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"cannot read {data / DATABASE}: {error}; check the disk and the permissions") from error
+    if lines:
+        more = f" ({len(lines)} findings)" if len(lines) > 1 else ""
+        raise StoreError(
+            f"cannot use {data / DATABASE}: the database is damaged: {' '.join(lines[0].split())}{more}; "
+            f"{remedy(data)}, or try to save its rows with SQLite's own tool: `sqlite3 {data / DATABASE} .recover`"
+        )
+
+
+def remedy(data: Path) -> str:
+    """Return what an operator can do about a database that cannot be used."""
+    return (
+        f"restore the whole directory from a backup (stop the service, `cp -a BACKUP/. {data}/`), or move what is "
+        f"there aside and start with an empty directory: `twinkle server set-aside --data {data}`"
+    )
+
+
+def describe(data: Path) -> list[str]:
+    """Return what a directory holds beside its database, as words for people; nothing for a new one."""
+    found = []
+    for place in PLACES:
+        try:
+            count = sum(1 for _ in (data / place).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if count:
+            found.append(f"{count} in {place}/")
+    if (data / "secret").exists():
+        found.append("the file secret")
+    found += [name for name in SIDES if (data / name).exists() and (data / name).stat().st_size]
+    return found
+
+
+def _look(path: Path) -> tuple[Found, str]:
+    """Return what is there in the database's place, and say so."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing", f"{DATABASE} is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return "foreign", f"{DATABASE} must be a regular file"
+    with path.open("rb") as file:
+        head = file.read(len(_MAGIC))
+    if status.st_size == 0:
+        return "empty", f"{DATABASE} is empty (0 bytes)"
+    if head != _MAGIC:
+        return "foreign", f"{DATABASE} is not an SQLite database, or its first page is damaged"
+    try:
+        with _opened(path) as raw:
+            tables = {name for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"cannot read {path}: {error}; check the disk and the permissions") from error
+    except sqlite3.DatabaseError:
+        return "ours", ""  # damaged, of which `check_whole` says more
+    if not tables:
+        return "empty", f"{DATABASE} is an empty database"
+    if lacking := [name for name in _FIRST if name not in tables] + ["alembic_version"] * (
+        "alembic_version" not in tables
+    ):
+        others = sorted(tables - set(metadata.tables) - {"alembic_version", "sqlite_sequence"})
+        has = f"it has the table {others[0]!r}, and " if others else ""
+        return "foreign", f"{DATABASE} is not a database of this service ({has}the table {lacking[0]!r} is missing)"
+    return "ours", ""
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open an existing file for reading; its log is read as well."""
+    address = f"file:{quote(str(path))}?mode=ro"
+    with closing(sqlite3.connect(address, uri=True, timeout=5.0, isolation_level=None)) as raw:
+        yield raw
