@@ -6,6 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_folder_that_this_user_trusts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let no test read or write which folders the person at this machine trusts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWINKLE_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_runtime_of_another_test() -> Iterator[None]:
     """Let each test begin before any `twinkle.initialize`."""

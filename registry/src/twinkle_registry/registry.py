@@ -20,6 +20,7 @@ from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
 from .settings import Settings
+from .untrusted import untrusted_notice
 
 if TYPE_CHECKING:
     from .code.frozen import Frozen
@@ -145,9 +146,14 @@ class Registry:
         return self._settings
 
     def notices(self) -> list[str]:
-        """Return what a person should know though nothing is broken: settings in vain, commands in conflict."""
+        """Return what a person should know though nothing is broken: settings in vain, commands in conflict.
+
+        Settings and locks of a folder that is not trusted are in vain too.
+        """
         by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
         notices = explain.vain_settings(self._settings, self.records, by_kind)
+        if notice := untrusted_notice():
+            notices.append(notice)
         for name, specs in self._commands_by_name().items():
             if len(specs) > 1:
                 group, _, last = name.rpartition(" ")  # `plugins acme/new`, as it is typed

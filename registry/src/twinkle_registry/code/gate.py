@@ -44,9 +44,8 @@ def checked_tree(digest: str, *, asked: str) -> Tree:
 def refuse_unlocked(asked: str, lock: Lock) -> None:
     """Raise `NotTrusted` if this run is frozen; called for code that no lock lists."""
     if is_frozen():
-        there = f"{lock.path} does not list it" if lock.path.is_file() else f"there is no {lock.path}"
         raise NotTrusted(
-            f"{asked}: this run is frozen, and {there}; add it with 'twinkle plugins add' where it is not frozen, or "
+            f"{asked}: this run is frozen, and {lock.lacks('it')}; add it with 'twinkle plugins add' where it is not frozen, or "
             f"name the right lock by {LOCK_VARIABLE}"
         )
 

@@ -8,11 +8,9 @@ deny = ["hf://acme/old@3f2a*"]   # never, whatever else is said
 "hf://acme/*" = { ed25519 = "base64 of the public key" }
 """
 
-# ruff: noqa: PTH111, PTH113
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,11 +18,14 @@ from typing import Any
 from ..errors import SettingsError
 from ..locked import TRUST_VARIABLE, trusts_all
 from ..naming import nearest_or_all
-from ..settings import USER_FILE, config_file, refuse_unknown_tables
+from ..settings import ConfigFile, config_files
+from ..untrusted import and_untrusted
 from .reference import HubReference, Origin
 from .signatures import Signer, signer_from_table
 
 _KEYS = ("allow", "only", "deny", "signed")
+GIVE_TRUST = ("allow",)
+"""Keys that are obeyed in a trusted file only; the others take away."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,12 @@ class Policy:
         """Read the files and the environment of this process.
 
         A pattern of the user's own file counts beside those of the project's: no project lifts what its user denies.
+        `allow` of a `twinkle.toml` in a folder that is not trusted is left out; what takes away counts.
 
         Raises:
             SettingsError: A table, a key, a type or a pattern is wrong.
         """
-        project, user = config_file(os.environ), os.path.expanduser(USER_FILE)
-        paths = dict.fromkeys(path for path in (project, user) if path and os.path.isfile(path))
-        tables = [_read(path) for path in paths]
+        tables = [_read(file) for file in config_files(os.environ)]
         return cls(
             allow=tuple(pattern for table in tables for pattern in table.get("allow", ())),
             only=tuple(tuple(table["only"]) for table in tables if "only" in table),
@@ -106,13 +106,9 @@ def matches(pattern: str, place: str, commit: str) -> bool:
     return len(segments) == len(parts) and all(map(fnmatchcase, parts, segments))
 
 
-def _read(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            raw = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: cannot be read as TOML: {error}") from error
-    refuse_unknown_tables(raw, path)
+def trust_table(file: ConfigFile) -> dict[str, Any]:
+    """Return `[trust]` of a file, checked, whether the file is trusted or not."""
+    path, raw = file.path, file.raw
     table = raw.get("trust", {})
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: trust: expected a table [trust], found {table!r}")
@@ -122,6 +118,12 @@ def _read(path: str) -> dict[str, Any]:
     for key in ("allow", "only", "deny"):
         _check_patterns(f"{path}: [trust] {key}", table.get(key, []))
     return {**table, "signed": _signed(f"{path}: [trust.signed]", table.get("signed", {}))}
+
+
+def _read(file: ConfigFile) -> dict[str, Any]:
+    """Return what counts of `[trust]` of a file."""
+    table = trust_table(file)
+    return table if file.is_trusted else {key: value for key, value in table.items() if key not in GIVE_TRUST}
 
 
 def _check_patterns(where: str, value: Any) -> None:
@@ -155,5 +157,5 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
         return ""
     return (
         f"nobody has allowed code from {origin.place}{moved} to run here, neither by [trust] allow in twinkle.toml nor "
-        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
+        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}{and_untrusted()}"
     )

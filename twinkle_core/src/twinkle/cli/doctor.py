@@ -154,6 +154,8 @@ def _lock(registry: Registry) -> Iterator[Problem]:
         if _policy():
             return  # told already, and nothing can be checked against it
         checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
+    except NotTrusted:
+        return  # the notice of the registry says that this lock is not obeyed
     except SettingsError as error:
         yield Problem("lock", str(error))
         return

@@ -9,6 +9,7 @@ from twinkle.cli.plugins_group import PluginsGroup
 from twinkle.cli.search import search
 from twinkle.cli.test import test
 from twinkle.cli.text import echo_json, table
+from twinkle.cli.trust import COMMANDS as TRUST_COMMANDS
 
 if TYPE_CHECKING:
     from twinkle_registry import PluginRecord
@@ -98,7 +99,7 @@ def patches(as_json: bool) -> None:
     show(as_json)
 
 
-for command in (*COMMANDS, search, test):
+for command in (*COMMANDS, *TRUST_COMMANDS, search, test):
     plugins.add_command(command)
 
 

@@ -121,6 +121,18 @@ def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
             yield spec, spec.kind
 
 
+def uninstalled_folder(text: str) -> Path | None:
+    """Return the folder that `text` means, resolved, if the plugin in it is not installed from there; else None."""
+    from twinkle._registry import registry
+    from twinkle.testing.contracts.folders import manifest_in
+
+    if "://" in text or text.endswith(".py") or text.rpartition(":")[0].endswith(".py") or not _is_folder(text):
+        return None
+    manifest = manifest_in(Path(text))
+    known = [record.location for record in registry().records if record.location]
+    return None if manifest in [Path(location).resolve() for location in known] else Path(text).resolve()
+
+
 def _is_folder(text: str) -> bool:
     """Say whether a folder is meant: one that is there, and whose bare name nothing installed has."""
     from twinkle._registry import registry
