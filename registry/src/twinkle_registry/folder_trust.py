@@ -6,7 +6,7 @@ kept in the state folder of the user, one small file for each path, so that two 
 """
 
 # A run in a folder with such a file comes through here at its start, and os.path takes a tenth of pathlib's time.
-# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH110, PTH111, PTH112, PTH118, PTH119, PTH120, PTH123
+# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH111, PTH118, PTH120, PTH123
 from __future__ import annotations
 
 import hashlib
@@ -38,9 +38,7 @@ class TrustedPath:
 def state_folder() -> str:
     """Return the folder for what must not be lost with the cache: `$TWINKLE_STATE_DIR`, else the user's usual one."""
     named = os.environ.get(STATE_VARIABLE)
-    return os.path.abspath(
-        os.path.expanduser(named or f"{os.environ.get(HOME_VARIABLE) or '~/.local/state'}/twinkle")
-    )
+    return os.path.abspath(os.path.expanduser(named or f"{os.environ.get(HOME_VARIABLE) or '~/.local/state'}/twinkle"))
 
 
 def is_trusted_file(path: str, content: bytes) -> bool:

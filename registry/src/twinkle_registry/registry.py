@@ -74,6 +74,7 @@ class Registry:
         self._index: dict[str, dict[str, list[ComponentSpec]]] = {}
         self._contracts: dict[str, Any] = {}
         self._satisfied: set[ComponentSpec] = set()
+        self._forbidden: dict[str, str] = {}
         self._hook_calls: dict[str, HookCall] = {}
 
     # What there is
@@ -115,9 +116,52 @@ class Registry:
                 self._hooked.discard(record.name)
             self._index.clear()
 
+    def drop_forbidden(self, max_age: float) -> list[PluginRecord]:
+        """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added, and return them.
+
+        Its components are not found any more, its hooks are not called, and `load` refuses what was found before. A
+        service calls this from time to time.
+
+        Args:
+            max_age: Revocation lists that were read within so many seconds are not read again.
+
+        Raises:
+            SettingsError: The policy cannot be read.
+            NotTrusted: A revocation list is not signed as it must be; what the last good one says is done all the same.
+        """
+        from .code.plugins import why_forbidden
+        from .code.policy import Policy
+
+        hub = [record for record in self.records if "://" in record.dist and record.status == "ok"]
+        problem: NotTrusted | None = None
+        try:
+            policy = Policy.load(fetch=True, max_age=max_age)
+        except NotTrusted as error:
+            policy, problem = Policy.load(), error
+        dropped = []
+        for record in hub:
+            if reason := why_forbidden(record, policy):
+                forbidden = replace(record, status="broken", reason=reason, cause=NotTrusted(reason))
+                self._replace(record, forbidden)
+                self._forbidden[record.package] = reason
+                dropped.append(forbidden)
+        if problem is not None:
+            raise problem
+        return dropped
+
     def judge(self, record: PluginRecord) -> PluginRecord:
         """Return a record with the status that it would have, alone, without adding it."""
         return self._house.judge(record, [])
+
+    def checked(self, record: PluginRecord) -> PluginRecord:
+        """Return the record as a frozen run would find it at its first use: every file is compared with the lock."""
+        if self.frozen is None or record.status != "ok":
+            return record
+        try:
+            self.frozen.check(record, self.records)
+        except NotTrusted as error:
+            return replace(record, status="disabled", reason=str(error), cause=error)
+        return record
 
     @property
     def frozen(self) -> Frozen | None:
@@ -254,6 +298,8 @@ class Registry:
             RequirementMissing: A package it needs is not installed; nothing was imported.
             PluginBroken: The import fails, or the manifest names something that is not there.
         """
+        if spec.root in self._forbidden:
+            raise NotTrusted(f"{spec}: {self._forbidden[spec.root]}")
         if spec not in self._satisfied:
             self._check_frozen(spec.dist)
             check_requirements(spec)

@@ -1,7 +1,7 @@
 """What a folder that is not trusted asks for in vain, in one line with the command that trusts it."""
 
 # This runs at every start, and os.path takes a tenth of pathlib's time.
-# ruff: noqa: PTH109, PTH113, PTH118, PTH120, PTH123
+# ruff: noqa: PTH109, PTH113, PTH123
 from __future__ import annotations
 
 import os
@@ -41,10 +41,10 @@ def _of_config() -> list[str]:
     file = read_config(config_file(os.environ))
     if file.is_trusted:
         return []
-    from .code.policy import GIVE_TRUST
+    from .code.policy import NEED_TRUST
 
     asked = file.raw.get("trust", {})
-    keys = [f"[trust] {key}" for key in GIVE_TRUST if isinstance(asked, dict) and asked.get(key)]
+    keys = [f"[trust] {key}" for key in NEED_TRUST if isinstance(asked, dict) and asked.get(key)]
     return [f"{', '.join([*keys, *_hidden(file)])} of {CONFIG_FILE}"] if keys or _hidden(file) else []
 
 

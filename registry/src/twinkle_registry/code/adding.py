@@ -103,7 +103,7 @@ class Keeper:
         return self._add_repository(reference)
 
     def _add_repository(self, reference: HubReference) -> Proposal | None:
-        asked, policy = f"add {reference}", Policy.load()
+        asked, policy = f"add {reference}", Policy.load(fetch=True)
         _refuse(policy.denies(reference.place), reference.place, asked)
         hub = self._open_hub(reference.scheme)
         origin = resolve(hub, reference, asked=asked)

@@ -36,7 +36,7 @@ def checked_tree(digest: str, *, asked: str) -> Tree:
     if not entries:
         refuse_unlocked(asked, lock)
         ways = [(HubReference(origin.scheme, origin.repo), origin) for origin in Store().origins(tree.digest)]
-    allow(Policy.load(), ways, tree, locked=bool(entries), asked=asked)
+    allow(Policy.load(fetch=True), ways, tree, locked=bool(entries), asked=asked)
     tree.verify()
     return tree
 
@@ -51,10 +51,16 @@ def refuse_unlocked(asked: str, lock: Lock) -> None:
 
 
 def allow(policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str) -> None:
-    """Let a tree pass if one of the ways in which it came here is trusted, and it is signed as the policy wants it."""
+    """Let a tree pass if one of the ways in which it came here is trusted, and it is signed as the policy wants it.
+
+    What is revoked does not pass, whichever way it came.
+    """
     reasons = []
+    for _, origin in ways:
+        if reason := policy.revokes(origin, tree.digest):
+            raise NotTrusted(f"{asked}: code from {origin} must not run any more: {reason}")
     for reference, origin in ways:
-        reason = why_not_trusted(policy, reference, origin, locked=locked)
+        reason = why_not_trusted(policy, reference, origin, locked=locked, digest=tree.digest)
         if not reason:
             for signer in policy.signers(origin):
                 check_signature(tree, signer, asked=asked)

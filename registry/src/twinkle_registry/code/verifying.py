@@ -47,7 +47,7 @@ def verify(
         NotTrusted: It lies in a folder that is not trusted.
         SettingsError: The lock is damaged, or `[trust]` is wrong.
     """
-    Policy.load()  # whoever has a lock of distributions alone is told too that the policy cannot be read
+    Policy.load(fetch=True)  # whoever has a lock of distributions alone is told too that the policy cannot be read
     lock = Lock.load()
     if not lock.path.is_file():
         raise ComponentNotFound(f"there is no {lock.path}; make it with: twinkle plugins lock")

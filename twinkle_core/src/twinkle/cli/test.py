@@ -85,13 +85,15 @@ def _report(thing: object, kind: str, words: str, example: str) -> "Report":
 
 
 def _example(reference: str) -> dict[str, object]:
-    from twinkle.testing.contracts.subjects import read_example
+    from twinkle._registry import registry
+    from twinkle.testing.contracts.subjects import file_module, read_example
     from twinkle_registry import ComponentSpec
-    from twinkle_registry.files import import_file
 
     place, _, name = reference.rpartition(":")
+    if (frozen := registry().frozen) and not place.endswith(".py"):
+        frozen.check_module(place, registry().records, asked=f"the example {reference!r}")
     if place.endswith(".py"):
-        module = import_file(place, asked=f"the example {reference!r}")
+        module = file_module(place, asked=f"the example {reference!r}")
         reference = f"{module.__name__}:{name}"
     return read_example(ComponentSpec("example", name, reference))
 

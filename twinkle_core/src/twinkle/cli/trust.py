@@ -97,7 +97,7 @@ def _asks(file: Path, content: bytes) -> list[str]:
     import tomllib
 
     from twinkle_registry.code.lockfile import parse_lock
-    from twinkle_registry.code.policy import GIVE_TRUST, trust_table
+    from twinkle_registry.code.policy import NEED_TRUST, trust_table
     from twinkle_registry.code.review import printable
     from twinkle_registry.locked import LOCK_NAME
     from twinkle_registry.settings import ConfigFile, refuse_unknown_tables
@@ -117,7 +117,7 @@ def _asks(file: Path, content: bytes) -> list[str]:
     refuse_unknown_tables(raw, str(file))
     config = ConfigFile(str(file), raw, is_trusted=False)
     table = trust_table(config)
-    lines = [f"[trust] {key} = {table[key]!r}" for key in GIVE_TRUST if table.get(key)]
+    lines = [f"[trust] {key} = {table[key]!r}" for key in NEED_TRUST if table.get(key)]
     lines += [f"[plugins] {key} = {value!r}, whatever your own file says" for key, value in config.plugins.items()]
     return [printable(line) for line in lines]
 
