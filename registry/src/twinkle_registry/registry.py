@@ -116,8 +116,8 @@ class Registry:
                 self._hooked.discard(record.name)
             self._index.clear()
 
-    def drop_forbidden(self, max_age: float) -> list[PluginRecord]:
-        """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added, and return them.
+    def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
+        """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added.
 
         Its components are not found any more, its hooks are not called, and `load` refuses what was found before. A
         service calls this from time to time.
@@ -125,29 +125,23 @@ class Registry:
         Args:
             max_age: Revocation lists that were read within so many seconds are not read again.
 
+        Returns:
+            The plugins that were withdrawn now, and what is wrong with the lists; of those the last good one counts.
+
         Raises:
-            SettingsError: The policy cannot be read.
-            NotTrusted: A revocation list is not signed as it must be; what the last good one says is done all the same.
+            SettingsError: The policy cannot be read; nothing was withdrawn.
         """
         from .code.plugins import why_forbidden
         from .code.policy import Policy
 
-        hub = [record for record in self.records if "://" in record.dist and record.status == "ok"]
-        problem: NotTrusted | None = None
-        try:
-            policy = Policy.load(fetch=True, max_age=max_age)
-        except NotTrusted as error:
-            policy, problem = Policy.load(), error
-        dropped = []
-        for record in hub:
+        policy, dropped = Policy.load().refreshed(max_age), []
+        for record in [r for r in self.records if "://" in r.dist and r.status == "ok"]:
             if reason := why_forbidden(record, policy):
                 forbidden = replace(record, status="broken", reason=reason, cause=NotTrusted(reason))
                 self._replace(record, forbidden)
                 self._forbidden[record.package] = reason
                 dropped.append(forbidden)
-        if problem is not None:
-            raise problem
-        return dropped
+        return dropped, [text for known in policy.revoked for text in (known.error, known.problem) if text]
 
     def judge(self, record: PluginRecord) -> PluginRecord:
         """Return a record with the status that it would have, alone, without adding it."""

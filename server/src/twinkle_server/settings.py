@@ -51,6 +51,7 @@ class Times:
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
+        revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
     """
 
@@ -67,6 +68,7 @@ class Times:
     snapshot: float = 30.0
     start: float = 1800.0
     upkeep: float = 600.0
+    revocations: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)

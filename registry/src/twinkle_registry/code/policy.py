@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import NotTrusted, SettingsError
@@ -55,16 +55,15 @@ class Policy:
     trusts_all: bool = False
 
     @classmethod
-    def load(cls, *, fetch: bool = False, max_age: float = REFRESH) -> Policy:
+    def load(cls, *, fetch: bool = False) -> Policy:
         """Read the files and the environment of this process.
 
         A pattern of the user's own file counts beside those of the project's: no project lifts what its user denies.
         `allow` of a `twinkle.toml` in a folder that is not trusted is left out; what takes away counts.
 
         Args:
-            fetch: Code is about to be loaded: read the revocation lists again if that was not done within `max_age`
-                seconds, warn of those that are stale, and refuse those that are not as they must be.
-            max_age: See `fetch`.
+            fetch: Code is about to be loaded: read the revocation lists again if that was not done within a minute,
+                warn of those that are stale, and refuse those that are not as they must be.
 
         Raises:
             SettingsError: A table, a key, a type or a pattern is wrong.
@@ -77,12 +76,17 @@ class Policy:
             only=tuple(tuple(table["only"]) for table in tables if "only" in table),
             deny=tuple(pattern for table in tables for pattern in table.get("deny", ())),
             signed=tuple(pair for table in tables for pair in table["signed"]),
-            revoked=tuple(known_list(source, fetch=fetch, max_age=max_age) for source in sources),
+            revoked=tuple(known_list(source, fetch=fetch) for source in sources),
             trusts_all=trusts_all(),
         )
         if fetch:
             policy._check_lists()
         return policy
+
+    def refreshed(self, max_age: float) -> Policy:
+        """Return the policy with each revocation list read again if that was not done within `max_age` seconds."""
+        lists = (known_list(known.source, fetch=True, max_age=max_age) for known in self.revoked)
+        return replace(self, revoked=tuple(lists))
 
     def _check_lists(self) -> None:
         for known in self.revoked:

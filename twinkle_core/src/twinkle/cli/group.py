@@ -143,10 +143,10 @@ def refuse_command(name: str, group: str = "") -> None:
 
     full = f"{group} {name.rpartition('/')[2]}".strip()
     for record in registry().records:
-        if isinstance(record.cause, NotTrusted) and record.manifest:
-            if full in [command.name for command in record.manifest.commands]:
-                state = f"plugin {record.name} offers it but is {record.status}"
-                raise NotTrusted(f"cannot run `twinkle {full}`: {state}: {record.reason}")
+        commands = record.manifest.commands if record.manifest and isinstance(record.cause, NotTrusted) else ()
+        if full in [command.name for command in commands]:
+            state = f"plugin {record.name} offers it but is {record.status}"
+            raise NotTrusted(f"cannot run `twinkle {full}`: {state}: {record.reason}")
 
 
 def plugins_command(name: str, group: str = "") -> click.Command | None:
