@@ -24,8 +24,8 @@ def untrusted_notice() -> str:
     folder = os.getcwd()
     verb = "is" if len(ignored) == 1 else "are"
     return (
-        f"{' and '.join(ignored)} in {folder} {verb} not obeyed, because this folder is not trusted or was changed since; "
-        f"look at what it asks for, and trust it: twinkle plugins trust {shlex.quote(folder)}"
+        f"{' and '.join(ignored)} in {folder} {verb} not obeyed, because this folder is not trusted or was changed "
+        f"since; look at what it asks for, and trust it: twinkle plugins trust {shlex.quote(folder)}"
     )
 
 

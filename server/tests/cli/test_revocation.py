@@ -81,9 +81,8 @@ def test_a_revoked_loss_is_dropped_from_a_running_service(tmp_path: Path, enviro
                     tenant.forward_backward([row([1, 2, 3])], "Focal")
                     time.sleep(0.5)
                 except Failed as error:
-                    assert error.category == "user"
-                    refusal = error.error
-            assert "loss_fn 'Focal' is not offered any more" in refusal
+                    refusal = str(error)
+            assert refusal.startswith("user: loss_fn 'Focal' is not offered any more")
             assert "it was revoked: 'it leaks rewards' (list number 2)" in refusal
             assert tenant.forward_backward([row([1, 2, 3])]), "other losses go on, for the same tenant"
         service.stop()

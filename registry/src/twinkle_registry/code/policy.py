@@ -26,7 +26,7 @@ from ..untrusted import and_untrusted
 from .listing import shown
 from .matching import check_pattern, matches
 from .reference import HubReference, Origin
-from .revocation_lists import REFRESH, KnownList, known_list, sources_from_table
+from .revocation_lists import KnownList, known_list, sources_from_table
 from .signatures import Signer, signer_from_table
 
 _KEYS = ("allow", "only", "deny", "signed", "revoked")

@@ -104,9 +104,11 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
 def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     location = locate(spec)
     missing = {m.requirement: str(m) for m in missing_requirements(spec)}
-    record = _as_used(_record_of(spec), spec)
+    plugin = registry().checked(_record_of(spec))
+    record = _as_used(plugin, spec)
     usable = record.status == "ok"  # of any other plugin nothing is imported
-    parameters, told = parameters_of(spec) if usable else (None, f"not known: its plugin is {record.status}")
+    why = record.reason if plugin.status == "ok" else f"its plugin is {plugin.status}"
+    parameters, told = parameters_of(spec) if usable else (None, f"not known: {why}")
     signature, trouble = ("", told) if parameters is None else (told, "")
     options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, told)
     plain = {
@@ -115,6 +117,7 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         "plugin": spec.dist,
         "version": spec.version,
         "status": record.status,
+        "reason": record.reason,
         "summary": spec.summary,
         "ref": spec.ref,
         "file": location[0] if location else None,
@@ -154,7 +157,6 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
 
 def _as_used(record: PluginRecord, spec: ComponentSpec) -> PluginRecord:
     """Return the record as it stands for one component, which is imported: if it cannot be, it is broken or refused."""
-    record = registry().checked(record)
     if record.status != "ok":
         return record
     try:
