@@ -15,6 +15,8 @@ from twinkle._registry import registry
 from twinkle.cli import main
 from twinkle_registry.code.lock import Lock
 
+# The command line shows what the registry warns of; in other tests a warning is an error.
+pytestmark = pytest.mark.filterwarnings("always:.*not obeyed")
 Call = Callable[..., Result]
 MANIFEST = (
     'schema = 1\ncore = ">=0.1,<1"\nname = "acme-odd"\n\n[[component]]\nkind = "filter"\nname = "Odd"\nref = ".:Odd"\n'

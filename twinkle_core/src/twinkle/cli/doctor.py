@@ -131,8 +131,8 @@ def _promises(registry: Registry) -> Iterator[Problem]:
     Nothing is imported: what raises at import is not found, nor a name that only running the module can tell.
     """
     for record in registry.records:
-        for error, names in syntax_errors(record).items():
-            what = f"{record.name}: {error}" + (f"; {', '.join(names)} cannot be imported" if names else "")
+        for wrong, names in syntax_errors(record).items():
+            what = f"{record.name}: {wrong}" + (f"; {', '.join(names)} cannot be imported" if names else "")
             yield Problem("broken module", what, f"edit it, reinstall {record.dist} or tell its author")
     for spec in _specs(registry):
         module = spec.ref.partition(":")[0]

@@ -7,7 +7,7 @@ import click
 
 from twinkle._registry import registry
 from twinkle.cli.text import echo_json, pairs
-from twinkle.errors import TwinkleError
+from twinkle.errors import NotTrusted, TwinkleError
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
 
 
@@ -15,7 +15,7 @@ def show(as_json: bool) -> None:
     """Write every installed patch: what it changes, which versions it knows, when it is needed, whether it applies."""
     specs = [spec for found in registry().specs("patch").values() for spec in found]
     rows = [describe(spec) for spec in specs if spec.ref != "twinkle.patch.base:Patch"]
-    rows += [_undescribed(spec, record) for spec, record in _unusable() if spec.ref != "twinkle.patch.base:Patch"]
+    rows += [_undescribed(spec, record) for spec, record in _refused() if spec.ref != "twinkle.patch.base:Patch"]
     if as_json:
         echo_json(rows)
     else:
@@ -66,10 +66,11 @@ def _plain(spec: ComponentSpec) -> dict[str, Any]:
     }
 
 
-def _unusable() -> Iterator[tuple[ComponentSpec, PluginRecord]]:
-    """Yield each patch of a plugin that cannot be used."""
+def _refused() -> Iterator[tuple[ComponentSpec, PluginRecord]]:
+    """Yield each patch of a plugin that nobody switched off, and that may not run: in a frozen run, or revoked."""
     for record in registry().records:
-        for spec in record.manifest.components if record.manifest and record.status != "ok" else ():
+        refused = isinstance(record.cause, NotTrusted)
+        for spec in record.manifest.components if record.manifest and refused else ():
             if spec.kind == "patch":
                 yield spec, record
 
