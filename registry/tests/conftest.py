@@ -191,6 +191,8 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TWINKLE_TRUST_FOLDER", str(tmp_path / "work"))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     # Test modules are named after their folders, so `twinkle_core` may stand there; other tests load files too.

@@ -163,6 +163,12 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, ["plugins", "test", *arguments], catch_exceptions=False)
 
 
+@pytest.fixture(autouse=True)
+def trusted_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of these tests are trusted, so that nobody is asked."""
+    monkeypatch.setenv("TWINKLE_TRUST_FOLDER", str(tmp_path))
+
+
 @pytest.fixture
 def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plugin that is not installed: one good reward, one bad, an example for the first."""

@@ -159,9 +159,11 @@ def _() -> None:
 
 @mistake("a lock that is half there")
 def _() -> None:
-    Path("twinkle.lock").write_text('schema = 1\n[[hub]]\nreference = "hf://acme/focal\n', "utf-8")
-    registry.cache_clear()
-    registry()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TWINKLE_TRUST_FOLDER", str(Path.cwd()))
+        Path("twinkle.lock").write_text('schema = 1\n[[hub]]\nreference = "hf://acme/focal\n', "utf-8")
+        registry.cache_clear()
+        registry()
 
 
 @mistake("an unknown key in `twinkle.toml`")

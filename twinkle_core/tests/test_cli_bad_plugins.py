@@ -156,3 +156,101 @@ def test_a_plugin_that_lacks_what_it_needs_is_listed_with_what_that_is(make_plug
         "  a part of it needs acme-telescope>=3, acme.telescope>=3, which is not here; see"
     )
     assert "lacks" in told("info", "acme_bad")
+
+
+@pytest.mark.parametrize("source", ["class AcmeLoss\n    pass\n", "return 1\n", "x = '\0'\n"])
+def test_a_module_that_is_not_python(source: str, make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
+    (folder / "parts.py").write_text(source)
+    registry.cache_clear()
+    result = CliRunner().invoke(main, ["plugins", "doctor"])
+    assert result.exit_code == 1
+    assert f"broken module: acme_bad: {folder / 'parts.py'}" in result.output
+    assert "; AcmeLoss cannot be imported" in result.output
+    (component,) = json.loads(told("info", "AcmeLoss", "--json"))
+    assert component["status"] == "broken"
+    assert "importing acme_bad.parts failed: " in component["reason"]
+    (plugin,) = json.loads(told("info", "acme_bad", "--json"))
+    assert [line.partition(":")[0] for line in plugin["broken"]] == ["AcmeLoss"]
+    assert "but parts of it are broken" in told("info", "acme_bad")
+
+
+def test_a_part_that_no_manifest_names_is_found_too(make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS, parts=f"from . import inner\n{WHOLE}")
+    (folder / "inner.py").write_text("def f(:\n")
+    registry.cache_clear()
+    assert f"broken module: acme_bad: {folder / 'inner.py'}:1: SyntaxError: " in told("doctor")
+    assert "importing acme_bad.parts failed: SyntaxError" in told("info", "AcmeLoss")
+
+
+@pytest.fixture
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lock that frozen commands use; it lists all that is installed now but what a test adds."""
+    lock = tmp_path / "lock" / "twinkle.lock"
+    lock.parent.mkdir()
+    monkeypatch.setenv("TWINKLE_LOCK", str(lock))
+    return lock
+
+
+def frozen_told(*args: str) -> str:
+    registry.cache_clear()
+    result = CliRunner().invoke(main, ["--frozen", *args])
+    registry.cache_clear()
+    return result.output + result.stderr
+
+
+def test_what_the_lock_does_not_list_is_told_by_every_frozen_command(frozen: Path, make_plugin: Make) -> None:
+    command = '\n[[command]]\nname = "acme-run"\nref = "acme_bad.parts:AcmeLoss"\nsummary = "Runs."\n'
+    patch = LOSS.replace('"AcmeLoss"', '"AcmePatch"').replace('"loss"', '"patch"')
+    make_plugin("acme_bad", command + LOSS + patch, parts=WHOLE)
+    frozen.write_text("schema = 1\n")
+    why = f"this run is frozen, and {frozen} does not list acme_bad"
+    for args in (
+        ("plugins", "info", "AcmeLoss"),
+        ("plugins", "info", "acme_bad"),
+        ("plugins", "doctor"),
+        ("plugins", "list"),
+        ("plugins", "patches"),
+        ("plugins", "test", "AcmeLoss"),
+        ("acme-run",),
+    ):
+        assert why in " ".join(frozen_told(*args).split()), args
+    assert "AcmeLoss" in frozen_told("plugins", "list", "loss")
+    assert "acme_bad (disabled)" in frozen_told("plugins", "list", "loss")
+    assert "pypi acme_bad" in frozen_told("plugins", "verify")
+    assert "acme-run" not in frozen_told("--help")
+    assert "acme-run" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_what_was_edited_since_it_was_locked_is_no_longer_ok(frozen: Path, make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
+    assert CliRunner().invoke(main, ["plugins", "add", "acme_bad", "--yes"]).exit_code == 0
+    assert "AcmeLoss(" in frozen_told("plugins", "info", "AcmeLoss")
+    (folder / "parts.py").write_text(WHOLE + "# edited\n")
+    for args in (("info", "AcmeLoss"), ("info", "acme_bad"), ("list",), ("doctor",)):
+        text = frozen_told("plugins", *args)
+        assert "it is not as it was locked ('acme_bad/parts.py' changed)" in text, args
+    (plain,) = json.loads(frozen_told("plugins", "info", "acme_bad", "--json"))
+    assert plain["status"] == "disabled"
+
+
+def test_a_file_that_is_not_locked_is_not_run_for_its_test(frozen: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    for args in ((f"{file}:Mine",), ("NeighbourLoss", "--example", f"{file}:EXAMPLE")):
+        assert "this run is frozen" in frozen_told("plugins", "test", *args)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_lock_that_could_not_take_something_in_says_what(
+    frozen: Path, make_plugin: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twinkle_registry.code import adding
+
+    def refuse(name: str) -> None:
+        raise PluginBroken(f"{name} was edited")
+
+    monkeypatch.setattr(adding, "check_record_file", refuse)
+    result = CliRunner().invoke(main, ["plugins", "lock"])
+    assert result.exit_code == 1
+    assert "not trusted: acme_neighbour: acme_neighbour was edited" in result.output

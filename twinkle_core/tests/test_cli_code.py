@@ -48,6 +48,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TWINKLE_TRUST_FOLDER", str(tmp_path / "work"))
     registry.cache_clear()
     if "file" not in registry().names("hub"):
         pytest.skip("twinkle-hub is not installed")

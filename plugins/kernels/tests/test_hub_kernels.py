@@ -59,6 +59,7 @@ def _nobody_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("TWINKLE_TRUST_FOLDER", str(tmp_path / "work"))
 
 
 @pytest.fixture

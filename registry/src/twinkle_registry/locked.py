@@ -33,6 +33,20 @@ def lock_path() -> str:
     return path
 
 
+def lock_is_named() -> bool:
+    """Say whether the user named the lock, so that it needs no other trust."""
+    return bool(os.environ.get(LOCK_VARIABLE))
+
+
+def may_obey_lock(path: str, content: bytes) -> bool:
+    """Say whether the lock of this run, which has this content, was named or lies in a folder that the user trusts."""
+    if lock_is_named():
+        return True
+    from .folder_trust import is_trusted_file
+
+    return is_trusted_file(path, content)
+
+
 def is_frozen() -> bool:
     """Say whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
     return _switch(FROZEN_VARIABLE)

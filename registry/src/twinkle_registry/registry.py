@@ -20,6 +20,7 @@ from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
 from .settings import Settings
+from .untrusted import untrusted_notice
 
 if TYPE_CHECKING:
     from .code.frozen import Frozen
@@ -73,6 +74,7 @@ class Registry:
         self._index: dict[str, dict[str, list[ComponentSpec]]] = {}
         self._contracts: dict[str, Any] = {}
         self._satisfied: set[ComponentSpec] = set()
+        self._forbidden: dict[str, str] = {}
         self._hook_calls: dict[str, HookCall] = {}
 
     # What there is
@@ -114,9 +116,46 @@ class Registry:
                 self._hooked.discard(record.name)
             self._index.clear()
 
+    def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
+        """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added.
+
+        Its components are not found any more, its hooks are not called, and `load` refuses what was found before. A
+        service calls this from time to time.
+
+        Args:
+            max_age: Revocation lists that were read within so many seconds are not read again.
+
+        Returns:
+            The plugins that were withdrawn now, and what is wrong with the lists; of those the last good one counts.
+
+        Raises:
+            SettingsError: The policy cannot be read; nothing was withdrawn.
+        """
+        from .code.plugins import why_forbidden
+        from .code.policy import Policy
+
+        policy, dropped = Policy.load().refreshed(max_age), []
+        for record in [r for r in self.records if "://" in r.dist and r.status == "ok"]:
+            if reason := why_forbidden(record, policy):
+                forbidden = replace(record, status="broken", reason=reason, cause=NotTrusted(reason))
+                self._replace(record, forbidden)
+                self._forbidden[record.package] = reason
+                dropped.append(forbidden)
+        return dropped, [text for known in policy.revoked for text in (known.error, known.problem) if text]
+
     def judge(self, record: PluginRecord) -> PluginRecord:
         """Return a record with the status that it would have, alone, without adding it."""
         return self._house.judge(record, [])
+
+    def checked(self, record: PluginRecord) -> PluginRecord:
+        """Return the record as a frozen run would find it at its first use: every file is compared with the lock."""
+        if self.frozen is None or record.status != "ok":
+            return record
+        try:
+            self.frozen.check(record, self.records)
+        except NotTrusted as error:
+            return replace(record, status="disabled", reason=str(error), cause=error)
+        return record
 
     @property
     def frozen(self) -> Frozen | None:
@@ -145,9 +184,14 @@ class Registry:
         return self._settings
 
     def notices(self) -> list[str]:
-        """Return what a person should know though nothing is broken: settings in vain, commands in conflict."""
+        """Return what a person should know though nothing is broken: settings in vain, commands in conflict.
+
+        Settings and locks of a folder that is not trusted are in vain too.
+        """
         by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
         notices = explain.vain_settings(self._settings, self.records, by_kind)
+        if notice := untrusted_notice():
+            notices.append(notice)
         for name, specs in self._commands_by_name().items():
             if len(specs) > 1:
                 group, _, last = name.rpartition(" ")  # `plugins acme/new`, as it is typed
@@ -248,6 +292,8 @@ class Registry:
             RequirementMissing: A package it needs is not installed; nothing was imported.
             PluginBroken: The import fails, or the manifest names something that is not there.
         """
+        if spec.root in self._forbidden:
+            raise NotTrusted(f"{spec}: {self._forbidden[spec.root]}")
         if spec not in self._satisfied:
             self._check_frozen(spec.dist)
             check_requirements(spec)

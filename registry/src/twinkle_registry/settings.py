@@ -1,4 +1,9 @@
-"""Which plugins a person switched off or prefers: `[plugins]` of twinkle.toml, then the environment."""
+"""Which plugins a person switched off or prefers: `[plugins]` of twinkle.toml, then the environment.
+
+A `twinkle.toml` that lies in the working directory is somebody's word, not always the user's: until the user trusted
+that folder it may take away (`disable`, `only`, `deny`, `signed`) and choose (`prefer`), and neither let code run nor
+lift what the user's own file says. See `folder_trust`.
+"""
 
 # This runs at every start, and pathlib would be a quarter of what it costs.
 # ruff: noqa: PTH100, PTH111, PTH113, PTH123
@@ -16,6 +21,7 @@ CONFIG_VARIABLE = "TWINKLE_CONFIG"
 DISABLE_VARIABLE = "TWINKLE_PLUGINS_DISABLE"
 ONLY_VARIABLE = "TWINKLE_PLUGINS_ONLY"
 PREFER_VARIABLE = "TWINKLE_PLUGINS_PREFER"
+CONFIG_FILE = "twinkle.toml"
 USER_FILE = "~/.config/twinkle/twinkle.toml"
 VARIABLES = (DISABLE_VARIABLE, ONLY_VARIABLE, PREFER_VARIABLE)
 _KEYS = ("disable", "only", "prefer")
@@ -42,7 +48,8 @@ class Settings:
     def load(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Merge the configuration file and the environment, which wins key by key.
 
-        The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`.
+        The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`. Beside a
+        `./twinkle.toml` in a folder that is not trusted the user's own file counts as well.
 
         Raises:
             SettingsError: The file is missing though named or is not TOML, or a table, a key or a type is wrong.
@@ -74,26 +81,91 @@ class Settings:
         return self.sources.get(key, "the settings of this registry")
 
 
-def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    path = config_file(environ)
-    if not path:
-        return {}, {}
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A configuration file that was read.
+
+    Attributes:
+        path: Where it is.
+        raw: Its content; every table in it is a known one.
+        is_trusted: It was named, is the user's own, or lies in a folder that the user trusts.
+    """
+
+    path: str
+    raw: Mapping[str, Any]
+    is_trusted: bool
+
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """The table `[plugins]`, checked."""
+        table = self.raw.get("plugins", {})
+        if not isinstance(table, dict):
+            raise SettingsError(f"{self.path}: plugins: expected a table [plugins], found {table!r}")
+        for key, value in table.items():
+            if key not in _KEYS:
+                raise SettingsError(f"{self.path}: [plugins] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
+            _check_value(f"{self.path}: [plugins] {key}", key, value)
+        return table
+
+
+def read_config(path: str, environ: Mapping[str, str] | None = None) -> ConfigFile:
+    """Read a configuration file, and find out whether it may let code run.
+
+    Raises:
+        SettingsError: It is not TOML, or has an unknown table.
+    """
     import tomllib
 
     try:
         with open(path, "rb") as file:
-            raw = tomllib.load(file)
+            content = file.read()
+        raw = tomllib.loads(content.decode())
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: cannot be read as TOML: {error}") from error
     refuse_unknown_tables(raw, path)
-    table = raw.get("plugins", {})
-    if not isinstance(table, dict):
-        raise SettingsError(f"{path}: plugins: expected a table [plugins], found {table!r}")
-    for key, value in table.items():
-        if key not in _KEYS:
-            raise SettingsError(f"{path}: [plugins] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
-        _check_value(f"{path}: [plugins] {key}", key, value)
-    return dict(table), {key: f"[plugins] {key} of {path}" for key in table}
+    is_own = bool((os.environ if environ is None else environ).get(CONFIG_VARIABLE)) or _is_users(path)
+    if not is_own:
+        from .folder_trust import is_trusted_file
+
+        is_own = is_trusted_file(path, content)
+    return ConfigFile(path, raw, is_own)
+
+
+def config_files(environ: Mapping[str, str]) -> list[ConfigFile]:
+    """Return the configuration file, if there is one, and the user's own, if that is another."""
+    user = os.path.expanduser(USER_FILE)
+    paths = [path for path in (config_file(environ), user) if path and os.path.isfile(path)]
+    if len(paths) > 1 and os.path.samefile(*paths):
+        paths.pop()
+    return [read_config(path, environ) for path in paths]
+
+
+def _is_users(path: str) -> bool:
+    user = os.path.expanduser(USER_FILE)
+    return os.path.isfile(user) and os.path.samefile(path, user)
+
+
+def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    path = config_file(environ)
+    if not path:
+        return {}, {}
+    file = read_config(path, environ)
+    files = [file] if file.is_trusted else config_files(environ)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for own in reversed(files):  # the user's file first: the other one only adds to it
+        for key, value in own.plugins.items():
+            values[key] = _added(key, values[key], value) if key in values else value
+            place = f"[plugins] {key} of {own.path}"
+            sources[key] = f"{sources[key]} and {place}" if key in sources else place
+    return values, sources
+
+
+def _added(key: str, users: Any, folders: Any) -> Any:
+    """Return what the user's file and that of a folder say together, so that the folder's lifts nothing."""
+    if key == "disable":
+        return [*users, *folders]
+    return {**folders, **users} if key == "prefer" else users
 
 
 def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
@@ -118,7 +190,7 @@ def config_file(environ: Mapping[str, str]) -> str:
         if not os.path.isfile(path):
             raise SettingsError(f"{CONFIG_VARIABLE} names {named}, which is not a file")
         return path
-    for candidate in ("twinkle.toml", os.path.expanduser(USER_FILE)):
+    for candidate in (CONFIG_FILE, os.path.expanduser(USER_FILE)):
         if os.path.isfile(candidate):
             return os.path.abspath(candidate)
     return ""

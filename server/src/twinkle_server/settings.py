@@ -51,6 +51,7 @@ class Times:
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
+        revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
         trash: a checkpoint that was removed is kept so long in the trash.
     """
@@ -69,6 +70,7 @@ class Times:
     start: float = 1800.0
     upkeep: float = 600.0
     trash: float = 86400.0
+    revocations: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """`twinkle plugins new KIND NAME`."""
 
+import contextlib
 from pathlib import Path
 
 import click
 
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, SettingsError
+from twinkle_registry.folder_trust import trust
 from twinkle_templates.baking import ask, bake, interactive, scaffolds
 
 
@@ -27,6 +29,8 @@ def new(kind: str | None, name: str | None, into: Path, author: str | None, as_j
             raise ArgumentError(f"give KIND and NAME, as in `twinkle plugins new loss acme-focal`; {_offered()}")
         kind, name = ask(kind, name)
     folder = bake(kind, name, into, author=author)
+    with contextlib.suppress(SettingsError):  # where nothing can be recorded, `plugins test` asks
+        trust(str(folder))
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     if as_json:
         from twinkle.cli.text import echo_json

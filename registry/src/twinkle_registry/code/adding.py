@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ComponentNotFound, NotTrusted, SettingsError, TwinkleError
 from ..files import source_of
-from ..locked import FROZEN_VARIABLE, is_frozen
+from ..locked import FROZEN_VARIABLE, LOCK_NAME, is_frozen
 from ..manifest import PluginRecord
 from ..naming import canonical, nearest_or_all
 from .fetching import CodeHub, arrived, fetch, resolve
@@ -47,9 +47,11 @@ class Keeper:
 
         Raises:
             SettingsError: The run is frozen, so that its lock must not change.
+            NotTrusted: There is a lock already, in a folder that is not trusted.
         """
         if is_frozen():
             raise SettingsError(f"this run is frozen, so its lock does not change; unset {FROZEN_VARIABLE} or --frozen")
+        Lock.load().require_trust(f"change {LOCK_NAME}")
         self._registry, self._open_hub, self._decide = registry, open_hub, decide
 
     def add(self, asked: str) -> Proposal | None:
@@ -101,7 +103,7 @@ class Keeper:
         return self._add_repository(reference)
 
     def _add_repository(self, reference: HubReference) -> Proposal | None:
-        asked, policy = f"add {reference}", Policy.load()
+        asked, policy = f"add {reference}", Policy.load(fetch=True)
         _refuse(policy.denies(reference.place), reference.place, asked)
         hub = self._open_hub(reference.scheme)
         origin = resolve(hub, reference, asked=asked)

@@ -31,10 +31,8 @@ class Frozen:
             return ""
         locked = self.lock.of_distribution(record.dist)
         if locked is None:
-            exists = self.lock.path.is_file()
-            there = f"{self.lock.path} does not list {record.dist}" if exists else f"there is no {self.lock.path}"
             way = f"run 'twinkle plugins lock', or name the right lock by {LOCK_VARIABLE}"
-            return f"this run is frozen, and {there}; {way}"
+            return f"this run is frozen, and {self.lock.lacks(record.dist)}; {way}"
         if locked.version != record.version:
             return (
                 f"this run is frozen, and {self.lock.path} has {locked.name} {locked.version}, installed is "

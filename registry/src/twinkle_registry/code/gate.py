@@ -36,7 +36,7 @@ def checked_tree(digest: str, *, asked: str) -> Tree:
     if not entries:
         refuse_unlocked(asked, lock)
         ways = [(HubReference(origin.scheme, origin.repo), origin) for origin in Store().origins(tree.digest)]
-    allow(Policy.load(), ways, tree, locked=bool(entries), asked=asked)
+    allow(Policy.load(fetch=True), ways, tree, locked=bool(entries), asked=asked)
     tree.verify()
     return tree
 
@@ -44,18 +44,23 @@ def checked_tree(digest: str, *, asked: str) -> Tree:
 def refuse_unlocked(asked: str, lock: Lock) -> None:
     """Raise `NotTrusted` if this run is frozen; called for code that no lock lists."""
     if is_frozen():
-        there = f"{lock.path} does not list it" if lock.path.is_file() else f"there is no {lock.path}"
         raise NotTrusted(
-            f"{asked}: this run is frozen, and {there}; add it with 'twinkle plugins add' where it is not frozen, or "
+            f"{asked}: this run is frozen, and {lock.lacks('it')}; add it with 'twinkle plugins add' where it is not frozen, or "
             f"name the right lock by {LOCK_VARIABLE}"
         )
 
 
 def allow(policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str) -> None:
-    """Let a tree pass if one of the ways in which it came here is trusted, and it is signed as the policy wants it."""
+    """Let a tree pass if one of the ways in which it came here is trusted, and it is signed as the policy wants it.
+
+    What is revoked does not pass, whichever way it came.
+    """
     reasons = []
+    for _, origin in ways:
+        if reason := policy.revokes(origin, tree.digest):
+            raise NotTrusted(f"{asked}: code from {origin} must not run any more: {reason}")
     for reference, origin in ways:
-        reason = why_not_trusted(policy, reference, origin, locked=locked)
+        reason = why_not_trusted(policy, reference, origin, locked=locked, digest=tree.digest)
         if not reason:
             for signer in policy.signers(origin):
                 check_signature(tree, signer, asked=asked)

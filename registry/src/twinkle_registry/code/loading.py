@@ -61,7 +61,7 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
 
 def trusted_tree(reference: HubReference, open_hub: OpenHub, *, asked: str) -> tuple[Tree, Origin]:
     """Return the tree that a reference means and may be run, fetched if need be; the finder reads it with checks."""
-    lock, policy, store = Lock.load(), Policy.load(), Store()
+    lock, policy, store = Lock.load(), Policy.load(fetch=True), Store()
     entry = lock.find(reference)
     if entry is not None:
         origin = entry.origin
@@ -71,7 +71,8 @@ def trusted_tree(reference: HubReference, open_hub: OpenHub, *, asked: str) -> t
             raise NotTrusted(f"{asked}: code from {reference.place} is forbidden: {reason}")
         origin = resolve(open_hub(), reference, asked=asked)
         entry = lock.of_origin(origin)
-    if reason := why_not_trusted(policy, reference, origin, locked=entry is not None):
+    digest = entry.digest if entry is not None else ""
+    if reason := why_not_trusted(policy, reference, origin, locked=entry is not None, digest=digest):
         raise NotTrusted(f"{asked}: {reason}")
     tree = store.tree(entry.digest) if entry is not None else store.tree_of(origin)
     if tree is None:

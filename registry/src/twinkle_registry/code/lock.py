@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import ComponentConflict, SettingsError
-from ..locked import lock_path
+from ..errors import ComponentConflict, NotTrusted, SettingsError
+from ..folder_trust import follow
+from ..locked import lock_is_named, lock_path, may_obey_lock
 from ..naming import canonical, quoted
+from ..untrusted import untrusted_notice
 from .listing import digest_of
 from .reference import HubReference, Origin
 
@@ -72,30 +74,49 @@ class LockedFile:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """All that one lock file says; `path` is where it is, or would be."""
+    """All that one lock file says; `path` is where it is, or would be.
+
+    `is_obeyed` is False where the file lies in a folder that is not trusted; then the lock has no entries.
+    """
 
     path: Path
     hub: tuple[LockedRepository, ...] = ()
     pypi: tuple[LockedDistribution, ...] = ()
     file: tuple[LockedFile, ...] = ()
+    is_obeyed: bool = True
 
     @classmethod
     def load(cls, path: Path | None = None) -> Lock:
-        """Read the lock of this run; where there is none, the empty one.
+        """Read the lock of this run; where there is none, or none that is trusted, the empty one.
+
+        A lock that is given or named by `TWINKLE_LOCK` is trusted.
 
         Raises:
             SettingsError: The file cannot be read, is damaged, or is of a newer version.
         """
-        path = Path(lock_path()) if path is None else path
+        is_given, path = path is not None, Path(lock_path()) if path is None else path
         try:
             content = path.read_bytes()
         except FileNotFoundError:
             return cls(path)
         except OSError as error:
             raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+        if not (is_given or may_obey_lock(str(path), content)):
+            return cls(path, is_obeyed=False)
         from .lockfile import parse_lock
 
         return parse_lock(content, path)
+
+    def lacks(self, what: str) -> str:
+        """Return how errors say that the lock does not list something."""
+        if not self.is_obeyed:
+            return untrusted_notice() or f"{self.path} is not trusted"
+        return f"{self.path} does not list {what}" if self.path.is_file() else f"there is no {self.path}"
+
+    def require_trust(self, action: str) -> None:
+        """Raise `NotTrusted` if the file lies in a folder that is not trusted, and so was not read."""
+        if not self.is_obeyed:
+            raise NotTrusted(f"cannot {action}: {self.lacks('it')}")
 
     def find(self, reference: HubReference) -> LockedRepository | None:
         """Return the entry that answers for a reference, or None.
@@ -158,15 +179,31 @@ def change_lock(change: Callable[[Lock], Lock]) -> Lock:
 
     Raises:
         SettingsError: The lock is damaged, or its folder cannot be written; the file stays as it was.
+        NotTrusted: The folder is not trusted: entries that nobody here looked at would be trusted with the new one.
     """
     path = Path(lock_path())
     try:
         with _guard(path.parent):
-            changed = change(Lock.load(path))
-            _replace(path, to_toml(changed))
+            lock = Lock.load()
+            lock.require_trust(f"change {path}")
+            changed = change(lock)
+            _write_trusted(path, to_toml(changed))
+    except NotTrusted:  # it is an OSError, too
+        raise
     except OSError as error:
         raise SettingsError(f"{path} cannot be written: {error.strerror}; it is as it was") from error
     return changed
+
+
+def _write_trusted(path: Path, text: str) -> None:
+    """Replace a lock that is trusted, so that it stays so; one that was named needs no record."""
+    if lock_is_named():
+        _replace(path, text)
+        return
+    before, now = path.read_bytes() if path.exists() else b"", text.encode()
+    follow(str(path), before, now)
+    _replace(path, text)
+    follow(str(path), now, now)
 
 
 def to_toml(lock: Lock) -> str:

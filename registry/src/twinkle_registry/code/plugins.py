@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 
 from ..discovery import MANIFEST_NAME
 from ..errors import ManifestError, NotTrusted, TwinkleError
@@ -55,7 +56,13 @@ def records_of_lock() -> list[PluginRecord]:
 def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> PluginRecord:
     reference = HubReference.parse(entry.reference, asked="twinkle.lock")
     record = PluginRecord(entry.repository, entry.commit, "", "")
-    reason = why_not_trusted(policy, reference, entry.origin, locked=True)
+    reason = why_not_trusted(policy, reference, entry.origin, locked=True, digest=entry.digest)
+    try:
+        tree = store.tree(entry.digest)
+        if reason and tree is not None:  # what it would offer is known, and is not run
+            return replace(record_of(tree, entry.origin), status="broken", reason=reason, cause=NotTrusted(reason))
+    except TwinkleError:
+        tree = None
     if reason:
         return _broken(record, reason, NotTrusted(reason))
     try:
@@ -65,6 +72,16 @@ def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> Plu
         return record_of(tree, entry.origin)
     except TwinkleError as error:
         return _broken(record, str(error), error)
+
+
+def why_forbidden(record: PluginRecord, policy: Policy) -> str:
+    """Return why a plugin of a Hub that was added before may not be used any more, or an empty text."""
+    scheme, colon, repo = record.dist.partition("://")
+    if not colon:
+        return ""
+    origin, digest = Origin(scheme, repo, record.version), record.package.rpartition("_")[2]
+    reason = policy.revokes(origin, digest) or policy.forbids(origin)
+    return f"code from {origin} must not run any more: {reason}" if reason else ""
 
 
 def _broken(record: PluginRecord, reason: str, cause: TwinkleError | None = None) -> PluginRecord:

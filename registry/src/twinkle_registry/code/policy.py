@@ -6,25 +6,32 @@ only = ["hf://acme/*", "ms://acme/*"]  # nothing else may even be added
 deny = ["hf://acme/old@3f2a*"]   # never, whatever else is said
 [trust.signed]
 "hf://acme/*" = { ed25519 = "base64 of the public key" }
+[[trust.revoked]]                # a signed list of code that must not run any more
+list = "https://plugins.acme.example/revoked.json"
+ed25519 = "base64 of the public key"
 """
 
-# ruff: noqa: PTH111, PTH113
 from __future__ import annotations
 
 import os
-import tomllib
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import SettingsError
+from ..errors import NotTrusted, SettingsError
 from ..locked import TRUST_VARIABLE, trusts_all
 from ..naming import nearest_or_all
-from ..settings import USER_FILE, config_file, refuse_unknown_tables
+from ..settings import ConfigFile, config_files
+from ..untrusted import and_untrusted
+from .listing import shown
+from .matching import check_pattern, matches
 from .reference import HubReference, Origin
+from .revocation_lists import KnownList, known_list, sources_from_table
 from .signatures import Signer, signer_from_table
 
-_KEYS = ("allow", "only", "deny", "signed")
+_KEYS = ("allow", "only", "deny", "signed", "revoked")
+NEED_TRUST = ("allow", "revoked")
+"""Keys that are obeyed in a trusted file only: one lets code run, one names addresses that are asked."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Policy:
         only: For each file that says so, the patterns outside of which nothing runs.
         deny: Patterns of code that never runs.
         signed: Patterns of code that must be signed, and by whom.
+        revoked: The revocation lists, as far as they are known.
         trusts_all: `TWINKLE_TRUST_REMOTE_CODE=1`: what is neither denied nor outside of `only` runs.
     """
 
@@ -43,27 +51,51 @@ class Policy:
     only: tuple[tuple[str, ...], ...] = ()
     deny: tuple[str, ...] = ()
     signed: tuple[tuple[str, Signer], ...] = ()
+    revoked: tuple[KnownList, ...] = ()
     trusts_all: bool = False
 
     @classmethod
-    def load(cls) -> Policy:
+    def load(cls, *, fetch: bool = False) -> Policy:
         """Read the files and the environment of this process.
 
         A pattern of the user's own file counts beside those of the project's: no project lifts what its user denies.
+        `allow` of a `twinkle.toml` in a folder that is not trusted is left out; what takes away counts.
+
+        Args:
+            fetch: Code is about to be loaded: read the revocation lists again if that was not done within a minute,
+                warn of those that are stale, and refuse those that are not as they must be.
 
         Raises:
             SettingsError: A table, a key, a type or a pattern is wrong.
+            NotTrusted: With `fetch`, a revocation list has no valid signature, or is stale and `stale = "refuse"`.
         """
-        project, user = config_file(os.environ), os.path.expanduser(USER_FILE)
-        paths = dict.fromkeys(path for path in (project, user) if path and os.path.isfile(path))
-        tables = [_read(path) for path in paths]
-        return cls(
+        tables = [_read(file) for file in config_files(os.environ)]
+        sources = dict.fromkeys(source for table in tables for source in table["revoked"])
+        policy = cls(
             allow=tuple(pattern for table in tables for pattern in table.get("allow", ())),
             only=tuple(tuple(table["only"]) for table in tables if "only" in table),
             deny=tuple(pattern for table in tables for pattern in table.get("deny", ())),
             signed=tuple(pair for table in tables for pair in table["signed"]),
+            revoked=tuple(known_list(source, fetch=fetch) for source in sources),
             trusts_all=trusts_all(),
         )
+        if fetch:
+            policy._check_lists()
+        return policy
+
+    def refreshed(self, max_age: float) -> Policy:
+        """Return the policy with each revocation list read again if that was not done within `max_age` seconds."""
+        lists = (known_list(known.source, fetch=True, max_age=max_age) for known in self.revoked)
+        return replace(self, revoked=tuple(lists))
+
+    def _check_lists(self) -> None:
+        for known in self.revoked:
+            if known.error:
+                raise NotTrusted(f"cannot tell whether code from a Hub is revoked: {known.error}")
+            if known.problem and known.source.refuses_stale:
+                raise NotTrusted(f"cannot tell whether code from a Hub is revoked: {known.problem}")
+            if known.problem:
+                warnings.warn(f"revocation list: {known.problem}", stacklevel=4)
 
     def denies(self, place: str, commit: str = "") -> str:
         """Return why nothing from `place` may run, or an empty text; upper and lower case are the same here."""
@@ -72,8 +104,17 @@ class Policy:
                 return f"[trust] deny has {pattern!r}"
         return ""
 
-    def forbids(self, origin: Origin) -> str:
+    def revokes(self, origin: Origin, digest: str = "") -> str:
+        """Return why code from there is revoked, or an empty text; `digest` is that of its tree, or its beginning."""
+        for known in self.revoked:
+            if known.revocations is not None and (reason := known.revocations.why(origin, digest)):
+                return f"it was revoked: {shown(reason)} (list number {known.revocations.sequence})"
+        return ""
+
+    def forbids(self, origin: Origin, digest: str = "") -> str:
         """Return why code from there may not even be added, or an empty text."""
+        if reason := self.revokes(origin, digest):
+            return reason
         for patterns in self.only:
             if not any(matches(pattern, origin.place, origin.commit) for pattern in patterns):
                 return f"[trust] only has {', '.join(map(repr, patterns)) or 'nothing'}"
@@ -88,31 +129,9 @@ class Policy:
         return [signer for pattern, signer in self.signed if matches(pattern, origin.place, origin.commit)]
 
 
-def matches(pattern: str, place: str, commit: str) -> bool:
-    """Say whether `scheme://org/*` or `scheme://org/repo@commit*` means this code.
-
-    `*` stands for any part of one segment, `**` at the end for all that follows; a lone `*` is everything.
-    """
-    if pattern == "*":
-        return True
-    wanted, at, wanted_commit = pattern.rpartition("@")
-    if not at:
-        wanted = pattern
-    elif not fnmatchcase(commit, wanted_commit):
-        return False
-    segments, parts = wanted.split("/"), place.split("/")
-    if segments[-1] == "**" and len(parts) >= len(segments):
-        segments, parts = segments[:-1], parts[: len(segments) - 1]
-    return len(segments) == len(parts) and all(map(fnmatchcase, parts, segments))
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            raw = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: cannot be read as TOML: {error}") from error
-    refuse_unknown_tables(raw, path)
+def trust_table(file: ConfigFile) -> dict[str, Any]:
+    """Return `[trust]` of a file, checked, whether the file is trusted or not."""
+    path, raw = file.path, file.raw
     table = raw.get("trust", {})
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: trust: expected a table [trust], found {table!r}")
@@ -121,39 +140,44 @@ def _read(path: str) -> dict[str, Any]:
             raise SettingsError(f"{path}: [trust] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
     for key in ("allow", "only", "deny"):
         _check_patterns(f"{path}: [trust] {key}", table.get(key, []))
-    return {**table, "signed": _signed(f"{path}: [trust.signed]", table.get("signed", {}))}
+    sources = sources_from_table(f"{path}: [[trust.revoked]]", table.get("revoked", []), os.path.dirname(path))  # noqa: PTH120
+    return {**table, "signed": _signed(f"{path}: [trust.signed]", table.get("signed", {})), "revoked": sources}
+
+
+def _read(file: ConfigFile) -> dict[str, Any]:
+    """Return what counts of `[trust]` of a file."""
+    table = trust_table(file)
+    if file.is_trusted:
+        return table
+    return {key: value for key, value in table.items() if key not in NEED_TRUST} | {"revoked": ()}
 
 
 def _check_patterns(where: str, value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
         raise SettingsError(f"{where}: expected a list of patterns such as 'hf://org/*', found {value!r}")
     for pattern in value:
-        _check_pattern(where, pattern)
-
-
-def _check_pattern(where: str, pattern: str) -> None:
-    if pattern != "*" and ("://" not in pattern or pattern.endswith("/") or "#" in pattern):
-        raise SettingsError(
-            f"{where}: expected a pattern such as 'hf://org/*' or 'hf://org/repo@commit', not {pattern!r}"
-        )
+        check_pattern(where, pattern)
 
 
 def _signed(where: str, table: Any) -> list[tuple[str, Signer]]:
     if not isinstance(table, dict):
         raise SettingsError(f"{where}: expected a table of patterns and signers, found {table!r}")
     for pattern in table:
-        _check_pattern(where, pattern)
+        check_pattern(where, pattern)
     return [(pattern, signer_from_table(f"{where} {pattern!r}", value)) for pattern, value in table.items()]
 
 
-def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, locked: bool) -> str:
-    """Return why this code may not run, with what would change it, or an empty text."""
+def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, locked: bool, digest: str = "") -> str:
+    """Return why this code may not run, with what would change it, or an empty text; `digest` is that of its tree."""
     moved = f" ({reference.place} has moved there)" if reference.place != origin.place else ""
+    asked = Origin(reference.scheme, reference.repo, origin.commit)
+    if reason := policy.revokes(asked) or policy.revokes(origin, digest):
+        return f"code from {origin}{moved} must not run any more: {reason}"
     if reason := policy.denies(reference.place) or policy.forbids(origin):
         return f"code from {origin.place}{moved} is forbidden: {reason}; ask whoever keeps that file"
     if locked or policy.allows(origin):
         return ""
     return (
         f"nobody has allowed code from {origin.place}{moved} to run here, neither by [trust] allow in twinkle.toml nor "
-        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
+        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}{and_untrusted()}"
     )

@@ -54,13 +54,7 @@ def signer_from_table(where: str, table: Any) -> Signer:
         )
     ((sort, value),) = table.items()
     if sort == "ed25519":
-        try:
-            key = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
-        except binascii.Error:
-            key = b""
-        if len(key) != _KEY_BYTES:
-            raise SettingsError(f"{where}: an ed25519 public key is {_KEY_BYTES} bytes in base64, found {value!r}")
-        return Signer(ed25519=key)
+        return Signer(ed25519=public_key(where, value))
     if sort != "sigstore":
         raise SettingsError(f"{where}: unknown key {sort!r}, {nearest_or_all(sort, _SORTS)}")
     fine = (
@@ -85,22 +79,56 @@ def sign_folder(folder: Path, private_key: bytes) -> Path:
         folder: The repository, as it will be uploaded.
         private_key: An ed25519 private key: 32 raw bytes, or PEM without a password.
     """
-    ed25519 = _cryptography("to sign a plugin")
-    if len(private_key) == _KEY_BYTES:
-        key = ed25519.Ed25519PrivateKey.from_private_bytes(private_key)
-    else:
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-        try:
-            key = load_pem_private_key(private_key, password=None)
-        except (ValueError, TypeError) as error:
-            raise SettingsError(f"the private key is neither {_KEY_BYTES} bytes nor PEM without a password") from error
-        if not isinstance(key, ed25519.Ed25519PrivateKey):
-            raise SettingsError("the private key is not of the sort ed25519")
+    key = read_private_key(private_key, "to sign a plugin")
     signature = key.sign(signed_bytes(scan(folder, asked=f"sign {folder}")))
     target = folder / ED25519_FILE
     target.write_text(base64.b64encode(signature).decode() + "\n", "ascii")
     return target
+
+
+def read_private_key(private_key: bytes, why: str) -> Any:
+    """Return an ed25519 private key.
+
+    Args:
+        private_key: 32 raw bytes, or PEM without a password.
+        why: What it is for, for the error where the package is missing.
+    """
+    ed25519 = ed25519_module(why)
+    if len(private_key) == _KEY_BYTES:
+        return ed25519.Ed25519PrivateKey.from_private_bytes(private_key)
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(private_key, password=None)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"the private key is neither {_KEY_BYTES} bytes nor PEM without a password") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise SettingsError("the private key is not of the sort ed25519")
+    return key
+
+
+def new_private_key(why: str = "to make a key") -> tuple[bytes, str]:
+    """Return a new ed25519 private key as PEM, and its public key as policies write it."""
+    key = ed25519_module(why).Ed25519PrivateKey.generate()
+    from cryptography.hazmat.primitives import serialization as forms
+
+    pem = key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
+    return pem, base64.b64encode(key.public_key().public_bytes_raw()).decode()
+
+
+def public_key(where: str, value: Any) -> bytes:
+    """Return the 32 bytes of a public key in base64.
+
+    Raises:
+        SettingsError: It is none.
+    """
+    try:
+        key = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
+    except binascii.Error:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise SettingsError(f"{where}: an ed25519 public key is {_KEY_BYTES} bytes in base64, found {value!r}")
+    return key
 
 
 def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
@@ -119,7 +147,7 @@ def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
 
 
 def _check_ed25519(tree: Tree, signer: Signer, asked: str) -> None:
-    ed25519 = _cryptography(f"{asked}: to check its signature")
+    ed25519 = ed25519_module(f"{asked}: to check its signature")
     from cryptography.exceptions import InvalidSignature
 
     try:
@@ -151,7 +179,8 @@ def _check_sigstore(tree: Tree, signer: Signer, asked: str) -> None:
         ) from error
 
 
-def _cryptography(why: str) -> Any:
+def ed25519_module(why: str) -> Any:
+    """Return the module of `cryptography` for ed25519; where it is missing, the error begins with `why`."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:

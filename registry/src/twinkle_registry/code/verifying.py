@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ComponentNotFound, NotTrusted, TwinkleError
+from ..locked import is_frozen
 from ..manifest import PluginRecord
 from ..naming import canonical
 from .adding import OpenHub, refetch
@@ -43,12 +44,14 @@ def verify(
 
     Raises:
         ComponentNotFound: There is no lock.
+        NotTrusted: It lies in a folder that is not trusted.
         SettingsError: The lock is damaged, or `[trust]` is wrong.
     """
-    Policy.load()  # whoever has a lock of distributions alone is told too that the policy cannot be read
+    Policy.load(fetch=True)  # whoever has a lock of distributions alone is told too that the policy cannot be read
     lock = Lock.load()
     if not lock.path.is_file():
         raise ComponentNotFound(f"there is no {lock.path}; make it with: twinkle plugins lock")
+    lock.require_trust(f"verify {lock.path}")
     known = list(records)
     return [
         *(_repository(entry, open_hub, fetch=fetch, online=online) for entry in lock.hub),
@@ -105,9 +108,13 @@ def _distribution(entry: LockedDistribution, records: list[PluginRecord]) -> Che
 
 
 def _unlocked(lock: Lock, records: list[PluginRecord]) -> Iterator[Checked]:
-    """Yield the installed plugins that no entry covers; a lock that lists no distribution is of Hub code alone."""
+    """Yield the installed plugins that no entry covers; a lock that lists no distribution is of Hub code alone.
+
+    A frozen run refuses each of them, whatever the lock is of.
+    """
     locked = {canonical(entry.name) for entry in lock.pypi}
-    for record in {canonical(r.dist): r for r in records if "://" not in r.dist}.values() if locked else ():
+    installed = {canonical(r.dist): r for r in records if "://" not in r.dist}
+    for record in installed.values() if locked or is_frozen() else ():
         if canonical(record.dist) not in locked:
             yield Checked("pypi", record.dist, record.version, "installed and not locked; run: twinkle plugins lock")
 

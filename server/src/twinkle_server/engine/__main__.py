@@ -29,6 +29,10 @@ def main(arguments: list[str]) -> None:
         backend = make_backend(settings)
     except TwinkleError as error:
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the service tells it, and nothing else
+    if settings.backend == "pool":
+        from twinkle_server.engine.revocations import RevocationWatch
+
+        RevocationWatch(settings.times.revocations).start()
     Host(backend, link, settings).serve()
 
 

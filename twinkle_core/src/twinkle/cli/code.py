@@ -46,6 +46,7 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
     shown: list[Proposal] = []
     # Plugins that pip installed run without being asked for; to lock them is to write down which they are.
     renewed = _keeper(shown, yes=yes, as_json=as_json, asks_for=("hub", "file")).renew()
+    shown += [proposal for proposal in renewed if proposal.problem]
     _finish(ctx, shown, [None if proposal.problem else proposal for proposal in renewed], as_json=as_json)
 
 

@@ -9,6 +9,7 @@ from twinkle.cli.manifest_lines import first_line
 from twinkle.cli.plugins import reason_with_lines
 from twinkle.cli.problem import Problem
 from twinkle.cli.source import find_module
+from twinkle.cli.syntax import syntax_errors
 from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
 from twinkle_registry import (
     ComponentSpec,
@@ -16,6 +17,7 @@ from twinkle_registry import (
     NotTrusted,
     PluginRecord,
     Registry,
+    RequirementMissing,
     missing_requirements,
 )
 from twinkle_registry.naming import canonical
@@ -40,11 +42,11 @@ def examine() -> list[Problem]:
         return [*(Problem("settings", text) for text in wrong), *installation, *second_owners(dists, [])]
     settings = [*_settings(found), *(Problem("settings", text) for text in _policy())]
     problems = [*_unusable(found, gone), *settings, *_conflicts(found), *_missing(found), *_promises(found)]
-    return [*problems, *_lock(found), *installation, *second_owners(dists, found.records)]
+    return [*problems, *_lock(found), *_revocations(), *installation, *second_owners(dists, found.records)]
 
 
 def _unusable(registry: Registry, told: Collection[str]) -> Iterator[Problem]:
-    for record in registry.records:
+    for record in map(registry.checked, registry.records):
         frozen_out = record.status == "disabled" and isinstance(record.cause, NotTrusted)
         if record.status == "ok" or (record.status == "disabled" and not frozen_out) or canonical(record.dist) in told:
             continue
@@ -75,9 +77,22 @@ def _policy() -> list[str]:
 
     try:
         Policy.load()
-    except SettingsError as error:
+    except (SettingsError, RequirementMissing) as error:
         return [str(error)]
     return []
+
+
+def _revocations() -> Iterator[Problem]:
+    """Yield what is wrong with the revocation lists; those of the network are as they were read last."""
+    from twinkle_registry.code.policy import Policy
+
+    try:
+        lists = Policy.load().revoked
+    except (SettingsError, RequirementMissing):
+        return  # the settings say it
+    for known in lists:
+        for text in filter(None, (known.error, known.problem)):
+            yield Problem("revocation list", text, "twinkle plugins revoked")
 
 
 def _conflicts(registry: Registry) -> Iterator[Problem]:
@@ -111,10 +126,14 @@ def _missing(registry: Registry) -> Iterator[Problem]:
 
 
 def _promises(registry: Registry) -> Iterator[Problem]:
-    """Yield components and hooks whose module, or whose name in it, is not there.
+    """Yield components and hooks whose module, or whose name in it, is not there or is not valid Python.
 
     Nothing is imported: what raises at import is not found, nor a name that only running the module can tell.
     """
+    for record in registry.records:
+        for wrong, names in syntax_errors(record).items():
+            what = f"{record.name}: {wrong}" + (f"; {', '.join(names)} cannot be imported" if names else "")
+            yield Problem("broken module", what, f"edit it, reinstall {record.dist} or tell its author")
     for spec in _specs(registry):
         module = spec.ref.partition(":")[0]
         if not _exists(module):
@@ -154,6 +173,8 @@ def _lock(registry: Registry) -> Iterator[Problem]:
         if _policy():
             return  # told already, and nothing can be checked against it
         checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
+    except NotTrusted:
+        return  # the notice of the registry says that this lock is not obeyed
     except SettingsError as error:
         yield Problem("lock", str(error))
         return

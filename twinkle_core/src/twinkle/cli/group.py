@@ -13,6 +13,7 @@ from twinkle import __version__
 
 if TYPE_CHECKING:
     from twinkle_registry import CommandSpec
+    from twinkle_registry.code.frozen import Frozen
 
 OWN = {
     "plugins": ("twinkle.cli.plugins:plugins", "List, explain and check plugins"),
@@ -47,6 +48,7 @@ class LazyGroup(click.Group):
         if not name.startswith("-") and name not in OWN and name not in self._summaries():
             from twinkle_registry import nearest
 
+            refuse_command(name)
             names = self.list_commands(ctx)
             close = nearest(name, names, 1)
             hint = f"nearest: {close[0]!r}" if close else f"there are {', '.join(names)}"
@@ -107,10 +109,11 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
     from twinkle_registry import Settings, installed_plugins
     from twinkle_registry.locked import locked_plugins
 
-    settings = Settings.load()
+    settings, frozen = Settings.load(), _frozen()
     found: dict[str, list[CommandSpec]] = {}
     for record in [*installed_plugins(__version__), *locked_plugins()]:
         usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist))
+        usable = usable and not (frozen and frozen.why_not(record))
         for spec in record.manifest.commands if usable and record.manifest else ():
             of, _, name = spec.name.rpartition(" ")
             if of == group:
@@ -121,6 +124,29 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
             unique = name if len(specs) == 1 and name not in own else f"{spec.dist}/{name}"
             summaries[unique] = spec.summary or f"of {spec.dist}"
     return summaries
+
+
+def _frozen() -> "Frozen | None":
+    from twinkle_registry.locked import is_frozen
+
+    if not is_frozen():
+        return None
+    from twinkle_registry.code.frozen import Frozen
+
+    return Frozen()
+
+
+def refuse_command(name: str, group: str = "") -> None:
+    """Raise `NotTrusted` if an installed plugin has a command that may not run here, such as in a frozen run."""
+    from twinkle._registry import registry
+    from twinkle_registry import NotTrusted
+
+    full = f"{group} {name.rpartition('/')[2]}".strip()
+    for record in registry().records:
+        commands = record.manifest.commands if record.manifest and isinstance(record.cause, NotTrusted) else ()
+        if full in [command.name for command in commands]:
+            state = f"plugin {record.name} offers it but is {record.status}"
+            raise NotTrusted(f"cannot run `twinkle {full}`: {state}: {record.reason}")
 
 
 def plugins_command(name: str, group: str = "") -> click.Command | None:
@@ -207,6 +233,13 @@ def _freeze(ctx: click.Context, parameter: click.Parameter, given: bool) -> None
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="twinkle %(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
-@click.option("--frozen", is_flag=True, expose_value=False, callback=_freeze, help="Run only what twinkle.lock lists.")
+@click.option(
+    "--frozen",
+    is_flag=True,
+    is_eager=True,  # so that `--frozen --help` lists what a frozen run has
+    expose_value=False,
+    callback=_freeze,
+    help="Run only what twinkle.lock lists.",
+)
 def main() -> None:
     """Train large language models with plain loops and plugins."""

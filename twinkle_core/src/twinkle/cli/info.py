@@ -1,13 +1,15 @@
 """What `twinkle plugins info` says of one plugin or component."""
 
 import textwrap
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from twinkle._registry import check_kind_in, registry
 from twinkle.cli.signature import options_of_config, parameter_text, parameters_of
 from twinkle.cli.source import locate
+from twinkle.cli.syntax import syntax_errors
 from twinkle.cli.text import pairs
-from twinkle.errors import ComponentNotFound
+from twinkle.errors import ComponentNotFound, NotTrusted, PluginBroken, TwinkleError
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements, nearest
 from twinkle_registry.naming import canonical
 
@@ -22,7 +24,7 @@ def find(name: str) -> list[PluginRecord | ComponentSpec]:
     """
     check_kind_in(name)
     records = registry().records
-    if plugins := [r for r in records if canonical(name) in (canonical(r.name), canonical(r.dist))]:
+    if plugins := [registry().checked(r) for r in records if canonical(name) in (canonical(r.name), canonical(r.dist))]:
         return list(plugins)
     specs = [spec for record in records if record.manifest for spec in record.manifest.components]
     if found := [spec for spec in specs if name in _names_of(spec)]:
@@ -78,11 +80,14 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
     from twinkle.cli.plugins import plugin_as_plain, reason_with_lines
 
     plain = plugin_as_plain(record) | {"core": record.manifest.core if record.manifest else ""} | published(record.dist)
+    wrong = syntax_errors(record)
+    plain["broken"] = [": ".join(filter(None, (", ".join(names), error))) for error, names in wrong.items()]
     kinds = "\n".join(f"{kind}: {', '.join(names)}" for kind, names in plain["kinds"].items())
     shown = [
         ("plugin", f"{record.name} {record.version}"),
-        ("status", record.status),
+        ("status", f"{record.status}, but parts of it are broken" if wrong else record.status),
         ("reason", reason_with_lines(record)),
+        ("broken", "\n".join(plain["broken"])),
         ("lacks", ", ".join(plain["lacks"])),
         ("package", record.package),
         ("manifest", record.location),
@@ -99,9 +104,11 @@ def _describe_plugin(record: PluginRecord) -> tuple[dict[str, Any], str]:
 def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     location = locate(spec)
     missing = {m.requirement: str(m) for m in missing_requirements(spec)}
-    record = _record_of(spec)
+    plugin = registry().checked(_record_of(spec))
+    record = _as_used(plugin, spec)
     usable = record.status == "ok"  # of any other plugin nothing is imported
-    parameters, told = parameters_of(spec) if usable else (None, f"not known: its plugin is {record.status}")
+    why = record.reason if plugin.status == "ok" else f"its plugin is {plugin.status}"
+    parameters, told = parameters_of(spec) if usable else (None, f"not known: {why}")
     signature, trouble = ("", told) if parameters is None else (told, "")
     options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, told)
     plain = {
@@ -110,6 +117,7 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         "plugin": spec.dist,
         "version": spec.version,
         "status": record.status,
+        "reason": record.reason,
         "summary": spec.summary,
         "ref": spec.ref,
         "file": location[0] if location else None,
@@ -145,6 +153,20 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
         ("homepage", plain["homepage"]),
     ]
     return plain, pairs(shown)
+
+
+def _as_used(record: PluginRecord, spec: ComponentSpec) -> PluginRecord:
+    """Return the record as it stands for one component, which is imported: if it cannot be, it is broken or refused."""
+    if record.status != "ok":
+        return record
+    try:
+        registry().load(spec)
+    except (PluginBroken, NotTrusted) as error:
+        status: Literal["broken", "disabled"] = "broken" if isinstance(error, PluginBroken) else "disabled"
+        return replace(record, status=status, reason=str(error), cause=error)
+    except TwinkleError:
+        return record  # a package that it needs is not here, which is said of its needs
+    return record
 
 
 def _record_of(spec: ComponentSpec) -> PluginRecord:

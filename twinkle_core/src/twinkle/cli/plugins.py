@@ -6,9 +6,11 @@ import click
 
 from twinkle.cli.code import COMMANDS, short
 from twinkle.cli.plugins_group import PluginsGroup
+from twinkle.cli.revocation import COMMANDS as REVOCATION_COMMANDS
 from twinkle.cli.search import search
 from twinkle.cli.test import test
 from twinkle.cli.text import echo_json, table
+from twinkle.cli.trust import COMMANDS as TRUST_COMMANDS
 
 if TYPE_CHECKING:
     from twinkle_registry import PluginRecord
@@ -31,7 +33,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
     if kind is not None:
         _list_components(kind, as_json)
         return
-    records = registry().records
+    records = [registry().checked(record) for record in registry().records]
     rows = [plugin_as_plain(record) for record in records]
     if as_json:
         echo_json(rows)
@@ -98,7 +100,7 @@ def patches(as_json: bool) -> None:
     show(as_json)
 
 
-for command in (*COMMANDS, search, test):
+for command in (*COMMANDS, *TRUST_COMMANDS, *REVOCATION_COMMANDS, search, test):
     plugins.add_command(command)
 
 
@@ -109,7 +111,8 @@ def _list_components(kind: str, as_json: bool) -> None:
 
     if kind not in registry().kinds:
         raise unknown_kind(kind, registry().kinds)
-    listed = [(spec, r) for r in registry().records if r.manifest for spec in r.manifest.components]
+    records = [registry().checked(record) for record in registry().records]
+    listed = [(spec, record) for record in records if record.manifest for spec in record.manifest.components]
     rows = [
         {"name": spec.name, "kind": kind, "plugin": spec.dist, "status": record.status, "summary": spec.summary}
         for spec, record in sorted(listed, key=lambda pair: (pair[0].name.lower(), pair[0].dist))

@@ -2,7 +2,7 @@
 
 import click
 
-from twinkle.cli.group import plugins_command, plugins_summaries
+from twinkle.cli.group import plugins_command, plugins_summaries, refuse_command
 
 OFFERED_BY = {"new": "twinkle-templates"}
 """Commands of our own distributions that an installation may lack."""
@@ -26,6 +26,8 @@ class PluginsGroup(click.Group):
         name = args[0]
         if not name.startswith("-") and name not in self.commands:
             names = self.list_commands(ctx)
+            if name not in names:
+                refuse_command(name, "plugins")
             if name not in names and name in OFFERED_BY:
                 ctx.fail(f"`twinkle plugins {name}` is part of {OFFERED_BY[name]}; run: pip install {OFFERED_BY[name]}")
             if name not in names:

@@ -17,17 +17,23 @@ if TYPE_CHECKING:
 @click.option("--kind", default="", help="Only components of this kind; what a function in a file is.")
 @click.option("--example", default="", metavar="REF", help="package.module:name or ./file.py:name of an example.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the checks that passed too.")
+@click.option("--yes", is_flag=True, help="Run the code of a folder without being asked.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 @click.pass_context
-def test(ctx: click.Context, what: str, words: str, kind: str, example: str, verbose: bool, as_json: bool) -> None:
+def test(
+    ctx: click.Context, what: str, words: str, kind: str, example: str, verbose: bool, yes: bool, as_json: bool
+) -> None:
     """Hold components to the contracts of their kinds; exit code 1 if one breaks its contract.
 
     WHAT is a plugin, a component (`Name`, `plugin/Name`, `kind:Name`), a folder with a plugin, `./file.py:Name`, or
-    code on a Hub that is allowed to run (`hf://org/repo#Name`).
+    code on a Hub that is allowed to run (`hf://org/repo#Name`). Before code of a folder runs that is neither installed
+    nor trusted (`twinkle plugins trust`), you are asked.
     """
     from twinkle.errors import ArgumentError
     from twinkle.testing.contracts.subjects import subjects_of
 
+    if not yes:
+        _ask(what)
     reports = []
     for thing, of in subjects_of(what, kind):
         report = _report(thing, of, words, example)
@@ -45,6 +51,31 @@ def test(ctx: click.Context, what: str, words: str, kind: str, example: str, ver
     ctx.exit(0 if all(report.ok for report in reports) else 1)
 
 
+def _ask(what: str) -> None:
+    """Ask before code of a folder runs, unless it is installed from there or the folder is trusted.
+
+    Raises:
+        NotTrusted: the answer is no, or there is nobody to ask.
+    """
+    import shlex
+
+    from twinkle.cli.asking import confirmed
+    from twinkle.errors import NotTrusted
+    from twinkle.testing.contracts.subjects import uninstalled_folder
+    from twinkle_registry.folder_trust import is_trusted_folder
+
+    folder = uninstalled_folder(what)
+    if folder is None or is_trusted_folder(str(folder)):
+        return
+    place = shlex.quote(str(folder))
+    if not confirmed(
+        f"Run the code in {folder}? It runs with all your rights",
+        action=f"test {folder}: its code would run with all your rights, and the folder is not trusted",
+        remedy=f"look at it, then add --yes, or trust it once: twinkle plugins trust {place}",
+    ):
+        raise NotTrusted(f"nothing of {folder} was run; to trust it: twinkle plugins trust {place}")
+
+
 def _report(thing: object, kind: str, words: str, example: str) -> "Report":
     from twinkle.testing.contracts.running import examine
 
@@ -54,13 +85,15 @@ def _report(thing: object, kind: str, words: str, example: str) -> "Report":
 
 
 def _example(reference: str) -> dict[str, object]:
-    from twinkle.testing.contracts.subjects import read_example
+    from twinkle._registry import registry
+    from twinkle.testing.contracts.subjects import file_module, read_example
     from twinkle_registry import ComponentSpec
-    from twinkle_registry.files import import_file
 
     place, _, name = reference.rpartition(":")
+    if (frozen := registry().frozen) and not place.endswith(".py"):
+        frozen.check_module(place, registry().records, asked=f"the example {reference!r}")
     if place.endswith(".py"):
-        module = import_file(place, asked=f"the example {reference!r}")
+        module = file_module(place, asked=f"the example {reference!r}")
         reference = f"{module.__name__}:{name}"
     return read_example(ComponentSpec("example", name, reference))
 

@@ -87,8 +87,9 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
     """
     from twinkle_registry.code.policy import Policy
     from twinkle_registry.code.reference import Origin
+    from twinkle_registry.untrusted import and_untrusted
 
-    policy, asked = Policy.load(), f"kernel repository {repo!r}"
+    policy, asked = Policy.load(fetch=True), f"kernel repository {repo!r}"
     if reason := policy.denies(f"hf://{repo}"):
         raise NotTrusted(f"{asked}: code from hf://{repo} is forbidden: {reason}; ask whoever keeps that file")
     place, commit = _whereabouts(repo, revision, api)
@@ -99,7 +100,7 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
         raise NotTrusted(
             f"{asked}: nobody has allowed code from {origin.place} to run here; look at it, and allow this commit in "
             f"twinkle.toml: [trust] allow = [{str(origin)!r}]\n  (other ways: {origin.place!r} there for all commits, "
-            "or TWINKLE_TRUST_REMOTE_CODE=1 for all code)"
+            f"or TWINKLE_TRUST_REMOTE_CODE=1 for all code){and_untrusted()}"
         )
     if policy.signers(origin):
         raise NotTrusted(

@@ -3,13 +3,12 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 
 from twinkle import registry
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, NotTrusted
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.pool.data import TARGETS, WEIGHTS, WIRE_NAMES, Rows
@@ -35,7 +34,7 @@ class Losses:
 
     def names(self) -> tuple[str, ...]:
         """Return what a request may name, the published ones first."""
-        specs = self._specs
+        specs = self._specs()
         return (*(name for name in PUBLISHED if name in specs), *sorted(specs.keys() - set(PUBLISHED)))
 
     def build(self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows) -> Any:
@@ -55,13 +54,15 @@ class Losses:
             )
         except ArgumentError as error:
             raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
+        except NotTrusted as error:  # it was revoked since it was found
+            raise UserError(f"loss_fn {spec.name!r} is not offered any more: {error}") from error
         _check_missing(spec, loss, rows)
         if isinstance(found, type):
             loss.row_inputs = tuple(dict.fromkeys((*getattr(loss, "row_inputs", ()), *spec.inputs)))
         return loss if spec.name in PUBLISHED else honoured(loss, spec.name, rows)
 
-    @cached_property
     def _specs(self) -> dict[str, ComponentSpec]:
+        """Return what there is now: a plugin that is revoked while the service runs is gone at once."""
         found = {}
         for name, specs in registry().specs("loss").items():
             safe = [spec for spec in specs if spec.tenant_safe and "served" in spec.runtimes]
@@ -73,16 +74,27 @@ class Losses:
         """Return the loss that a request names.
 
         Raises:
-            UserError: there is none; says what there is.
+            UserError: there is none, or its plugin may not be used any more; says why, or what there is.
         """
-        specs = self._specs
+        specs = self._specs()
         if name in specs:
             return specs[name]
         if name == "stable_reinforce":
             raise UserError(_NOT_PUBLIC)
+        if reason := _why_refused(name):
+            raise UserError(f"loss_fn {name!r} is not offered any more: {reason}")
         close = nearest(name, specs)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(f"there is no loss_fn {name[:80]!r}{hint}; there are {', '.join(self.names())}")
+
+
+def _why_refused(name: str) -> str:
+    """Return why the plugin that would offer a loss must not run, or an empty text."""
+    for record in registry().records:
+        offered = record.manifest.components if record.manifest and isinstance(record.cause, NotTrusted) else ()
+        if any(spec.kind == "loss" and spec.name == name for spec in offered):
+            return record.reason
+    return ""
 
 
 def _function(spec: ComponentSpec, found: Any, options: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ def plugin_in(folder: Path) -> PluginRecord:
     """
     from twinkle._registry import registry
 
-    manifest = _manifest_of(folder)
+    manifest = manifest_in(folder)
     for known in registry().records:
         if known.location and Path(known.location).resolve() == manifest:
             return known
@@ -40,7 +40,12 @@ def plugin_in(folder: Path) -> PluginRecord:
     return _added(read_manifest(manifest, package.name, "0", package=package.name), package.name, manifest)
 
 
-def _manifest_of(folder: Path) -> Path:
+def manifest_in(folder: Path) -> Path:
+    """Return the one manifest of a folder, a package in it, or a package of its `src/`; nothing is imported.
+
+    Raises:
+        ComponentNotFound: there is none, or there are several.
+    """
     places = [p for pattern in ("", "*/", "src/*/") for p in sorted(folder.glob(pattern + MANIFEST_NAME))]
     if not places:
         raise ComponentNotFound(f"{folder} holds no {MANIFEST_NAME}, nor does a package in it or in its src/")

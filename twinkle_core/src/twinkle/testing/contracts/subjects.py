@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from twinkle.errors import ArgumentError, ComponentNotFound
@@ -121,6 +122,18 @@ def _listed(text: str) -> Iterator[tuple[ComponentSpec, str]]:
             yield spec, spec.kind
 
 
+def uninstalled_folder(text: str) -> Path | None:
+    """Return the folder that `text` means, resolved, if the plugin in it is not installed from there; else None."""
+    from twinkle._registry import registry
+    from twinkle.testing.contracts.folders import manifest_in
+
+    if "://" in text or text.endswith(".py") or text.rpartition(":")[0].endswith(".py") or not _is_folder(text):
+        return None
+    manifest = manifest_in(Path(text))
+    known = [record.location for record in registry().records if record.location]
+    return None if manifest in [Path(location).resolve() for location in known] else Path(text).resolve()
+
+
 def _is_folder(text: str) -> bool:
     """Say whether a folder is meant: one that is there, and whose bare name nothing installed has."""
     from twinkle._registry import registry
@@ -136,13 +149,25 @@ def _is_folder(text: str) -> bool:
 def _in_file(text: str, kind: str) -> list[tuple[Any, str]]:
     if kind:
         return [(text, kind)]
-    from twinkle_registry.files import import_file
     from twinkle_registry.importing import attribute
 
     place, _, name = text.rpartition(":")
-    module = import_file(place, asked=repr(text))
+    module = file_module(place, asked=repr(text))
     found = attribute(module, name, asked=repr(text), absent=ComponentNotFound, shown=place)
     return [(text, kind_of(found, text))]
+
+
+def file_module(place: str, *, asked: str) -> ModuleType:
+    """Import a Python file; in a frozen run it must be as it was locked.
+
+    Raises:
+        NotTrusted: the run is frozen, and the lock does not list the file or it was changed.
+    """
+    from twinkle._registry import registry
+    from twinkle_registry.files import import_file
+
+    frozen = registry().frozen
+    return import_file(place, asked=asked, source=frozen.source(place, asked=asked) if frozen else None)
 
 
 def _spec(thing: Any, kind: str) -> ComponentSpec | None:

@@ -1,0 +1,206 @@
+"""The revocation lists that the policy names: where they are, what was read last, and what is wrong with them.
+
+`[[trust.revoked]]` has `list` (a path, or an address with file://, https:// or http://), `ed25519` (a public key or
+several) and `stale` ("warn", or "refuse" to run code of a Hub without a valid list). The last good list is kept in the
+state folder, so that neither a lost network nor an older list makes revoked code run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import NotTrusted, SettingsError
+from ..folder_trust import state_folder
+from ..naming import nearest_or_all
+from .listing import sha256
+from .revocation import MAX_BYTES, RevocationList, read_list
+from .signatures import public_key
+
+REFRESH = 60.0
+"""Seconds after which a list from the network is read again when code is loaded."""
+_TIMEOUT = 10.0  # seconds
+_KEYS = ("list", "ed25519", "stale")
+_STALE = ("warn", "refuse")
+_SCHEMES = ("file", "http", "https")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One `[[trust.revoked]]`: where the list is, who signs it, and whether code runs without a valid one."""
+
+    location: str
+    keys: tuple[bytes, ...]
+    refuses_stale: bool = False
+
+    @property
+    def path(self) -> Path | None:
+        """The file, if the list is one of this machine."""
+        if self.location.startswith("file://"):
+            return Path(urllib.request.url2pathname(urllib.parse.urlsplit(self.location).path))
+        return None if "://" in self.location else Path(self.location)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownList:
+    """What is known of one list now.
+
+    Attributes:
+        source: Where it is from.
+        revocations: The last good list; None if there never was one.
+        checked: When it was looked for last, in seconds since 1970.
+        problem: It cannot be reached, is older than the one that is known, or has expired; the last good one counts.
+        error: What was found there is not signed as it must be, or contradicts the last good one.
+    """
+
+    source: Source
+    revocations: RevocationList | None = None
+    checked: float = 0.0
+    problem: str = ""
+    error: str = ""
+
+
+def sources_from_table(where: str, tables: Any, folder: str) -> tuple[Source, ...]:
+    """Read `[[trust.revoked]]`; a relative path is below `folder`, that of the settings file.
+
+    Raises:
+        SettingsError: A key, a type or a value is wrong.
+    """
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise SettingsError(f"{where}: expected tables [[trust.revoked]], found {tables!r}")
+    return tuple(_source(where, table, folder) for table in tables)
+
+
+def _source(where: str, table: Mapping[str, Any], folder: str) -> Source:
+    for key in table:
+        if key not in _KEYS:
+            raise SettingsError(f"{where} {key}: unknown key, {nearest_or_all(key, _KEYS)}")
+    location, keys, stale = table.get("list"), table.get("ed25519"), table.get("stale", "warn")
+    if not isinstance(location, str) or not location:
+        raise SettingsError(f"{where}: list must be a path or an address of a signed list, got {location!r}")
+    scheme, colon, _ = location.partition("://")
+    if colon and scheme not in _SCHEMES:
+        raise SettingsError(
+            f"{where}: list must be a path, or begin with file://, https:// or http://, got {location!r}"
+        )
+    if stale not in _STALE:
+        raise SettingsError(f"{where}: stale must be 'warn' or 'refuse', got {stale!r}")
+    given = keys if isinstance(keys, list) and keys else [keys]
+    if not colon:
+        location = str(Path(folder, Path(location).expanduser()))
+    return Source(location, tuple(public_key(f"{where}: ed25519", key) for key in given), stale == "refuse")
+
+
+def known_list(source: Source, *, fetch: bool, max_age: float = REFRESH) -> KnownList:
+    """Return what is known of a list; a file of this machine is read in any case.
+
+    Args:
+        source: Where the list is.
+        fetch: Read it from the network if that was not done within `max_age` seconds.
+        max_age: See `fetch`.
+    """
+    kept = _kept(source)
+    if source.path is not None or (fetch and not 0 <= time.time() - kept.checked < max_age):
+        kept = _looked_up(kept)
+    expired = kept.revocations is not None and kept.revocations.expires < time.time()
+    if expired and kept.revocations is not None:
+        late = f"{source.location} has expired on {_day(kept.revocations.expires)}; ask its publisher for a new one"
+        return replace(kept, problem="; ".join(filter(None, (kept.problem, late))))
+    if kept.revocations is None and not kept.problem:
+        return replace(kept, problem=f"{source.location} was never read")
+    return kept
+
+
+def _looked_up(kept: KnownList) -> KnownList:
+    """Read the list where it is, and keep what was found."""
+    source, old = kept.source, kept.revocations
+    now = replace(kept, checked=time.time(), problem="", error="")
+    content = None
+    try:
+        content = _read(source)
+        new = read_list(content, source.keys, where=source.location)
+    except NotTrusted as error:
+        now, content = replace(now, error=str(error)), None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        still = f"; the list number {old.sequence} of {_day(old.issued)} still counts" if old else ""
+        now, content = replace(now, problem=f"{source.location} cannot be read: {reason}{still}"), None
+    else:
+        if old is not None and new.sequence < old.sequence:
+            what = f"{source.location} holds list number {new.sequence}, which is older than number {old.sequence}"
+            now, content = replace(now, problem=f"{what}; the newer one still counts"), None
+        elif old is not None and new.sequence == old.sequence and new != old:
+            what = f"{source.location} holds another list number {new.sequence} than the one that is known"
+            now, content = replace(now, error=f"{what}; its publisher must sign one with a higher number"), None
+        else:
+            now = replace(now, revocations=new)
+    return _keep(now, content)
+
+
+def _read(source: Source) -> bytes:
+    if (path := source.path) is not None:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a regular file")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    else:
+        request = urllib.request.Request(source.location, headers={"User-Agent": "twinkle-registry"})
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            if urllib.parse.urlsplit(answer.url).scheme not in _SCHEMES[1:]:
+                raise ValueError(f"it redirects to {answer.url}")
+            content = answer.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES // 2**20} MiB")
+    return bytes(content)
+
+
+def _file(source: Source) -> Path:
+    return Path(state_folder(), "revocations", f"{sha256(source.location.encode())[:32]}.json")
+
+
+def _kept(source: Source) -> KnownList:
+    """Return what was kept; a list that none of the present keys signed does not count."""
+    try:
+        said = json.loads(_file(source).read_bytes())
+        kept = KnownList(source, None, float(said["checked"]), str(said["problem"]), str(said["error"]))
+        envelope = str(said["envelope"]).encode()
+    except (OSError, ValueError, KeyError, TypeError):
+        return KnownList(source)
+    with contextlib.suppress(NotTrusted):
+        return replace(kept, revocations=read_list(envelope, source.keys, where=source.location) if envelope else None)
+    return KnownList(source)
+
+
+def _keep(now: KnownList, content: bytes | None) -> KnownList:
+    """Write what was found; without new `content` the list that was kept stays."""
+    file = _file(now.source)
+    try:
+        if content is None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                content = str(json.loads(file.read_bytes())["envelope"]).encode()
+        said = {"location": now.source.location, "checked": now.checked, "problem": now.problem, "error": now.error}
+        text = json.dumps(said | {"envelope": (content or b"").decode()})
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        work = file.with_suffix(f".{os.getpid()}.tmp")
+        work.write_text(text, "utf-8")
+        work.replace(file)
+    except OSError as error:
+        lost = f"{file} cannot be written ({error.strerror}), so an older list would not be noticed"
+        return replace(now, problem="; ".join(filter(None, (now.problem, lost))))
+    return now
+
+
+def _day(seconds: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return str(seconds)
