@@ -215,6 +215,16 @@ checkpoints: Final = _table(
     Index("checkpoints_by_folder", "folder"),
 )
 
+recorded: Final = _table(
+    "recorded",
+    Column("lane", String, primary_key=True),  # and number: of the sampling operation
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    _text("tenant"),
+    _text("session"),
+    _time("used"),
+    Index("recorded_used", "used"),
+)
+
 audit: Final = _table(
     "audit",
     _serial(),
@@ -235,5 +245,5 @@ usage: Final = _table(
     _number("bytes"),
 )
 
-TENANTS_TABLES: Final = (keys, sessions, models, samplers, operations, checkpoints, audit, usage)
+TENANTS_TABLES: Final = (keys, sessions, models, samplers, operations, checkpoints, recorded, audit, usage)
 """Tables of which every query names the tenant."""
