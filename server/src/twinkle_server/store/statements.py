@@ -61,14 +61,14 @@ COVERED: Final = """
 """
 
 MARK_READ: Final = "UPDATE operations SET read = ? WHERE id = ? AND read IS NULL"
-_NOT_RECORDED: Final = """
+_not_recorded: Final = """
     NOT EXISTS (SELECT 1 FROM recorded WHERE recorded.lane = operations.lane AND recorded.number = operations.number)
 """
 UNREAD: Final = f"""
     SELECT id, result FROM operations INDEXED BY operations_kept
-    WHERE finished < ? AND dropped = 0 AND {_NOT_RECORDED} LIMIT ?
+    WHERE finished < ? AND dropped = 0 AND {_not_recorded} LIMIT ?
 """
-READ: Final = f"SELECT id, result FROM operations WHERE read < ? AND dropped = 0 AND {_NOT_RECORDED} LIMIT ?"
+READ: Final = f"SELECT id, result FROM operations WHERE read < ? AND dropped = 0 AND {_not_recorded} LIMIT ?"
 OLD_RECORDED: Final = """
     DELETE FROM recorded WHERE rowid IN (SELECT rowid FROM recorded WHERE used < ? LIMIT ?)
 """
