@@ -1,5 +1,7 @@
 """Checkpoints that are encrypted with age: every file, to every recipient, in little memory."""
 
+import threading
+import time
 from pathlib import Path
 
 import pyrage
@@ -43,6 +45,23 @@ def test_every_recipient_reads_every_file_and_nothing_else_is_left(tmp_path: Pat
             assert pyrage.decrypt(written, [identity]) == data
         with pytest.raises(pyrage.DecryptError):
             pyrage.decrypt(written, [pyrage.x25519.Identity.generate()])
+
+
+def test_other_threads_run_while_a_large_file_is_encrypted(tmp_path: Path) -> None:
+    class Large:
+        def write(self, folder: Path) -> None:
+            (folder / "adapter_model.safetensors").write_bytes(bytes(2**26))
+
+    recipients = (str(pyrage.x25519.Identity.generate().to_public()),)
+    thread = threading.Thread(target=lambda: Encrypted(Large(), recipients).write(tmp_path))
+    thread.start()
+    encrypted, turns = tmp_path / "adapter_model.safetensors.age", 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += encrypted.exists()
+    thread.join()
+    # 64 MiB are a thousand pieces, and another thread can run between any two; one that is shut out has one turn
+    assert turns >= 5
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from twinkle_server.engine.backend import State
 SUFFIX: Final = ".age"
 MOST_RECIPIENTS: Final = 64
 """Of one checkpoint: each adds a stanza to every file."""
+_PIECE: Final = 2**16
 _KINDS: Final = (("age1", "x25519"), ("ssh-ed25519 ", "ssh"), ("ssh-rsa ", "ssh"))
 
 
@@ -51,8 +52,10 @@ class Encrypted:
 
         recipients: list[Any] = [_recipient(recipient) for recipient in self.recipients]
         self.copy.write(folder)
-        for path in [path for path in folder.rglob("*") if path.is_file()]:
-            pyrage.encrypt_file(str(path), str(path) + SUFFIX, recipients)
+        for path in list(folder.iterdir()):
+            # `encrypt_file` holds Python's lock until the whole file is done; Python's own files let go at each piece
+            with path.open("rb", _PIECE) as plain, path.with_name(path.name + SUFFIX).open("xb", _PIECE) as encrypted:
+                pyrage.encrypt_io(plain, encrypted, recipients)
             path.unlink()
 
 
