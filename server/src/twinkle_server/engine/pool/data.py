@@ -124,8 +124,9 @@ def _sequences(where: str, datum: pb.Datum, tokens: Array, shape: tuple[int, ...
     if len(shape) != 1:
         raise UserError(f"{where}: {TARGETS} must have one target a position with provenance spans, got {list(shape)}")
     try:
+        spans = provenance.target_spans(datum, shape[0])
         provenance.check_input_spans(datum, len(tokens))
-        return provenance.sequence_numbers(provenance.target_spans(datum, shape[0]), shape[0])
+        return provenance.sequence_numbers(spans, shape[0])
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 
