@@ -11,6 +11,8 @@ if units := os.environ.get("TWINKLE_TEST_ROUND_BY_ROWS"):
     from twinkle.testing.other_machine import round_by_rows
 
     round_by_rows(float(units))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_folder_that_this_user_trusts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let no test read or write which folders the person at this machine trusts."""

@@ -252,6 +252,8 @@ LIMITS = {
     "operations of a tenant that wait or run": "{queued}; more is answered with 429",
     "a request for a result": "is held {poll}, and then told to come again; what was never given is answered at once",
     "a future's result, unread / read": "kept {kept_result} / {read_result}",
+    "sequences sampled with `record_stability_info`": "kept {kept_record} after they were sampled or trained on last",
+    "recipients of an encrypted checkpoint": "{recipients}",
     "a payload or result in the database": "{small_bytes}; a larger one is a file",
     "a missing sequence number": "what waits for it says so after {gap_pause}, and fails after {gap_fail}",
     "a sequence number above the next one of its model": "{farthest}; one that is further away is answered with 422",
@@ -274,6 +276,7 @@ def limits() -> str:
     """Every limit of the service, with its default."""
     from dataclasses import asdict
 
+    from twinkle_server.engine.encryption import MOST_RECIPIENTS
     from twinkle_server.runtime.lanes import FARTHEST
     from twinkle_server.settings import Limits, Settings, Times
     from twinkle_server.tenancy import quotas
@@ -283,6 +286,7 @@ def limits() -> str:
     }
     values |= {name: _duration(value) for name, value in asdict(Times()).items()}
     values |= {"farthest": f"{FARTHEST:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
+    values |= {"recipients": str(MOST_RECIPIENTS)}
     values |= {"refusals": f"{quotas._REFUSALS:g}", "refusals_at_once": f"{quotas._REFUSALS_AT_ONCE:,.0f}"}
     return _table(("what", "at most"), [(what, says.format_map(values)) for what, says in LIMITS.items()])
 

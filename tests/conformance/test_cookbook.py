@@ -6,51 +6,24 @@ refused.
 
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cookbook import run
 from serving import Served, pool
 
 from twinkle.testing import tiny_model
 
 pytest.importorskip("tinker_cookbook", reason="make install brings it")
 
-BLOCK = """\
-import socket
-_real = socket.socket.connect
-def _connect(self, address):
-    if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "localhost"):
-        raise OSError(f"no way out to {address}")
-    return _real(self, address)
-socket.socket.connect = _connect
-"""
-
 
 def cook(service: Served, recipe: str, folder: Path, *options: str, existing: str = "delete") -> list[dict[str, float]]:
     """Run a recipe to its end and return the lines of its metrics."""
-    guard = folder / "guard"
-    guard.mkdir(exist_ok=True)
-    (guard / "sitecustomize.py").write_text(BLOCK)
-    environment = {
-        **os.environ, "TINKER_BASE_URL": service.url, "TINKER_API_KEY": service.key, "TINKER_TELEMETRY": "0",
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "NO_PROXY": "127.0.0.1,localhost", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(guard),
-        "HF_HOME": str(folder / "hf"),
-    }  # fmt: skip
-    log = folder / "log"
-    common = [f"log_path={log}", "renderer_name=role_colon", f"behavior_if_log_dir_exists={existing}"]
-    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", *common, *options]
-    ended = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )  # fmt: skip
-    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}\n{service.log()[-3000:]}"
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    common = ["renderer_name=role_colon", f"behavior_if_log_dir_exists={existing}"]
+    return run(service, ["-m", f"tinker_cookbook.recipes.{recipe}"], folder, *common, *options)
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +175,22 @@ def test_line_111_other_environments(kitchen: Served, long: Path, tmp_path: Path
     assert len(rewards_of(lines)) == 1
 
 
-def test_line_112_the_loss_without_a_public_formula_is_refused_in_words(
-    kitchen: Served, long: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(AssertionError) as refused:
-        cook(
-            kitchen, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
-            "groups_per_batch=2", "max_steps=1", "lora_rank=4", "eval_every=0",
-        )  # fmt: skip
-    assert re.search(r"stable_reinforce.*importance_sampling", str(refused.value), re.S)
+def test_line_112_math_rl_runs_with_its_default_loss(kitchen: Served, long: Path, tmp_path: Path) -> None:
+    lines = cook(
+        kitchen, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
+        "groups_per_batch=2", "max_steps=2", "lora_rank=4", "eval_every=0",
+    )  # fmt: skip
+    assert len(rewards_of(lines)) == 2
+
+
+def test_line_112_strict_losses_refuse_the_default_loss_in_words(long: Path, tmp_path: Path) -> None:
+    service = pool(tmp_path / "data", long, {"strict_losses": True}).start()
+    try:
+        with pytest.raises(AssertionError) as refused:
+            cook(
+                service, "math_rl.train", tmp_path, f"model_name={long}", "env=arithmetic", "group_size=2",
+                "groups_per_batch=2", "max_steps=1", "lora_rank=4", "eval_every=0",
+            )  # fmt: skip
+    finally:
+        service.stop()
+    assert re.search(r"stable_reinforce.*--strict-losses.*importance_sampling", str(refused.value), re.S)

@@ -173,6 +173,14 @@ def test_line_83_only_the_last_prompt_tokens_are_scored_if_that_was_asked(raw: R
     np.testing.assert_allclose(found[-2:], whole[-2:], atol=1e-5)
 
 
+def test_line_84_to_ask_for_alternatives_of_the_prompt_is_to_ask_for_its_scores(raw: Raw) -> None:
+    sampler = raw.sampler()
+    answer = sampler.sample(PROMPT, params={"max_tokens": 1}, topk_prompt_logprobs=2)
+    scores = np.frombuffer(answer.prompt_logprobs, "<f4")
+    assert np.isnan(scores[0])
+    np.testing.assert_array_equal(scores, sampler.scores(PROMPT))
+
+
 def test_line_84_alternatives_are_sorted_and_agree_with_the_scores(raw: Raw, tiny: Path) -> None:
     answer = raw.sampler().sample(
         PROMPT, params={"max_tokens": 4, "stop": [], "temperature": 0.0}, prompt_logprobs=True,

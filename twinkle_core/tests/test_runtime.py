@@ -18,6 +18,7 @@ import torch
 
 import twinkle
 from twinkle import DeviceGroup, DeviceMesh, find_free_port, remote_class, remote_function
+from twinkle._registry import registry
 from twinkle.errors import ArgumentError, ComponentNotFound, MeshError, RequirementMissing
 from twinkle.notifier import Notifier
 from twinkle.runtime import RemoteClass, RemoteFunction, Runtime, RuntimeOptions, current_runtime
@@ -164,10 +165,21 @@ def test_wrong_arguments_are_refused(argument: str, value: Any, text: str) -> No
         twinkle.initialize(**{argument: value})
 
 
-@pytest.mark.parametrize(("mode", "package"), [("ray", "twinkle-ray"), ("http", "twinkle-server")])
-def test_a_mode_whose_package_is_absent_names_it(mode: str, package: str) -> None:
-    with pytest.raises(RequirementMissing, match=f"needs the package {package}, which is not available yet"):
-        twinkle.initialize(mode)
+def test_the_mode_ray_names_the_package_that_is_not_there_yet() -> None:
+    with pytest.raises(RequirementMissing, match="package twinkle-ray, which provides it, is not available yet"):
+        twinkle.initialize("ray")
+
+
+def test_the_mode_http_says_that_no_package_provides_it_and_what_to_use() -> None:
+    with pytest.raises(RequirementMissing) as refused:
+        twinkle.initialize("http")
+    text = str(refused.value)
+    assert all(words in text for words in ("no runtime of that name", "twinkle serve MODEL", "Tinker SDK", "'local'"))
+    assert "not available yet" not in text  # twinkle-server itself is there
+
+
+def test_no_installed_package_provides_the_modes_that_are_refused() -> None:
+    assert not {"ray", "http"} & set(registry().specs("runtime"))
 
 
 def test_a_misspelt_mode_names_the_nearest() -> None:

@@ -71,6 +71,7 @@ class Save(_Payload):
         metadata: of the user.
         sampler: id of the sampling session that this makes.
         inflight: that session, and those like it of the model, move to every later one.
+        recipients: of age, to whom every file is encrypted; None is not encrypted.
     """
 
     folder: str
@@ -81,6 +82,7 @@ class Save(_Payload):
     metadata: dict[str, str] | None = None
     sampler: str | None = None
     inflight: bool = False
+    recipients: list[str] | None = None
 
 
 @dataclass(slots=True)

@@ -46,6 +46,8 @@ class Times:
         kept_run: the state of a model whose session ended is kept so long.
         kept_result: a result that nobody has read is kept so long.
         read_result: a result that was read is kept so long.
+        kept_record: sequences that were sampled with `record_stability_info` can be trained on for so long after they
+            were sampled or trained on last.
         kept_audit: an entry of the audit log is kept so long.
         deadline: a pass that takes longer is taken for hung, and the engine is started anew.
         drain: SIGTERM waits so long for the pass that runs.
@@ -63,6 +65,7 @@ class Times:
     kept_run: float = 7 * 86400.0
     kept_result: float = 86400.0
     read_result: float = 600.0
+    kept_record: float = 86400.0
     kept_audit: float = 90 * 86400.0
     deadline: float = 600.0
     drain: float = 30.0
@@ -91,6 +94,7 @@ class Settings:
         losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
+        strict_losses: refuse losses under a published name whose formula is not the published one.
         take_over: take the data directory from a service on another machine, which is dead.
         accept_base: serve the model though the directory's adapters of that name were trained on another one.
         limits: see `Limits`.
@@ -110,6 +114,7 @@ class Settings:
     snapshot_steps: int = 20
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
+    strict_losses: bool = False
     take_over: bool = False
     accept_base: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -115,7 +115,6 @@ def test_the_options_go_into_the_log_with_a_seed(served, client, name):
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "there are 1 values"),
         ({"target_prompt_logprobs": {"data": [2**70], "dtype": "int64", "shape": [2, 1]}}, "integers of 64 bits"),
         ({"topk_prompt_logprobs": 2**20, "topk_sample_logprobs": 2**20, "num_samples": 16}, "there may be"),
-        ({"record_stability_info": True}, "stable_reinforce"),
     ],
 )
 def test_what_cannot_be_sampled_fails_as_the_users_fault(client, name, changes: dict[str, Any], words: str):

@@ -109,3 +109,12 @@ def gspo() -> dict[str, Any]:
     mask = torch.ones(4, 6)
     mask[:, :2] = mask[2] = 0
     return {"row_inputs": {**_bounds(), "sequence_ratio_mask": mask}, "skip": _HELD}
+
+
+def stable_reinforce() -> dict[str, Any]:
+    """Rows hold one sampled sequence, two, two without a gap, and none."""
+    import torch
+
+    sequence = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 0, 2, 2], [1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]])
+    advantages = torch.linspace(-1, 1, 24).reshape(4, 6) * (sequence > 0)
+    return {"row_inputs": {"sampled_sequence": sequence, "advantages": advantages}, "skip": _HELD}

@@ -30,6 +30,11 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 )
 @click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
 @click.option(
+    "--strict-losses",
+    is_flag=True,
+    help="Refuse `stable_reinforce`, which has Twinkle's own formula because Tinker's is not public.",
+)
+@click.option(
     "--take-over",
     is_flag=True,
     help="Take the folder from a service on another machine, of which you know that it is dead.",
@@ -70,6 +75,7 @@ def main(
     max_pass_ms: float,
     losses: tuple[str, ...],
     custom_losses: bool,
+    strict_losses: bool,
     take_over: bool,
     accept_base: bool,
     trash_hours: float,
@@ -96,6 +102,7 @@ def main(
         backend=backend,
         losses=losses or None,
         custom_losses=custom_losses,
+        strict_losses=strict_losses,
         take_over=take_over,
         accept_base=accept_base,
         times=Times(trash=trash_hours * 3600),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle_server.engine import files
 from twinkle_server.engine.backend import Backend, Fatal
+from twinkle_server.engine.encryption import Encrypted
 from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.payloads import Save
 
@@ -61,6 +62,8 @@ class Saves:
         save = Save.parse(task.payload)
         place = self._sources.place(save.folder)
         copy, row = self._backend.save(task.lane, save)
+        if save.recipients:
+            copy = Encrypted(copy, tuple(save.recipients))
 
         def saved(published: files.Published | Exception) -> None:
             self._writing -= 1

@@ -21,6 +21,7 @@ from twinkle_server.store.inspection import DATABASE, PLACES, SIDES, check_datab
 from twinkle_server.store.journal import SqliteJournal
 from twinkle_server.store.keys import Keys
 from twinkle_server.store.models import Models
+from twinkle_server.store.recorded import Recorded
 from twinkle_server.store.retention import Retention
 from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.secret import read_secret
@@ -56,6 +57,7 @@ class Store:
     models: Models
     samplers: Samplers
     checkpoints: Checkpoints
+    recorded: Recorded
     keys: Keys
     audit: Audit
     usage: UsageTable
@@ -161,6 +163,7 @@ def _assemble(
         models=Models(database),
         samplers=Samplers(database),
         checkpoints=Checkpoints(database),
+        recorded=Recorded(database),
         keys=Keys(database),
         audit=Audit(database),
         usage=UsageTable(database),

@@ -58,7 +58,8 @@ class Retention:
     async def purge(self, now: float) -> Purged:
         """Throw away what is over, in small transactions.
 
-        Results go `read_result` seconds after they were first read, or `kept_result` seconds after they came; payloads
+        Results go `read_result` seconds after they were first read, or `kept_result` seconds after they came, those of
+        recorded sampling requests not before `kept_record` seconds without use; payloads
         when their model is gone (a snapshot drops those that it covers at once); rows seven days after their end, those
         of operations only if neither a replay nor a repeated request can want them.
 
@@ -68,6 +69,7 @@ class Retention:
         done = Purged()
         await self._note_reads()
         times = self._times
+        await self._until_empty(lambda raw: _rows(raw, sql.OLD_RECORDED, now - times.kept_record))
         done.results += await self._until_empty(lambda raw: _results(raw, sql.READ, now - times.read_result))
         done.results += await self._until_empty(lambda raw: _results(raw, sql.UNREAD, now - times.kept_result))
         done.payloads += await self._until_empty(_payloads)

@@ -61,10 +61,17 @@ COVERED: Final = """
 """
 
 MARK_READ: Final = "UPDATE operations SET read = ? WHERE id = ? AND read IS NULL"
-UNREAD: Final = (
-    "SELECT id, result FROM operations INDEXED BY operations_kept WHERE finished < ? AND dropped = 0 LIMIT ?"
-)
-READ: Final = "SELECT id, result FROM operations WHERE read < ? AND dropped = 0 LIMIT ?"
+_not_recorded: Final = """
+    NOT EXISTS (SELECT 1 FROM recorded WHERE recorded.lane = operations.lane AND recorded.number = operations.number)
+"""
+UNREAD: Final = f"""
+    SELECT id, result FROM operations INDEXED BY operations_kept
+    WHERE finished < ? AND dropped = 0 AND {_not_recorded} LIMIT ?
+"""
+READ: Final = f"SELECT id, result FROM operations WHERE read < ? AND dropped = 0 AND {_not_recorded} LIMIT ?"
+OLD_RECORDED: Final = """
+    DELETE FROM recorded WHERE rowid IN (SELECT rowid FROM recorded WHERE used < ? LIMIT ?)
+"""
 DROP_RESULT: Final = "DELETE FROM results WHERE operation = ?"
 FORGET_RESULT: Final = "UPDATE operations SET result = NULL, error = NULL, dropped = 1 WHERE id = ?"
 OVER: Final = """

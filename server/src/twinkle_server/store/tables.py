@@ -218,6 +218,16 @@ checkpoints: Final = _table(
 folders: Final = _table("folders", _text("folder", key=True), _time("named"))
 """Every folder that a committed row ever named, until it is removed: nothing else is removed without an operator."""
 
+recorded: Final = _table(
+    "recorded",
+    Column("lane", String, primary_key=True),  # and number: of the sampling operation
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    _text("tenant"),
+    _text("session"),
+    _time("used"),
+    Index("recorded_used", "used"),
+)
+
 audit: Final = _table(
     "audit",
     _serial(),
@@ -238,5 +248,5 @@ usage: Final = _table(
     _number("bytes"),
 )
 
-TENANTS_TABLES: Final = (keys, sessions, models, samplers, operations, checkpoints, audit, usage)
+TENANTS_TABLES: Final = (keys, sessions, models, samplers, operations, checkpoints, recorded, audit, usage)
 """Tables of which every query names the tenant."""

@@ -13,6 +13,7 @@ from twinkle_server.settings import Settings
 from twinkle_server.store.audit import Audit
 from twinkle_server.store.checkpoints import Checkpoints
 from twinkle_server.store.models import Models
+from twinkle_server.store.recorded import Recorded
 from twinkle_server.store.records import Model, Sampler
 from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.sessions import Sessions
@@ -45,6 +46,10 @@ class Records(Protocol):
     @property
     def checkpoints(self) -> Checkpoints:
         """See `store.checkpoints`."""
+
+    @property
+    def recorded(self) -> Recorded:
+        """See `store.recorded`."""
 
     @property
     def audit(self) -> Audit:

@@ -12,8 +12,10 @@ from twinkle_server.errors import BadRequest, Unprocessable
 from twinkle_server.observe.redaction import holds_key
 from twinkle_server.operations import Submission
 from twinkle_server.settings import Limits
+from twinkle_server.store.records import Model
 from twinkle_server.tinker.answers import promise
-from twinkle_server.tinker.house import House, caller, house_of
+from twinkle_server.tinker.house import Caller, House, caller, house_of
+from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
 from twinkle_server.tinker.submitting import model_lane
 
 router = APIRouter()
@@ -41,6 +43,7 @@ class PassBody:
         tokens: that it costs.
         forward_only: whether gradients stay as they are.
         refusal: what is wrong with it as a whole.
+        claims: what it says of where its tokens were sampled, if its loss needs that.
     """
 
     model: str
@@ -49,6 +52,7 @@ class PassBody:
     tokens: int = 0
     forward_only: bool = False
     refusal: str | None = None
+    claims: tuple[Claim, ...] = ()
 
 
 @router.post("/forward_backward", openapi_extra=_ENCODINGS)
@@ -68,20 +72,23 @@ async def _take(request: Request, name: str) -> Response:
     data = await request.body()
     arguments = (data, None if _is_protobuf(request) else name, house.settings.limits)
     taken = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
-    return await _submit(house, who.tenant, taken, (await model_lane(house, who, taken.model)).id)
+    return await _submit(house, who, taken, await model_lane(house, who, taken.model))
 
 
-async def _submit(house: House, tenant: str, taken: PassBody, lane: str) -> Response:
+async def _submit(house: House, who: Caller, taken: PassBody, model: Model) -> Response:
+    refusal = taken.refusal
+    if taken.claims and not house.settings.strict_losses:  # else the engine refuses the loss itself
+        refusal = await refusal_of(house, who, model.session, taken.claims)
     submission = Submission(
-        tenant,
-        lane,
+        who.tenant,
+        model.id,
         "forward" if taken.forward_only else "forward_backward",
         taken.payload,
         taken.number,
         tokens=taken.tokens,
-        refusal=taken.refusal,
+        refusal=refusal,
     )
-    return promise(await house.service.submit(submission), model_id=lane)
+    return promise(await house.service.submit(submission), model_id=model.id)
 
 
 def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:
@@ -145,7 +152,8 @@ def _measured(message: Any, number: int, payload: bytes, limits: Limits) -> Pass
         refusal = f"{message.loss_fn[:140]!r} is no name of a loss: it holds an API key"
     if refusal:
         payload = _mark(payload)
-    return PassBody(message.model_id, number, payload, tokens, message.forward_only, refusal)
+    claims = claims_of(message) if refusal is None and message.loss_fn in LOSSES else ()
+    return PassBody(message.model_id, number, payload, tokens, message.forward_only, refusal, claims)
 
 
 def _checked(number: Any) -> int:

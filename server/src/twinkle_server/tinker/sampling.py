@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +12,7 @@ from twinkle_server.errors import BadRequest, Gone
 from twinkle_server.ids import CheckpointPath, sampler_id
 from twinkle_server.operations import Submission
 from twinkle_server.payloads import Sample
+from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.answers import answer, present, promise
 from twinkle_server.tinker.bodies import LARGE, Body, Id, Number, Seed, Text, read, takes
@@ -123,9 +125,17 @@ async def asample(request: Request) -> Response:
         submission = _submission(context, who, sampler, body)
     else:
         submission = await asyncio.to_thread(_submission, context, who, sampler, body)
-    accepted = await house.service.submit(submission)
+    accepted = await house.service.submit(submission, _recording(who, sampler, body))
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
     return promise(accepted, sample_sequence_ids=sequences)
+
+
+def _recording(who: Caller, sampler: Sampler, body: SampleBody) -> Callable[[Any], None] | None:
+    """Return what notes that a request's sequences may be named in training; None if that was not asked for."""
+    if not body.record_stability_info:
+        return None
+    tenant, session, lane, number = who.tenant, sampler.session, sampler.id, body.seq_id
+    return lambda connection: recorded.add(connection, tenant, session, lane, number, now())
 
 
 def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -> Submission:
@@ -152,11 +162,6 @@ def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -
     try:
         sample.tokens = prompt_tokens(body.prompt)
         cost = check_sample(sample, context)
-        if body.record_stability_info:
-            raise ValueError(
-                "record_stability_info is for the loss stable_reinforce, which this service does not have: its formula "
-                "is not public; train with loss_fn=importance_sampling, ppo, cispo or dro"
-            )
     except ValueError as error:
         refusal = str(error)
         sample = Sample([])

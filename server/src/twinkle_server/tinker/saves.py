@@ -4,6 +4,7 @@ from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 
+from twinkle_server.engine.encryption import check_recipients
 from twinkle_server.errors import BadRequest
 from twinkle_server.ids import check_name, new_id, sampler_id
 from twinkle_server.payloads import Save
@@ -69,8 +70,7 @@ async def _payload(
     save = Save(f"checkpoints/{new_id()}", "weights", overwrite=body.overwrite, ttl=check_ttl(body.ttl_seconds))
     if isinstance(body, SaveExternal):
         save.kind = "external_weights"
-        if body.age_encryption_recipients:
-            raise BadRequest("this service does not encrypt external weights: leave age_encryption_recipients out")
+        save.recipients = _recipients(body.age_encryption_recipients)
     else:
         save.metadata = body.user_metadata
     if body.path is not None:
@@ -80,6 +80,16 @@ async def _payload(
     elif save.name is None:
         raise BadRequest("path is missing: the checkpoint needs a name")
     return save
+
+
+def _recipients(recipients: list[str] | None) -> list[str] | None:
+    if recipients is None:
+        return None
+    try:
+        check_recipients(recipients)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    return recipients
 
 
 def _for_sampler(save: Save, body: SaveForSampler, model: Model) -> None:

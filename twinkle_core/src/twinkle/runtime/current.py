@@ -8,7 +8,12 @@ from twinkle.errors import ArgumentError, ComponentNotFound, RequirementMissing
 from twinkle.mesh import DeviceGroup, DeviceMesh
 from twinkle.runtime.base import Runtime, RuntimeOptions
 
-_PACKAGES = {"ray": "twinkle-ray", "http": "twinkle-server"}
+_MISSING = {
+    "ray": "the package twinkle-ray, which provides it, is not available yet in this version",
+    "http": "this version has no runtime of that name, in twinkle-server either. To train over HTTP, start "
+    "`twinkle serve MODEL` (package twinkle-server) and use the Tinker SDK with its base_url",
+}
+"""Published modes that no package provides, and why."""
 _current: Runtime | None = None
 
 
@@ -37,7 +42,8 @@ def initialize(
     """Say where components live, and seed every random generator. Call it once, before building components.
 
     Args:
-        mode: `local` (this process, or torchrun's ranks), `ray`, `http`, or any other component of kind `runtime`.
+        mode: `local` (this process, or torchrun's ranks), or any other installed component of kind `runtime`. `ray` and
+            `http` are published modes that no package of this version provides.
         nproc_per_node: worker processes on each machine; only runtimes that start processes use it.
         ncpu_proc_per_node: CPU worker processes on each machine; likewise.
         seed: of Python, numpy and torch, on every rank the same.
@@ -53,7 +59,7 @@ def initialize(
     Raises:
         ArgumentError: an argument is of the wrong type.
         MeshError: the mesh does not fit the number of processes.
-        RequirementMissing: the package of this mode is not installed.
+        RequirementMissing: no installed package provides this published mode.
     """
     from twinkle.notifier.failures import watch
     from twinkle.notifier.sources import build_notifiers, name_of_environment, notifiers_of_environment
@@ -114,11 +120,11 @@ def _runtime(mode: Any) -> Runtime:
     try:
         runtime: Runtime = registry().build(mode, "runtime")
     except ComponentNotFound as error:
-        if mode not in _PACKAGES:
+        if mode not in _MISSING:
             raise
         raise RequirementMissing(
-            f"twinkle.initialize(mode={mode!r}) needs the package {_PACKAGES[mode]}, which is not "
-            "available yet in this version; use mode='local', alone or under torchrun"
+            f"cannot initialize mode={mode!r}: {_MISSING[mode]}; to train in this process, use mode='local', alone or "
+            "under torchrun"
         ) from error
     return runtime
 

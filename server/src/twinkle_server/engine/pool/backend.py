@@ -27,8 +27,8 @@ class PoolBackend:
 
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
-            those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training, and
-            `custom_losses`, whether clients may send losses of their own.
+            those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training,
+            `custom_losses`, whether clients may send losses of their own, and `strict_losses`; see `Losses`.
     """
 
     def __init__(self, options: BackendOptions) -> None:
@@ -39,7 +39,7 @@ class PoolBackend:
         text = config.get_text_config()
         context = getattr(text, "max_position_embeddings", None) or _NO_CONTEXT
         vocabulary = int(self.model.model.get_input_embeddings().weight.shape[0])
-        losses = Losses(options.losses)
+        losses = Losses(options.losses, bool(options.extra.get("strict_losses")))
         self._info = ModelInfo(
             name=options.name,
             context=int(context),

@@ -1,18 +1,20 @@
 """From a pass's message to rows of the model and arguments of the loss; what is wrong is said with key and numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from twinkle_server.engine.backend import UserError
-from twinkle_server.wire import codec
+from twinkle_server.wire import codec, provenance
 from twinkle_server.wire import tinker_pb2 as pb
 from twinkle_server.wire.codec import Array
 
 TARGETS: Final = "target_tokens"
 WEIGHTS: Final = "weights"
+SEQUENCES: Final = "sampled_sequence"
+"""Input of a loss that is read from the provenance spans of a datum, and from no `loss_fn_input`."""
 NAMES: Final[Mapping[str, str]] = {"logprobs": "old_logps"}
 """What losses call an input that the wire calls otherwise."""
 MOST_TARGETS: Final = 1024
@@ -49,14 +51,23 @@ def read_request(payload: bytes) -> pb.ForwardBackwardRequest:
         raise UserError(str(error)) from error
 
 
-def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int, takes: Sequence[str]) -> Rows:
-    """Return the rows of a request, checked.
+def read_rows(
+    request: pb.ForwardBackwardRequest,
+    context: int,
+    vocabulary: int,
+    takes: Sequence[str],
+    ignores: Collection[str] = (),
+    spans: bool = False,
+) -> Rows:
+    """Return the rows of a request, checked. A row without `weights` among rows that have them has weights of 1.
 
     Args:
         request: what was sent.
         context: tokens that a row may have.
         vocabulary: number of token ids.
         takes: names of the inputs that the loss takes, for errors.
+        ignores: names of inputs that are left out unread.
+        spans: whether the loss takes the input `SEQUENCES`, which the provenance spans of each datum give.
 
     Raises:
         UserError: there are none, or one cannot be used; says which datum, which key, and the numbers.
@@ -79,17 +90,45 @@ def read_rows(request: pb.ForwardBackwardRequest, context: int, vocabulary: int,
                 f"{where}: the loss_fn_inputs up to here have more than {MOST_CELLS} numbers; send fewer at once"
             )
         _check_tokens(where, tokens, context, vocabulary)
-        if keys is not None and inputs.keys() != keys:
-            odd = sorted(inputs.keys() ^ keys)[0]
+        inputs = {name: array for name, array in inputs.items() if name not in ignores}
+        if spans and SEQUENCES in inputs:
+            raise UserError(
+                f"{where}: cannot take the loss_fn_input {SEQUENCES!r}: the provenance spans of the datum give it; "
+                "leave it out"
+            )
+        named = inputs.keys() - {WEIGHTS}
+        if keys is not None and named != keys:
+            odd = sorted(named ^ keys)[0]
             raise UserError(
                 f"{where}: some datums have the loss_fn_input {odd!r} and others not; give all the same "
                 f"(loss_fn {request.loss_fn!r} takes {', '.join(takes)})"
             )
-        keys = set(inputs)
+        keys = set(named)
         _add(rows, where, tokens, inputs, vocabulary)
+        if spans:
+            rows.inputs.setdefault(SEQUENCES, []).append(_sequences(where, datum, tokens, rows.shapes[-1]))
+    _fill_weights(rows)
     if any(len(shape) == 2 for shape in rows.shapes):
         _check_room(rows)
     return rows
+
+
+def _fill_weights(rows: Rows) -> None:
+    if any("loss_scale" in feature for feature in rows.features):
+        for feature, shape in zip(rows.features, rows.shapes, strict=True):
+            feature.setdefault("loss_scale", np.ones(shape, np.float32))
+
+
+def _sequences(where: str, datum: pb.Datum, tokens: Array, shape: tuple[int, ...]) -> Array:
+    """Return the input `SEQUENCES` of a datum."""
+    if len(shape) != 1:
+        raise UserError(f"{where}: {TARGETS} must have one target a position with provenance spans, got {list(shape)}")
+    try:
+        spans = provenance.target_spans(datum, shape[0])
+        provenance.check_input_spans(datum, len(tokens))
+        return provenance.sequence_numbers(spans, shape[0])
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _check_room(rows: Rows) -> None:

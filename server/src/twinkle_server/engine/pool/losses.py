@@ -11,15 +11,20 @@ from twinkle import registry
 from twinkle.errors import ArgumentError, NotTrusted
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.backend import UserError
-from twinkle_server.engine.pool.data import TARGETS, WEIGHTS, WIRE_NAMES, Rows
+from twinkle_server.engine.pool.data import SEQUENCES, TARGETS, WEIGHTS, WIRE_NAMES, Rows
 from twinkle_server.engine.pool.weights import honoured
 from twinkle_server.wire.codec import Array
 
 PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-_NOT_PUBLIC: Final = (
-    "the formula of 'stable_reinforce' is not public, so this service does not guess it; pass "
-    "loss_fn='importance_sampling' (or 'ppo', 'cispo')"
+OWN: Final = ("stable_reinforce",)
+"""Names that the protocol has without a published formula; the formula is Twinkle's own, and `strict` refuses it."""
+_STRICT: Final = (
+    "cannot run loss_fn {!r}: its published name has no published formula, and this service was started with "
+    "--strict-losses, which refuses Twinkle's own; pass loss_fn='importance_sampling', 'ppo', 'cispo' or 'gspo'"
 )
+_CROSS_ENTROPY: Final = "cross_entropy"
+_IGNORED: Final = ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
+"""Inputs of other published losses, which `cross_entropy` leaves unread: clients send one datum to several losses."""
 
 
 class Losses:
@@ -27,15 +32,18 @@ class Losses:
 
     Args:
         allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
+        strict: refuse `OWN`.
     """
 
-    def __init__(self, allowed: Sequence[str] | None = None) -> None:
-        self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED)
+    def __init__(self, allowed: Sequence[str] | None = None, strict: bool = False) -> None:
+        self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED) | frozenset(OWN)
+        self._strict = strict
 
     def names(self) -> tuple[str, ...]:
         """Return what a request may name, the published ones first."""
         specs = self._specs()
-        return (*(name for name in PUBLISHED if name in specs), *sorted(specs.keys() - set(PUBLISHED)))
+        first = (*PUBLISHED, *OWN)
+        return (*(name for name in first if name in specs), *sorted(specs.keys() - set(first)))
 
     def build(self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows) -> Any:
         """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
@@ -59,14 +67,15 @@ class Losses:
         _check_missing(spec, loss, rows)
         if isinstance(found, type):
             loss.row_inputs = tuple(dict.fromkeys((*getattr(loss, "row_inputs", ()), *spec.inputs)))
-        return loss if spec.name in PUBLISHED else honoured(loss, spec.name, rows)
+        return loss if spec.name in (*PUBLISHED, *OWN) else honoured(loss, spec.name, rows)
 
     def _specs(self) -> dict[str, ComponentSpec]:
         """Return what there is now: a plugin that is revoked while the service runs is gone at once."""
         found = {}
         for name, specs in registry().specs("loss").items():
             safe = [spec for spec in specs if spec.tenant_safe and "served" in spec.runtimes]
-            if len(safe) == 1 and (self._allowed is None or name in self._allowed):
+            refused = self._strict and name in OWN
+            if len(safe) == 1 and not refused and (self._allowed is None or name in self._allowed):
                 found[name] = safe[0]
         return found
 
@@ -79,8 +88,8 @@ class Losses:
         specs = self._specs()
         if name in specs:
             return specs[name]
-        if name == "stable_reinforce":
-            raise UserError(_NOT_PUBLIC)
+        if self._strict and name in OWN:
+            raise UserError(_STRICT.format(name))
         if reason := _why_refused(name):
             raise UserError(f"loss_fn {name!r} is not offered any more: {reason}")
         close = nearest(name, specs)
@@ -131,7 +140,12 @@ def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
 
 def takes(spec: ComponentSpec) -> tuple[str, ...]:
     """Return the inputs of a loss, as the wire calls them."""
-    return (TARGETS, WEIGHTS, *(WIRE_NAMES.get(name, name) for name in spec.inputs))
+    return (TARGETS, WEIGHTS, *(WIRE_NAMES.get(name, name) for name in spec.inputs if name != SEQUENCES))
+
+
+def ignores(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs that a loss is sent and does not read, as the wire calls them."""
+    return _IGNORED if spec.name == _CROSS_ENTROPY else ()
 
 
 def _check_missing(spec: ComponentSpec, loss: Any, rows: Rows) -> None:

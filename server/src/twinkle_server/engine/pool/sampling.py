@@ -120,13 +120,18 @@ def _answer(response: SampleResponse, item: _Waiting) -> bytes:
     sample, length = item.sample, len(item.sample.tokens)
     wanted = item.targets
     prompt = SampledPrompt(
-        logprobs=_floats(response.prompt_logprobs or [None] * length) if sample.prompt_logprobs else None,
+        logprobs=_floats(response.prompt_logprobs or [None] * length) if _scores_prompt(sample) else None,
         topk=_topk(response.topk_prompt_logprobs or [None] * length, sample.topk_prompt_logprobs),
         hits=response.cached_tokens,
         targets=None if wanted is None else like_targets(_scores(response.prompt_target_logprobs, wanted), wanted),
         alternatives=_drawn(response.prompt_draws, sample.alternatives, length),
     )
     return codec.sample_response([_text(sequence, sample) for sequence in response.sequences], prompt)
+
+
+def _scores_prompt(sample: Sample) -> bool:
+    """Return whether a request asks for the prompt's log-probabilities: to ask for the likeliest tokens does so too."""
+    return sample.prompt_logprobs or sample.topk_prompt_logprobs > 0
 
 
 def _text(sequence: SampledSequence, sample: Sample) -> SampledText:

@@ -11,7 +11,7 @@ from twinkle_server.engine.backend import Cost, Fatal, Pass, UserError
 from twinkle_server.engine.pool import custom, data
 from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.lanes import Lanes
-from twinkle_server.engine.pool.losses import Losses, takes
+from twinkle_server.engine.pool.losses import Losses, ignores, takes
 from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.payloads import OptimStep
 from twinkle_server.wire import codec
@@ -123,7 +123,13 @@ class Training:
         request = data.read_request(item.payload)
         own = self.custom and request.loss_fn == custom.NAME
         spec = None if own else self._losses.find(request.loss_fn)
-        rows = data.read_rows(request, self._context, self._vocabulary, () if spec is None else takes(spec))
+        rows = (
+            data.read_rows(request, self._context, self._vocabulary, ())
+            if spec is None
+            else data.read_rows(
+                request, self._context, self._vocabulary, takes(spec), ignores(spec), data.SEQUENCES in spec.inputs
+            )
+        )
         try:
             config = codec.loss_config(request)
         except ValueError as error:

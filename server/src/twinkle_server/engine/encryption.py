@@ -1,0 +1,76 @@
+"""Checkpoints whose files are encrypted with age, each to every recipient; memory does not grow with their size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from twinkle_server.engine.backend import State
+
+SUFFIX: Final = ".age"
+MOST_RECIPIENTS: Final = 64
+"""Of one checkpoint: each adds a stanza to every file."""
+_PIECE: Final = 2**16
+_KINDS: Final = (("age1", "x25519"), ("ssh-ed25519 ", "ssh"), ("ssh-rsa ", "ssh"))
+
+
+def check_recipients(recipients: Sequence[str]) -> None:
+    """Check that files can be encrypted to some recipients.
+
+    Raises:
+        ValueError: one is neither an X25519 key of age (`age1…`) nor an SSH public key, or there are none or too many.
+    """
+    if not 1 <= len(recipients) <= MOST_RECIPIENTS:
+        raise ValueError(
+            f"age_encryption_recipients must have 1 to {MOST_RECIPIENTS} recipients, got {len(recipients)}"
+        )
+    for number, recipient in enumerate(recipients):
+        try:
+            _recipient(recipient)
+        except ValueError as error:
+            raise ValueError(
+                f"age_encryption_recipients[{number}] must be an age X25519 recipient (age1...) or an SSH public key "
+                f"(ssh-ed25519 or ssh-rsa), got {recipient[:80]!r}: {error}"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Encrypted:
+    """A copy of a model that is written encrypted: the files of another copy, each with `SUFFIX` behind its name.
+
+    Attributes:
+        copy: what is written.
+        recipients: who can read it; see `check_recipients`.
+    """
+
+    copy: State
+    recipients: tuple[str, ...]
+
+    def write(self, folder: Path) -> None:
+        """Write the files; see `State`. What is not encrypted is removed before this returns."""
+        import pyrage
+
+        recipients: list[Any] = [_recipient(recipient) for recipient in self.recipients]
+        self.copy.write(folder)
+        for path in list(folder.iterdir()):
+            # `encrypt_file` holds Python's lock until the whole file is done; Python's own files let go at each piece
+            with path.open("rb", _PIECE) as plain, path.with_name(path.name + SUFFIX).open("xb", _PIECE) as encrypted:
+                pyrage.encrypt_io(plain, encrypted, recipients)
+            path.unlink()
+
+
+def _recipient(text: str) -> Any:
+    """Return a recipient.
+
+    Raises:
+        ValueError: there is no such kind, or the key is wrong.
+    """
+    import pyrage
+
+    for prefix, kind in _KINDS:
+        if text.startswith(prefix):
+            try:
+                return getattr(pyrage, kind).Recipient.from_str(text)
+            except pyrage.RecipientError as error:
+                raise ValueError(str(error)) from error
+    raise ValueError("no kind of recipient begins so")

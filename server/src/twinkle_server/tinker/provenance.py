@@ -1,0 +1,118 @@
+"""Checks what a pass says of where its tokens were sampled against what sampling recorded."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinkle_server.errors import Gone, NotFound
+from twinkle_server.tinker.house import Caller, House, now
+
+LOSSES: Final = ("stable_reinforce",)
+"""Losses that need provenance."""
+_TARGETS: Final = "target_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a span of a datum says.
+
+    Attributes:
+        datum: number of the datum.
+        sequence: id of the sampled sequence.
+        offset: of the first token in the sequence.
+        tokens: the targets that the span covers; None for a span of a prompt, whose tokens are not recorded.
+    """
+
+    datum: int
+    sequence: str
+    offset: int
+    tokens: NDArray[np.int64] | None
+
+    @property
+    def request(self) -> str:
+        """Id of the sampling request."""
+        return self.sequence.rpartition(":")[0]
+
+
+def claims_of(message: Any) -> tuple[Claim, ...]:
+    """Return what the spans of a pass's targets say; a datum that cannot be read says nothing, and fails later."""
+    return tuple(_claims(message.data))
+
+
+def _claims(data: Sequence[Any]) -> Iterator[Claim]:
+    from twinkle_server.wire.codec import read_tensor
+    from twinkle_server.wire.provenance import target_spans
+
+    for number, datum in enumerate(data):
+        try:
+            if _TARGETS not in datum.loss_fn_inputs:  # looking it up would add it
+                continue
+            targets = read_tensor(datum.loss_fn_inputs[_TARGETS], _TARGETS).astype(np.int64)
+            spans = target_spans(datum, len(targets))
+        except ValueError:
+            continue
+        for span in spans:
+            tokens = targets[span.begin : span.end] if span.sampled else None
+            yield Claim(number, span.sequence, span.offset, tokens)
+
+
+async def refusal_of(house: House, who: Caller, session: str, claims: Sequence[Claim]) -> str | None:
+    """Return why a pass cannot be trained on, or None.
+
+    Each sequence must have been sampled by the session that trains, with `record_stability_info`, and no longer ago
+    than `Times.kept_record` or since then been trained on; sampled tokens must be those that were recorded.
+    """
+    requests = {claim.request for claim in claims}
+    moment, kept = now(), house.settings.times.kept_record
+    known = await house.store.recorded.use(who.tenant, session, requests, moment - kept, moment)
+    for claim in claims:
+        if claim.request not in known:
+            return (
+                f"datum {claim.datum}: sequence {claim.sequence[:160]!r} must be one that this session sampled with "
+                f"record_stability_info=True and used in the last {kept / 3600:g} hours; sample it again, or train "
+                "with another loss_fn"
+            )
+    results: dict[str, bytes] = {}
+    for request in sorted(known):
+        try:
+            future = await house.service.wait(request, who.tenant, 0.0)
+        except (Gone, NotFound):
+            return f"the sequences of sampling request {request[:120]!r} are no longer kept; sample again"
+        if future.status != "done" or future.result is None:
+            return f"sampling request {request[:120]!r} has no sequences: it is {future.status}"
+        results[request] = future.result
+    return await asyncio.to_thread(_compare, claims, results)
+
+
+def _compare(claims: Sequence[Claim], results: Mapping[str, bytes]) -> str | None:
+    from twinkle_server.wire.codec import read_sample_response
+
+    sampled = {request: read_sample_response(result)[0] for request, result in results.items()}
+    for claim in claims:
+        texts, place = sampled[claim.request], claim.sequence.rpartition(":")[2]
+        if not place.isdecimal() or int(place) >= len(texts):
+            return (
+                f"datum {claim.datum}: there is no sequence {claim.sequence[:160]!r}; its request has {len(texts)} "
+                "sequences"
+            )
+        if claim.tokens is None:
+            continue
+        tokens = texts[int(place)].tokens
+        end = claim.offset + len(claim.tokens)
+        if end > len(tokens):
+            return (
+                f"datum {claim.datum}: a span of sequence {claim.sequence[:160]!r} must end within its {len(tokens)} "
+                f"tokens, got offset {claim.offset} and length {len(claim.tokens)}"
+            )
+        differ = np.flatnonzero(tokens[claim.offset : end] != claim.tokens)
+        if len(differ):
+            at = int(differ[0])
+            return (
+                f"datum {claim.datum}: target_tokens must be the tokens that sequence {claim.sequence[:160]!r} has; "
+                f"token {claim.offset + at} of it is {int(tokens[claim.offset + at])}, got {int(claim.tokens[at])}"
+            )
+    return None
