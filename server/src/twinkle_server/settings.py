@@ -22,6 +22,7 @@ class Limits:
         queued: operations of one tenant that wait or run.
         small_bytes: payloads and results up to this size live in the database, as those of a pass of 4,096 tokens do;
             larger ones are files, which take longer and keep the database small.
+        loss_bytes: that the loss of a plugin may allocate in its worker process.
     """
 
     body_bytes: int = 64 * 2**20
@@ -32,6 +33,7 @@ class Limits:
     samples: int = 512
     queued: int = 4096
     small_bytes: int = 128 * 2**10
+    loss_bytes: int = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Times:
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
+        loss: the loss of a plugin may take so long for one operation, at most half of `deadline`.
+        loss_start: the import of such a plugin may take so long, likewise.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
     """
 
@@ -66,6 +70,8 @@ class Times:
     drain: float = 30.0
     snapshot: float = 30.0
     start: float = 1800.0
+    loss: float = 10.0
+    loss_start: float = 60.0
     upkeep: float = 600.0
 
 
@@ -87,6 +93,8 @@ class Settings:
         losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
+        loss_workers: compute the losses of plugins that do not ship with Twinkle in processes of their own.
+        in_process_losses: names of plugins whose losses are computed in the engine all the same.
         take_over: take the data directory from a service on another machine, which is dead.
         limits: see `Limits`.
         times: see `Times`.
@@ -105,6 +113,8 @@ class Settings:
     snapshot_steps: int = 20
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
+    loss_workers: bool = True
+    in_process_losses: tuple[str, ...] = ()
     take_over: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)
@@ -127,6 +137,7 @@ class Settings:
         return cls(
             data=Path(fields.pop("data")),
             losses=None if losses is None else tuple(losses),
+            in_process_losses=tuple(fields.pop("in_process_losses")),
             limits=Limits(**fields.pop("limits")),
             times=Times(**fields.pop("times")),
             **fields,

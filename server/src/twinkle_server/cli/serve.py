@@ -30,6 +30,33 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 )
 @click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
 @click.option(
+    "--loss-workers/--no-loss-workers",
+    default=True,
+    show_default=True,
+    help="Compute the losses of plugins in processes of their own; without, one that hangs or crashes stops everybody.",
+)
+@click.option(
+    "--loss-in-process",
+    "in_process",
+    multiple=True,
+    metavar="PLUGIN",
+    help="A plugin whose losses are trusted with the engine's own process; may be repeated.",
+)
+@click.option(
+    "--loss-seconds",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0.1),
+    help="How long the loss of a plugin may take for one operation.",
+)
+@click.option(
+    "--loss-memory-mb",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(16),
+    help="How much memory the loss of a plugin may take.",
+)
+@click.option(
     "--take-over",
     is_flag=True,
     help="Take the folder from a service on another machine, of which you know that it is dead.",
@@ -58,6 +85,10 @@ def main(
     max_pass_ms: float,
     losses: tuple[str, ...],
     custom_losses: bool,
+    loss_workers: bool,
+    in_process: tuple[str, ...],
+    loss_seconds: float,
+    loss_memory_mb: int,
     take_over: bool,
     log_level: str,
     backend: str,
@@ -69,7 +100,7 @@ def main(
     """
     from twinkle_server.cli.problems import told
     from twinkle_server.serve import serve
-    from twinkle_server.settings import Settings
+    from twinkle_server.settings import Limits, Settings, Times
 
     settings = Settings(
         model=model,
@@ -82,6 +113,10 @@ def main(
         backend=backend,
         losses=losses or None,
         custom_losses=custom_losses,
+        loss_workers=loss_workers,
+        in_process_losses=in_process,
+        limits=Limits(loss_bytes=loss_memory_mb * 2**20),
+        times=Times(loss=loss_seconds),
         take_over=take_over,
     )
     with told():
