@@ -1,4 +1,4 @@
-"""A plugin whose losses misbehave, as pip would install it: it sleeps, eats memory, crashes, prints, and looks around."""
+"""A plugin whose losses misbehave, as pip would install it: they sleep, eat memory, crash, print, and look around."""
 
 from pathlib import Path
 
@@ -59,7 +59,9 @@ _LOSSES = {
     "AcmeCloses": "os.closerange(3, 256)\ntime.sleep(3600)",
     "AcmeScribbles": "for fd in range(3, 64):\n    try: os.write(fd, b'{' * 4096)\n    except OSError: pass",
     "AcmeSpawns": "subprocess.Popen(['sleep', '3600'])\nos._exit(5)",
-    "AcmeOverwrites": "outputs['logps'].detach().zero_(); inputs['labels'].fill_(7)\nreturn LossOutput(outputs['logps'].sum(), 1.0)",
+    "AcmeOverwrites": (
+        "outputs['logps'].detach().zero_(); inputs['labels'].fill_(7)\nreturn LossOutput(outputs['logps'].sum(), 1.0)"
+    ),
     "AcmeText": "return 'much'",
     "AcmeDetached": "return LossOutput(outputs['logps'].detach().sum(), 1.0)",
     "AcmeOlder": "return {'loss': -outputs['logps'].sum(), 'num_tokens': 4}",

@@ -1,5 +1,6 @@
 """A plugin's loss that hangs, eats memory or crashes costs the operation that named it, and nothing else."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,12 +17,11 @@ from server_pool import Bench, answer, datum, drawn, request
 
 import twinkle_server.engine.pool.loss_workers.workers
 from twinkle import registry
-from twinkle.errors import PluginBroken
 from twinkle_server.engine.backend import Pass, UserError
 from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
 
-SECONDS = 3.0
-MEMORY = 256 * 2**20
+SECONDS = 4.0
+MEMORY = 128 * 2**20
 PROCESS = "loss_workers.process"
 LIMITS = {"seconds": SECONDS, "memory": MEMORY}
 
@@ -122,8 +122,8 @@ def test_a_forward_alone_gives_the_same_number_and_no_gradient(shared, inside):
 BAD = {
     "AcmeSleeps": rf"'AcmeSleeps' of plugin 'acme-rogue' took longer than {SECONDS:g} s, the limit",
     "AcmeSpins": rf"took longer than {SECONDS:g} s",
-    "AcmeEats": r"'AcmeEats' of plugin 'acme-rogue' took more than 256 MiB of memory, the limit",
-    "AcmeEatsShared": r"more than 256 MiB of memory, the limit",
+    "AcmeEats": r"'AcmeEats' of plugin 'acme-rogue' took more than 128 MiB of memory, the limit",
+    "AcmeEatsShared": r"more than 128 MiB of memory, the limit",
     "AcmeExits": r"'AcmeExits' of plugin 'acme-rogue' crashed: its process ended with the exit status 3",
     "AcmeQuits": r"raised SystemExit: 4",
     "AcmeSegfaults": r"crashed: its process was killed by SIGSEGV",
@@ -179,7 +179,9 @@ def test_two_losses_that_hang_in_one_pass_delay_it_by_one_deadline(shared):
 def test_what_a_loss_prints_goes_nowhere(shared, capfd):
     capfd.readouterr()
     bad, good = beside(shared, "AcmePrints")
-    assert answer(bad)[1]["loss:sum"] == pytest.approx(shared.run("a", [plain_row()], "AcmePlain")[1]["loss:sum"], rel=1e-5)
+    assert answer(bad)[1]["loss:sum"] == pytest.approx(
+        shared.run("a", [plain_row()], "AcmePlain")[1]["loss:sum"], rel=1e-5
+    )
     assert answer(good)[1]["loss:sum"]
     assert capfd.readouterr() == ("", "")
     for lane in "ab":
@@ -194,7 +196,9 @@ def test_a_loss_that_overwrites_its_inputs_changes_nothing_of_the_answer(shared)
 
 def test_the_older_form_of_a_loss_is_read(shared):
     _, metrics = shared.run("a", [plain_row()], "AcmeOlder", forward=True)
-    assert metrics["loss:sum"] == pytest.approx(shared.run("a", [plain_row()], "AcmePlain", forward=True)[1]["loss:sum"], rel=1e-6)
+    assert metrics["loss:sum"] == pytest.approx(
+        shared.run("a", [plain_row()], "AcmePlain", forward=True)[1]["loss:sum"], rel=1e-6
+    )
 
 
 def test_random_numbers_follow_from_the_number_of_the_operation(shared):
@@ -243,7 +247,12 @@ def test_secrets_of_the_environment_do_not_reach_a_worker(monkeypatch):
         ("AcmeRich", [plain_row()], {}, r"'AcmeRich' needs the loss_fn_input 'fractions'"),
         ("AcmeRich", [rich_row(6, 1)], {"shar": 1.0}, r"shar.*share"),
         ("AcmePlain", [plain_row()], {"worse": 1.0}, r"worse"),
-        ("AcmeRich", [(rich_row(6, 1)[0], {**rich_row(6, 1)[1], "weights": np.full(6, 0.5, np.float32)})], {}, "not read weights"),
+        (
+            "AcmeRich",
+            [(rich_row(6, 1)[0], {**rich_row(6, 1)[1], "weights": np.full(6, 0.5, np.float32)})],
+            {},
+            "not read weights",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said_as_of_any_loss(shared, inside, loss, rows, config, words):
@@ -313,12 +322,11 @@ def test_processes_that_are_killed_from_outside_are_replaced(base, tmp_path):
         lambda: tree.plugins["acme-rogue"].process.pid,
         lambda: tree.first.pid,
     ):
-        os.kill(victim(), signal.SIGKILL)
-        wait_for(lambda: not alive(victim()))
-        try:
+        pid = victim()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda pid=pid: not alive(pid))
+        with contextlib.suppress(UserError):  # the worker is found dead when it is asked
             bench.run("a", [plain_row()], "AcmePlain", forward=True)
-        except UserError as error:  # the worker was found dead when it was asked
-            assert "crashed: its process" in str(error)
         again = bench.run("a", [plain_row()], "AcmePlain", forward=True)
         assert again[1] == before[1]
     workers(bench).close()
@@ -381,7 +389,9 @@ def test_a_plugin_whose_import_raises_fails_its_own_operations(base, tmp_path, m
     for lane in "ab":
         bench.create(lane)
     bad, good = beside(bench, "AcmeImport")
-    with pytest.raises(PluginBroken, match="broken on purpose"):
+    with pytest.raises(
+        UserError, match=r"'AcmeImport' of plugin 'acme-import' raised PluginBroken: .*broken on purpose"
+    ):
         answer(bad)
     assert answer(good)[1]["loss:sum"] > 0
     workers(bench).close()

@@ -29,9 +29,9 @@ class PoolBackend:
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
             those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training,
-            `custom_losses`, whether clients may send losses of their own, `loss_workers`, fields of `WorkerLimits` (None
-            computes the losses of plugins in this process), and `in_process_losses`, plugins whose losses are computed
-            in this process all the same.
+            `custom_losses`, whether clients may send losses of their own, `loss_workers`, fields of `WorkerLimits`, or
+            None to compute the losses of all plugins in this process, and `in_process_losses`, plugins whose losses
+            are computed in this process all the same.
     """
 
     def __init__(self, options: BackendOptions) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 import twinkle.errors
 from twinkle import registry
 from twinkle.data_format import LossOutput
-from twinkle.errors import ArgumentError, ComponentTypeError, TwinkleError
+from twinkle.errors import ComponentTypeError, TwinkleError
 from twinkle_registry import ComponentSpec
 from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.pool.building import build_loss
@@ -56,9 +56,10 @@ class Calls:
     def do(self, what: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do `load`, `open` or `call`; whatever a plugin raises is an answer too."""
         try:
-            return getattr(self, f"_{what}")(**request)
+            answer: dict[str, Any] = getattr(self, f"_{what}")(**request)
         except BaseException as error:
             return {"error": _described(error)}
+        return answer
 
     def _load(self, specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Import the losses of a plugin; one that cannot be imported says so when it is opened."""
@@ -80,11 +81,12 @@ class Calls:
 
     def _call(
         self, operation: int, seed: int, gradient: bool, threads: int,
-        inputs: dict[str, Any], outputs: dict[str, Any], differentiable: Sequence[str], kwargs: dict[str, Any], **how: Any,
+        inputs: dict[str, Any], outputs: dict[str, Any], differentiable: Sequence[str], kwargs: dict[str, Any],
+        **how: Any,
     ) -> dict[str, Any]:  # fmt: skip
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        np.random.seed(seed % 2**32)
         random.seed(seed)
         loss = self._built(operation, **how)
         leaves = {name: outputs[name].requires_grad_() for name in differentiable} if gradient else {}
@@ -98,9 +100,7 @@ class Calls:
         gradients = {name: one for name, one in zip(leaves, found, strict=True) if one is not None}
         return {**answer, "gradients": gradients}
 
-    def _built(
-        self, operation: int, spec: Mapping[str, Any], config: Mapping[str, float | str], weighted: bool
-    ) -> Any:
+    def _built(self, operation: int, spec: Mapping[str, Any], config: Mapping[str, float | str], weighted: bool) -> Any:
         """Return the loss of an operation; the parts of an operation share one."""
         if operation not in self._losses:
             component = _spec(spec)
@@ -112,7 +112,8 @@ class Calls:
 
 
 def _spec(fields: Mapping[str, Any]) -> ComponentSpec:
-    return ComponentSpec(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+    return ComponentSpec(**given)
 
 
 def fields_of(spec: ComponentSpec) -> dict[str, Any]:

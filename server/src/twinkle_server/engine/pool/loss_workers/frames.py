@@ -83,7 +83,13 @@ def _packed(value: Any, body: _Body) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biuf":
             raise ArgumentError(f"an array must hold numbers, got {value.dtype}")
-        return {_ARRAY: [value.dtype.str, list(value.shape), body.add(np.ascontiguousarray(value).reshape(-1).view(np.uint8))]}
+        return {
+            _ARRAY: [
+                value.dtype.str,
+                list(value.shape),
+                body.add(np.ascontiguousarray(value).reshape(-1).view(np.uint8)),
+            ]
+        }
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -107,7 +113,9 @@ def _unpacked(value: Any, body: bytearray) -> Any:
         raise ValueError("a tensor lies outside of the frame")
     if kind == _TENSOR:
         dtype = _DTYPES[name]
-        return (torch.frombuffer(body, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)).view(shape)
+        return (
+            torch.frombuffer(body, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+        ).view(shape)
     if kind == _ARRAY:
         return np.frombuffer(body, np.dtype(name), count, at).reshape(shape)
     raise ValueError(f"there is no value of the kind {kind!r}")

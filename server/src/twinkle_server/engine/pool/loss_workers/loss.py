@@ -50,8 +50,8 @@ class WorkerLoss(Loss):
         fields = dict(description)
         if fields.pop("require_logits"):
             raise UserError(
-                f"{what} cannot be used by requests: it reads whole logits (require_logits = True), which are too large "
-                "to be sent to its worker process; write it for logps, entropies or uniform_logps"
+                f"{what} cannot be used by requests: it reads whole logits (require_logits = True), which are too "
+                "large to be sent to a worker process; write it for logps, entropies or uniform_logps"
             )
         self._remote, self._what, self._number, self._calls = remote, what, number, 0
         self.__name__ = str(fields.pop("name"))
@@ -68,7 +68,9 @@ class WorkerLoss(Loss):
     ) -> Callable[[], LossOutput | Mapping[str, Any]]:
         """Send a micro-batch to the worker; see `Loss.start`."""
         self._calls += 1
-        tensors = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and name not in _NOT_SENT}
+        tensors = {
+            name: value for name, value in outputs.items() if isinstance(value, Tensor) and name not in _NOT_SENT
+        }
         differentiable = [name for name, value in tensors.items() if value.requires_grad]
         gradient = torch.is_grad_enabled() and bool(differentiable)
         answer = self._remote.begin(
@@ -97,7 +99,7 @@ class WorkerLoss(Loss):
         if gradients:
             value = self._attached(value, gradients, outputs)
         elif gradients is not None:
-            value = _Attached.apply(value, [None] * len(outputs), *outputs.values())
+            value = _attach(value, [None] * len(outputs), *outputs.values())
         if answer.get("older"):
             return {"loss": value, "num_tokens": answer["num_tokens"]}
         return LossOutput(value, answer["denominator"], answer["metrics"])
@@ -115,7 +117,7 @@ class WorkerLoss(Loss):
                 gradient = gradient.to(output.device)
             found.append(gradient)
         first = next(iter(outputs.values()))
-        attached: Tensor = _Attached.apply(value.to(first.device), found, *outputs.values())
+        attached: Tensor = _attach(value.to(first.device), found, *outputs.values())
         return attached
 
 
@@ -131,6 +133,9 @@ class _Attached(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(None if one is None else above.to(one.dtype) * one for one in ctx.gradients))
+
+
+_attach: Any = _Attached.apply
 
 
 def _signature(parameters: Sequence[Sequence[Any]]) -> inspect.Signature:

@@ -29,7 +29,14 @@ _FOR_NOBODY: Final = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "AS
 """Losses get tensors of the CPU; a context on a device would take memory of the model."""
 _ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A process with threads cannot be forked safely; `torch.set_num_threads` sets the number of each call."""
-_CLIENTS: Final = ("ArgumentError", "DataError", "Unsupported", "ComponentTypeError", "TrainingStateError", "NonFiniteError")
+_CLIENTS: Final = (
+    "ArgumentError",
+    "DataError",
+    "Unsupported",
+    "ComponentTypeError",
+    "TrainingStateError",
+    "NonFiniteError",
+)
 _SIGKILL: Final = "was killed by SIGKILL"
 
 
@@ -215,7 +222,13 @@ class LossWorkers:
                 plugin.loaded, plugin.failure = True, ""
         except Ended as error:
             how = self._drop(plugin)
-            what = f"took longer than {self.limits.start:g} s" if error.slow else how if str(error) == "is gone" else str(error)
+            what = (
+                f"took longer than {self.limits.start:g} s"
+                if error.slow
+                else how
+                if str(error) == "is gone"
+                else str(error)
+            )
             self._failed(plugin, what)
             raise UserError(plugin.failure) from CapacityError(plugin.failure)
         return process
@@ -341,7 +354,7 @@ def what_of(spec: ComponentSpec) -> str:
 
 
 def _first() -> Child:
-    """Start the process that all others are forked from; its sockets and its environment are all that it has of ours."""
+    """Start the process that all others are forked from, with one socket and without what is secret."""
     ours, theirs = socket.socketpair()
     try:
         environment = scrubbed(os.environ) | _FOR_NOBODY | _ONE_THREAD
