@@ -35,7 +35,8 @@ from .scale import SCALE
 
 def AcmeHub(inputs, outputs):
     """Return the scaled sum, and where this code is."""
-    return LossOutput(-SCALE * outputs["logps"].sum(), 1.0, {"store": float(__name__.startswith("twinkle_registry.code."))})
+    stored = float(__name__.startswith("twinkle_registry.code."))
+    return LossOutput(-SCALE * outputs["logps"].sum(), 1.0, {"store": stored})
 '''
 
 

@@ -117,6 +117,15 @@ class Child:
         self._base = _resident(pid)
 
     @property
+    def lost(self) -> bool:
+        """Whether it has closed its end of the socket."""
+        try:
+            self._pump(0.0, lambda: True, once=True)
+        except Ended:
+            return True
+        return False
+
+    @property
     def ready(self) -> bool:
         """Whether a frame has arrived that nobody has read."""
         with contextlib.suppress(Ended):

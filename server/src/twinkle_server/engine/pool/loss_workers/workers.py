@@ -177,6 +177,8 @@ class LossWorkers:
     def find(self, spec: ComponentSpec, lane: str) -> _Worker | None:
         """Return the worker of a model and plugin, if there is one that runs."""
         found = self._tree.workers.get((lane, spec.dist))
+        if found is not None and found.call is None and found.process.lost:
+            found.process.end()  # it ended while nobody asked it for anything
         return None if found is None or found.process.gone else found
 
     def number(self) -> int:
