@@ -265,6 +265,8 @@ LIMITS = {
     "an entry of the audit log": "kept for {kept_audit}",
     "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
     "a pass": "{deadline}, then the engine is started anew",
+    "the loss of a plugin, for one operation": "{loss}, and {loss_bytes} of memory",
+    "the import of a plugin with a loss": "{loss_start}",
     "SIGTERM": "waits {drain} for what runs",
     "loading the base model": "{start}",
     "checkpoints beyond their time or a quota": "moved to the trash within {upkeep}",

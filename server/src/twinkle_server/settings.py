@@ -22,6 +22,7 @@ class Limits:
         queued: operations of one tenant that wait or run.
         small_bytes: payloads and results up to this size live in the database, as those of a pass of 4,096 tokens do;
             larger ones are files, which take longer and keep the database small.
+        loss_bytes: that the loss of a plugin may allocate in its worker process.
     """
 
     body_bytes: int = 64 * 2**20
@@ -32,6 +33,7 @@ class Limits:
     samples: int = 512
     queued: int = 4096
     small_bytes: int = 128 * 2**10
+    loss_bytes: int = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Times:
         snapshot: a model that changed is snapshotted at least so often.
         start: the engine may take so long to load the model.
         revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
+        loss: the loss of a plugin may take so long for one operation, at most half of `deadline`.
+        loss_start: the import of such a plugin may take so long, likewise.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
         trash: a checkpoint that was removed is kept so long in the trash.
     """
@@ -71,6 +75,8 @@ class Times:
     drain: float = 30.0
     snapshot: float = 30.0
     start: float = 1800.0
+    loss: float = 10.0
+    loss_start: float = 60.0
     upkeep: float = 600.0
     trash: float = 86400.0
     revocations: float = 20.0
@@ -95,6 +101,8 @@ class Settings:
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
         strict_losses: refuse losses under a published name whose formula is not the published one.
+        loss_workers: compute the losses of plugins that do not ship with Twinkle in processes of their own.
+        in_process_losses: names of plugins whose losses are computed in the engine all the same.
         take_over: take the data directory from a service on another machine, which is dead.
         accept_base: serve the model though the directory's adapters of that name were trained on another one.
         limits: see `Limits`.
@@ -115,6 +123,8 @@ class Settings:
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
     strict_losses: bool = False
+    loss_workers: bool = True
+    in_process_losses: tuple[str, ...] = ()
     take_over: bool = False
     accept_base: bool = False
     limits: Limits = field(default_factory=Limits)
@@ -138,6 +148,7 @@ class Settings:
         return cls(
             data=Path(fields.pop("data")),
             losses=None if losses is None else tuple(losses),
+            in_process_losses=tuple(fields.pop("in_process_losses")),
             limits=Limits(**fields.pop("limits")),
             times=Times(**fields.pop("times")),
             **fields,

@@ -11,7 +11,7 @@ from twinkle.errors import NonFiniteError, TrainingStateError
 from twinkle.logging import get_logger
 from twinkle_transformers.backbone import IGNORE, Needs
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
-from twinkle_transformers.scoring import call_loss, loss_name
+from twinkle_transformers.scoring import call_loss, loss_name, start_loss
 
 _PADDING = {"predictions": IGNORE}
 
@@ -47,15 +47,23 @@ def score(loss: Any, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict
         write_numbers(item, float(item.loss.loss_sum.detach()))
 
 
-def calculate(loss: Any, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict[str, Any]) -> None:
-    """Calculate the loss of one pass without waiting for the device."""
+def start(loss: Any, item: Pass, loss_kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Begin the loss of one pass if it is computed in another process; `calculate` waits for it."""
+    return None if item.inputs.get("labels") is None else start_loss(loss, item.inputs, item.outputs, loss_kwargs)
+
+
+def calculate(
+    loss: Any, item: Pass, *, split: bool, spread: bool, loss_kwargs: dict[str, Any],
+    started: Callable[[], Any] | None = None,
+) -> None:  # fmt: skip
+    """Calculate the loss of one pass without waiting for the device; `started` is what `start` returned."""
     if item.inputs.get("labels") is None:
         raise TrainingStateError(
             "calculate_loss: the rows have no `labels`; encode them with a template, or give features with labels"
         )
     item.loss_kwargs = loss_kwargs
     how = {"split": split, "spread": spread}
-    item.loss = call_loss(loss, item.inputs, item.outputs, **how, **loss_kwargs)
+    item.loss = call_loss(loss, item.inputs, item.outputs, **how, started=started, **loss_kwargs)
 
 
 def write_numbers(item: Pass, value: float) -> None:

@@ -1,6 +1,6 @@
 """Calling a loss and reading what it returns, older forms included."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -84,9 +84,17 @@ def loss_name(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
+def start_loss(
+    loss: Any, inputs: InputBatch, outputs: ModelOutput, kwargs: Mapping[str, Any]
+) -> Callable[[], Any] | None:
+    """Begin a loss that is computed in another process; None for one that `call_loss` computes here."""
+    return loss.start(inputs, outputs, **kwargs) if isinstance(loss, Loss) else None
+
+
 def call_loss(
-    loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: bool, spread: bool = False, **kwargs: Any
-) -> LossOutput:
+    loss: Any, inputs: InputBatch, outputs: ModelOutput, *, split: bool, spread: bool = False,
+    started: Callable[[], Any] | None = None, **kwargs: Any,
+) -> LossOutput:  # fmt: skip
     """Compute a loss on one micro-batch.
 
     Args:
@@ -95,6 +103,7 @@ def call_loss(
         outputs: the forward's outputs.
         split: whether the call that this micro-batch belongs to has several; a mean cannot be added up then.
         spread: whether other ranks have rows of the same step; likewise.
+        started: waits for the result of a loss that `start_loss` has begun.
         **kwargs: the loss's arguments, cut to these rows.
 
     Raises:
@@ -108,7 +117,7 @@ def call_loss(
             "batch; leave micro_batch_size out"
         )
     try:
-        raw = loss(inputs, outputs, **kwargs)
+        raw = loss(inputs, outputs, **kwargs) if started is None else started()
     except KeyError as error:
         if (explained := _not_made(error, loss, outputs)) is None:
             raise

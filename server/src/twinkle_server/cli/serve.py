@@ -35,6 +35,33 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="Refuse `stable_reinforce`, which has Twinkle's own formula because Tinker's is not public.",
 )
 @click.option(
+    "--loss-workers/--no-loss-workers",
+    default=True,
+    show_default=True,
+    help="Compute the losses of plugins in processes of their own; without, one that hangs or crashes stops everybody.",
+)
+@click.option(
+    "--loss-in-process",
+    "in_process",
+    multiple=True,
+    metavar="PLUGIN",
+    help="A plugin whose losses are trusted with the engine's own process; may be repeated.",
+)
+@click.option(
+    "--loss-seconds",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0.1),
+    help="How long the loss of a plugin may take for one operation.",
+)
+@click.option(
+    "--loss-memory-mb",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(16),
+    help="How much memory the loss of a plugin may take.",
+)
+@click.option(
     "--take-over",
     is_flag=True,
     help="Take the folder from a service on another machine, of which you know that it is dead.",
@@ -76,6 +103,10 @@ def main(
     losses: tuple[str, ...],
     custom_losses: bool,
     strict_losses: bool,
+    loss_workers: bool,
+    in_process: tuple[str, ...],
+    loss_seconds: float,
+    loss_memory_mb: int,
     take_over: bool,
     accept_base: bool,
     trash_hours: float,
@@ -89,7 +120,7 @@ def main(
     """
     from twinkle_server.cli.problems import told
     from twinkle_server.serve import serve
-    from twinkle_server.settings import Settings, Times
+    from twinkle_server.settings import Limits, Settings, Times
 
     settings = Settings(
         model=model,
@@ -103,9 +134,12 @@ def main(
         losses=losses or None,
         custom_losses=custom_losses,
         strict_losses=strict_losses,
+        loss_workers=loss_workers,
+        in_process_losses=in_process,
+        limits=Limits(loss_bytes=loss_memory_mb * 2**20),
         take_over=take_over,
         accept_base=accept_base,
-        times=Times(trash=trash_hours * 3600),
+        times=Times(loss=loss_seconds, trash=trash_hours * 3600),
     )
     with told():
         code = serve(settings, log_level.upper())

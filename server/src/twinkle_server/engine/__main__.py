@@ -54,10 +54,21 @@ def make_backend(settings: Settings) -> Backend:
             "max_pass_seconds": settings.max_pass_seconds,
             "custom_losses": settings.custom_losses,
             "strict_losses": settings.strict_losses,
+            "loss_workers": _worker_limits(settings),
+            "in_process_losses": settings.in_process_losses,
         }
         extra = {**given, **settings.extra}
         return PoolBackend(replace(options, extra=extra))
     raise ValueError(f"there is no backend {settings.backend!r}; there are 'pool' and 'ledger'")
+
+
+def _worker_limits(settings: Settings) -> dict[str, float] | None:
+    """Return the limits of loss workers; a loss must fail before the whole pass is taken for hung."""
+    if not settings.loss_workers:
+        return None
+    times, half = settings.times, settings.times.deadline / 2
+    seconds, start = min(times.loss, half), min(times.loss_start, half)
+    return {"seconds": seconds, "start": start, "memory": settings.limits.loss_bytes}
 
 
 def _die_with_parent() -> None:

@@ -4,25 +4,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Mapping
 from typing import Protocol
 
 from twinkle_server.engine.messages import Message
+from twinkle_server.environment import scrubbed
 from twinkle_server.link import AsyncLink
 from twinkle_server.settings import Settings
 
 _log = logging.getLogger("twinkle_server.engine")
-_PASSED_ON = re.compile(
-    r"PATH|HOME|USER|SHELL|TZ|TERM|TMPDIR|TEMP|TMP|LANG|LANGUAGE|LC_\w+|VIRTUAL_ENV|LD_\w+|XDG_\w+|PYTHON\w*|COVERAGE\w*"
-    r"|(OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|TORCH\w*|PYTORCH|CUDA|NVIDIA|NCCL|ROCM|HIP|ASCEND|TRITON|HF|TRANSFORMERS|TOKENIZERS"
-    r"|MODELSCOPE|TWINKLE|FAILPOINT)(_\w+)?"
-)
-_SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|_AUTH")
 _LAST_WORDS = 20
 _LINE = 4096
 _FAREWELL = 2.0
@@ -49,15 +42,6 @@ class Child(Protocol):
     @property
     def last_words(self) -> str:
         """The last lines that it wrote."""
-
-
-def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment an engine needs: known names only, and none that sounds like a secret."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if _PASSED_ON.fullmatch(name) and not _SECRET.search(name.upper())
-    }
 
 
 class ChildProcess:

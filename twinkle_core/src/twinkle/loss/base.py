@@ -1,6 +1,7 @@
 """The contract of a loss."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,5 +92,18 @@ class Loss(ABC):
 
         The forward of a training pass asks this where the head is a plain product and nothing but predictions is
         wanted beside the loss. The sum then comes to `__call__` as `outputs["fused_loss_sum"]`, without `logps`.
+        """
+        return None
+
+    def start(
+        self, inputs: InputBatch, outputs: ModelOutput, **kwargs: Any
+    ) -> Callable[[], LossOutput | Mapping[str, Any]] | None:
+        """Begin to compute the loss in another process; None computes it in `__call__`.
+
+        Where the rows of several losses share a pass, every loss is started before the result of one is awaited. The
+        arguments are those of `__call__`.
+
+        Returns:
+            a function that waits for the result and returns what `__call__` would, or raises its error.
         """
         return None

@@ -332,18 +332,19 @@ class LoraPool(AdapterPool):
         return []
 
     def score(self, flight: Flight) -> None:
-        """Calculate the losses of a flight, each operation's by its own."""
+        """Calculate the losses of a flight, each operation's by its own; those of other processes are awaited last."""
+        started = {part: self._start(part) for part in flight.parts if _has_loss(part)}
         scored: list[Part] = []
-        for part in flight.parts:
+        for part in sorted(started, key=lambda part: started[part] is not None):
             work, item = part.work, part.item
-            if work.error is not None or work.loss is None or item is None:
+            if work.error is not None or item is None:
                 continue
             try:
-                if part.twin is not None:
-                    part.loss_kwargs["ref_logps"] = _logps_of(part.twin)
                 with torch.set_grad_enabled(work.training):
-                    many = len(work.parts) > 1
-                    loop.calculate(work.loss, item, split=many, spread=False, loss_kwargs=part.loss_kwargs)
+                    loop.calculate(
+                        work.loss, item, split=len(work.parts) > 1, spread=False, loss_kwargs=part.loss_kwargs,
+                        started=started[part],
+                    )  # fmt: skip
                 if work.training and item.loss is not None and not item.loss.loss_sum.requires_grad:
                     raise TrainingStateError(f"the result of {loss_name(work.loss)} has no gradient; was it detached?")
                 scored.append(part)
@@ -356,6 +357,20 @@ class LoraPool(AdapterPool):
             loop.write_numbers(part.item, value)
             if value - value != 0.0:
                 self._not_finite(part, f"{loss_name(part.work.loss)} of adapter {part.work.name!r} is {value}")
+
+    def _start(self, part: Part) -> Callable[[], Any] | None:
+        """Begin a loss that another process computes; None for one that is computed here, or that cannot begin."""
+        work, item = part.work, part.item
+        if work.error is not None or item is None:
+            return None
+        try:
+            if part.twin is not None:
+                part.loss_kwargs["ref_logps"] = _logps_of(part.twin)
+            with torch.set_grad_enabled(work.training):
+                return loop.start(work.loss, item, part.loss_kwargs)
+        except Exception as error:
+            work.error = error
+            return None
 
     def _not_finite(self, part: Part, what: str) -> None:
         work, item = part.work, part.item
@@ -471,6 +486,10 @@ class LoraPool(AdapterPool):
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _has_loss(part: Part) -> bool:
+    return part.work.error is None and part.work.loss is not None and part.item is not None
 
 
 def _options_of(tenant: Tenant) -> list[dict[str, Any]]:

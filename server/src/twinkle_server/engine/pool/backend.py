@@ -11,6 +11,7 @@ from twinkle_server.engine.backend import BackendOptions, Cost, Pass, Sampled, S
 from twinkle_server.engine.pool.checkpoints import Checkpoints
 from twinkle_server.engine.pool.faults import telling
 from twinkle_server.engine.pool.lanes import Lanes
+from twinkle_server.engine.pool.loss_workers.workers import WorkerLimits
 from twinkle_server.engine.pool.losses import Losses
 from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.engine.pool.sampling import Sampling
@@ -28,10 +29,19 @@ class PoolBackend:
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
             those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training,
-            `custom_losses`, whether clients may send losses of their own, and `strict_losses`; see `Losses`.
+            `custom_losses`, whether clients may send losses of their own, `strict_losses` (see `Losses`),
+            `loss_workers`, fields of `WorkerLimits`, or None to compute the losses of all plugins in this process, and
+            `in_process_losses`, plugins whose losses are computed in this process all the same.
     """
 
     def __init__(self, options: BackendOptions) -> None:
+        limits = options.extra.get("loss_workers", {})
+        self._losses = Losses(
+            options.losses,
+            None if limits is None else WorkerLimits(**limits),  # workers start while the model is loaded
+            options.extra.get("in_process_losses", ()),
+            strict=bool(options.extra.get("strict_losses")),
+        )
         precision = "bf16" if torch.cuda.is_available() else "no"
         given: dict[str, Any] = {"mixed_precision": precision, **options.extra.get("model", {})}
         self.model: Any = registry().build("MultiLoraTransformersModel", "model", model_id=options.model, **given)
@@ -39,18 +49,17 @@ class PoolBackend:
         text = config.get_text_config()
         context = getattr(text, "max_position_embeddings", None) or _NO_CONTEXT
         vocabulary = int(self.model.model.get_input_embeddings().weight.shape[0])
-        losses = Losses(options.losses, bool(options.extra.get("strict_losses")))
         self._info = ModelInfo(
             name=options.name,
             context=int(context),
             vocabulary=vocabulary,
             architecture=type(self.model.model).__name__,
             tokenizer=str(self.model.model_path),
-            losses=losses.names(),
+            losses=self._losses.names(),
         )
         self._lanes = Lanes(self.model)
         pace = Pace(float(options.extra.get("max_pass_seconds", 0.5)))
-        self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary, pace)
+        self._training = Training(self.model.pool, self._lanes, self._losses, self._info.context, vocabulary, pace)
         self._training.custom = bool(options.extra.get("custom_losses"))
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
@@ -89,6 +98,8 @@ class PoolBackend:
 
     def remove(self, lane: str) -> None:
         """Zero and forget a model; one that is not there is no error."""
+        if self._losses.workers is not None:
+            self._losses.workers.forget(lane)
         with telling():
             self._lanes.remove(lane)
 

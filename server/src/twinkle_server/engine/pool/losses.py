@@ -1,23 +1,27 @@
-"""The losses that a request may name: the published ones, and installed plugins that say they are safe for tenants."""
+"""The losses that a request may name: the published ones, and installed plugins that say they are safe for tenants.
 
-import dataclasses
+Those that ship with Twinkle are computed in the engine; those of other plugins in worker processes.
+"""
+
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
-
 from twinkle import registry
-from twinkle.errors import ArgumentError, NotTrusted
+from twinkle.errors import NotTrusted
 from twinkle_registry import ComponentSpec, nearest
 from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.pool.building import build_loss, with_inputs
 from twinkle_server.engine.pool.data import SEQUENCES, TARGETS, WEIGHTS, WIRE_NAMES, Rows
-from twinkle_server.engine.pool.weights import honoured
+from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
+from twinkle_server.engine.pool.weights import honoured, mask_weightless
 from twinkle_server.wire.codec import Array
 
 PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 OWN: Final = ("stable_reinforce",)
 """Names that the protocol has without a published formula; the formula is Twinkle's own, and `strict` refuses it."""
+_SHIPPED: Final = "twinkle-losses"
+"""The distribution whose losses are trusted with the engine's process."""
 _STRICT: Final = (
     "cannot run loss_fn {!r}: its published name has no published formula, and this service was started with "
     "--strict-losses, which refuses Twinkle's own; pass loss_fn='importance_sampling', 'ppo', 'cispo' or 'gspo'"
@@ -33,11 +37,25 @@ class Losses:
     Args:
         allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
         strict: refuse `OWN`.
+        limits: of the worker processes that compute the losses of plugins; None computes them in this process.
+        in_process: plugins whose losses are computed in this process all the same.
+
+    Attributes:
+        workers: the worker processes; None where no loss needs one.
     """
 
-    def __init__(self, allowed: Sequence[str] | None = None, strict: bool = False) -> None:
+    def __init__(
+        self, allowed: Sequence[str] | None = None, limits: WorkerLimits | None = None, in_process: Sequence[str] = (),
+        *, strict: bool = False,
+    ) -> None:  # fmt: skip
         self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED) | frozenset(OWN)
         self._strict = strict
+        self._in_process = frozenset(in_process)
+        self.workers: LossWorkers | None = None
+        remote = [spec for spec in self._specs().values() if limits is not None and self._is_remote(spec)]
+        if limits is not None and remote:
+            self.workers = LossWorkers(limits)
+            self.workers.prepare(remote)
 
     def names(self) -> tuple[str, ...]:
         """Return what a request may name, the published ones first."""
@@ -45,29 +63,37 @@ class Losses:
         first = (*PUBLISHED, *OWN)
         return (*(name for name in first if name in specs), *sorted(specs.keys() - set(first)))
 
-    def build(self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows) -> Any:
+    def build(
+        self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows, *, lane: str = "", number: int = 0
+    ) -> Any:
         """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
+
+        Args:
+            spec: which loss.
+            config: its options.
+            rows: of the request.
+            lane: the model, which has a worker of its own for each plugin.
+            number: of the operation.
 
         Raises:
             UserError: an option is wrong, or an input is missing, unknown or misshapen.
         """
         _check_inputs(spec, rows)
-        options = _options(spec, config)
+        if self.workers is not None and self._is_remote(spec):
+            weighted = mask_weightless(rows)
+            loss: Any = self.workers.open(spec, config, lane=lane, number=number, weighted=weighted)
+            loss.row_inputs = with_inputs(loss.row_inputs, spec)
+            _check_missing(spec, loss, rows)
+            return loss
         try:
-            found = registry().resolve(spec, "loss")
-            loss = (
-                registry().build(found, "loss", **options)
-                if isinstance(found, type)
-                else _function(spec, found, options)
-            )
-        except ArgumentError as error:
-            raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
+            loss = build_loss(spec, config)
         except NotTrusted as error:  # it was revoked since it was found
             raise UserError(f"loss_fn {spec.name!r} is not offered any more: {error}") from error
         _check_missing(spec, loss, rows)
-        if isinstance(found, type):
-            loss.row_inputs = tuple(dict.fromkeys((*getattr(loss, "row_inputs", ()), *spec.inputs)))
         return loss if spec.name in (*PUBLISHED, *OWN) else honoured(loss, spec.name, rows)
+
+    def _is_remote(self, spec: ComponentSpec) -> bool:
+        return spec.dist not in self._in_process and not _is_own(spec)
 
     def _specs(self) -> dict[str, ComponentSpec]:
         """Return what there is now: a plugin that is revoked while the service runs is gone at once."""
@@ -106,27 +132,10 @@ def _why_refused(name: str) -> str:
     return ""
 
 
-def _function(spec: ComponentSpec, found: Any, options: Mapping[str, Any]) -> Any:
-    if options:
-        raise UserError(f"loss_fn {spec.name!r} has no options; leave {sorted(options)[0]!r} out of loss_fn_config")
-    return found
-
-
-def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str, Any]:
-    """Return the arguments of the loss's constructor; a declared model of its options checks them first."""
-    if not spec.config or not config:
-        return dict(config)
-    try:
-        model = registry().load(dataclasses.replace(spec, ref=spec.config))
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            return model.model_validate(dict(config)).model_dump(exclude_unset=True)
-        model(**config)
-    except ValidationError as error:
-        what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:4])
-        raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {what}") from error
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise UserError(f"loss_fn {spec.name!r}: loss_fn_config: {error}") from error
-    return dict(config)
+def _is_own(spec: ComponentSpec) -> bool:
+    """Say whether a loss ships with Twinkle; the name of a plugin alone would be easy to take."""
+    shipped = {record.package for record in registry().records if record.name == record.dist == _SHIPPED}
+    return spec.dist == _SHIPPED and spec.ref.partition(":")[0].partition(".")[0] in shipped
 
 
 def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:

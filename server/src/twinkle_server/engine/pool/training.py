@@ -90,9 +90,9 @@ class Training:
         training = any(operation.kind == "forward_backward" for operation in operations)
         self._pool.tokens_per_pass = min(self._most, self._pace.tokens(training))
         self._elsewhere = 0.0
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), self._waited
         results = self._run(operations)
-        seconds = time.perf_counter() - begin - self._elsewhere
+        seconds = time.perf_counter() - begin - self._elsewhere - (self._waited - waited)
         done = [
             (operation.kind == "forward_backward", result.usage)
             for operation, result in zip(operations, results, strict=True)
@@ -101,6 +101,11 @@ class Training:
         if len(done) == len(results):  # else time went into what nobody counted
             self._pace.measured(done, seconds)
         return results
+
+    @property
+    def _waited(self) -> float:
+        """Seconds that were spent waiting for loss workers, which say nothing of the model's pace."""
+        return 0.0 if self._losses.workers is None else self._losses.workers.waited
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations, each of which succeeds or fails whole.
@@ -134,7 +139,10 @@ class Training:
             config = codec.loss_config(request)
         except ValueError as error:
             raise UserError(str(error)) from error
-        loss = custom.build(config, rows) if spec is None else self._losses.build(spec, config, rows)
+        if spec is None:
+            loss: Any = custom.build(config, rows)
+        else:
+            loss = self._losses.build(spec, config, rows, lane=item.lane, number=item.number)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows

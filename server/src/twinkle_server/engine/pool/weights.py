@@ -24,12 +24,20 @@ def honoured(loss: Any, name: str, rows: Rows) -> Any:
         name: what the request calls it.
         rows: of the request; their labels are changed.
     """
+    return watched(loss, name) if mask_weightless(rows) else loss
+
+
+def mask_weightless(rows: Rows) -> bool:
+    """Take the targets of weight 0 out of the labels, and return whether other weights than 0 and 1 remain."""
     weights = [feature[_SCALE] for feature in rows.features if _SCALE in feature]
     for feature in rows.features:
         if _SCALE in feature:
             feature[_LABELS] = np.where(feature[_SCALE] == 0, _NO_TARGET, feature[_LABELS])
-    if all(np.isin(values, (0.0, 1.0)).all() for values in weights):
-        return loss
+    return not all(np.isin(values, (0.0, 1.0)).all() for values in weights)
+
+
+def watched(loss: Any, name: str) -> Any:
+    """Return a loss that fails where it does not read the weights of the batch."""
     if not isinstance(loss, type) and hasattr(loss, "__name__"):
         return _watched(loss, name, place=0)
     kind = type(loss)

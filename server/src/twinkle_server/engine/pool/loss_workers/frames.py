@@ -1,0 +1,121 @@
+"""Frames between the engine and a loss worker: a JSON head, and the bytes of its tensors behind it.
+
+Nothing is unpickled: what a worker answers is data, whatever the plugin in it does.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twinkle.errors import ArgumentError
+
+HEADER: Final = struct.Struct("<IQ")
+"""Bytes of the JSON text, and bytes of the tensors."""
+_ALIGNED: Final = 16
+_TENSOR, _ARRAY, _MAPPING = "tensor", "array", "mapping"
+_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class BadFrame(Exception):
+    """What arrived is not a frame."""
+
+
+def pack(head: Mapping[str, Any]) -> bytes:
+    """Return a frame: tensors and arrays as their bytes, everything else as JSON.
+
+    Raises:
+        ArgumentError: a value is of a type that frames do not carry.
+    """
+    body = _Body()
+    text = json.dumps({key: _packed(value, body) for key, value in head.items()}).encode()
+    return b"".join([HEADER.pack(len(text), body.size), text, *body.pieces])
+
+
+def unpack(text: bytes | bytearray, body: bytearray) -> dict[str, Any]:
+    """Return what `pack` was given; tensors share the memory of `body`.
+
+    Raises:
+        BadFrame: the bytes are something else.
+    """
+    try:
+        fields = json.loads(text)
+        return {key: _unpacked(value, body) for key, value in fields.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, RuntimeError) as error:
+        raise BadFrame(f"{type(error).__name__}: {error}") from error
+
+
+class _Body:
+    """The bytes of the tensors of a frame, each aligned."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+        self.size = 0
+
+    def add(self, values: Any) -> int:
+        """Append an array of bytes, and return where it begins."""
+        at = self.size
+        missing = -len(values) % _ALIGNED
+        self.pieces += [memoryview(values), bytes(missing)]
+        self.size += len(values) + missing
+        return at
+
+
+def _packed(value: Any, body: _Body) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ArgumentError(f"the dtype of a tensor must be one of {', '.join(_DTYPES)}, got {name}")
+        return {_TENSOR: [name, list(value.shape), body.add(flat.view(torch.uint8).numpy())]}
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            raise ArgumentError(f"an array must hold numbers, got {value.dtype}")
+        return {
+            _ARRAY: [
+                value.dtype.str,
+                list(value.shape),
+                body.add(np.ascontiguousarray(value).reshape(-1).view(np.uint8)),
+            ]
+        }
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {_MAPPING: {str(key): _packed(one, body) for key, one in value.items()}}
+    if isinstance(value, list | tuple):
+        return [_packed(one, body) for one in value]
+    raise ArgumentError(f"a loss worker takes tensors, arrays, numbers and texts, got a {type(value).__name__}")
+
+
+def _unpacked(value: Any, body: bytearray) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one, body) for one in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == _MAPPING:
+        return {key: _unpacked(one, body) for key, one in content.items()}
+    name, shape, at = content
+    count = int(np.prod(shape, dtype=np.int64))
+    if at < 0 or count < 0:
+        raise ValueError("a tensor lies outside of the frame")
+    if kind == _TENSOR:
+        dtype = _DTYPES[name]
+        return (
+            torch.frombuffer(body, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+        ).view(shape)
+    if kind == _ARRAY:
+        return np.frombuffer(body, np.dtype(name), count, at).reshape(shape)
+    raise ValueError(f"there is no value of the kind {kind!r}")

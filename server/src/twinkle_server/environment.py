@@ -1,0 +1,20 @@
+"""Which environment variables the processes of the service pass on to those that they start: nothing secret."""
+
+import re
+from collections.abc import Mapping
+
+_PASSED_ON = re.compile(
+    r"PATH|HOME|USER|SHELL|TZ|TERM|TMPDIR|TEMP|TMP|LANG|LANGUAGE|LC_\w+|VIRTUAL_ENV|LD_\w+|XDG_\w+|PYTHON\w*|COVERAGE\w*"
+    r"|(OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|TORCH\w*|PYTORCH|CUDA|NVIDIA|NCCL|ROCM|HIP|ASCEND|TRITON|HF|TRANSFORMERS|TOKENIZERS"
+    r"|MODELSCOPE|TWINKLE|FAILPOINT)(_\w+)?"
+)
+_SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL|COOKIE|_AUTH")
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment an engine needs: known names only, and none that sounds like a secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _PASSED_ON.fullmatch(name) and not _SECRET.search(name.upper())
+    }
