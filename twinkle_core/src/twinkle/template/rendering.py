@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.errors import EncodeError
-from twinkle.template.messages import inline_reasoning, parse_arguments, split_reasoning
+from twinkle.template.messages import (
+    dump_arguments,
+    function_of,
+    inline_reasoning,
+    parse_arguments,
+    silent,
+    split_reasoning,
+)
 
 Span = tuple[int, int]
 _REASONING = re.compile(r"reasoning_content|\.(?:thinking|reasoning)\b|\[['\"](?:thinking|reasoning)['\"]\]")
@@ -63,11 +70,42 @@ class ChatRenderer:
         return _GENERATION.search(self.source) is not None
 
     def adapt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in the dialect of this chat template: where reasoning goes, and the form of arguments."""
-        source = self.source
-        reasoning = split_reasoning if _REASONING.search(source) else inline_reasoning
-        adapted = [reasoning(message) for message in messages]
-        return [parse_arguments(message) for message in adapted] if "tojson" in source else adapted
+        """Return messages in the dialect of this chat template: where reasoning goes, and the form of tool calls."""
+        reasoning = split_reasoning if _REASONING.search(self.source) else inline_reasoning
+        return self.adapt_calls([reasoning(message) for message in messages])
+
+    def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose tool calls have the form that this chat template shows.
+
+        Arguments are dicts, or JSON text where the chat template does not write dicts as JSON. A turn that only calls
+        tools has the content "", or None where the chat template then writes less: some take "" for an answer beside
+        the calls, or show no call beside any content. Where no form shows the calls, the messages have the first.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        forms: list[list[dict[str, Any]]] = []
+        for arguments in (parse_arguments, dump_arguments):
+            form = [arguments(message) for message in messages]
+            tries = [form, silent(form)] if silent(form) != form else [form]
+            shown = [(text, each) for each in tries if (text := self._shows(each)) is not None]
+            if shown:
+                return min(shown, key=lambda pair: len(pair[0]))[1]
+            forms.append(form)
+        return forms[0]
+
+    def _shows(self, messages: Sequence[dict[str, Any]]) -> str | None:
+        """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""
+        try:
+            text = self.render(messages)
+        except EncodeError:
+            return None
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                function = function_of(call)
+                arguments = function.get("arguments")
+                if function["name"] not in text or (isinstance(arguments, dict) and arguments and str(arguments) in text):
+                    return None  # the representation of a dict in Python is not JSON
+        return text
 
     def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         """Return the conversation as text.
