@@ -1,7 +1,8 @@
 """Renders messages to text with a tokenizer's chat template, and says what went wrong when it cannot."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,11 +112,11 @@ class ChatRenderer:
         """Return the conversation as text.
 
         Raises:
-            EncodeError: the chat template refuses the conversation; the cause is kept.
+            EncodeError: the chat template refuses the conversation; the message has its reason, and the cause is kept.
         """
-        from jinja2 import TemplateError
-
-        try:
+        if any(message["content"] is None for message in messages):
+            return self._jinja(messages, add_generation_prompt=add_generation_prompt)[0]
+        with _refusals():
             return str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
@@ -127,8 +128,6 @@ class ChatRenderer:
                     **self.variables,
                 )
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise EncodeError(f"the chat template refuses this conversation: {error}") from error
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
         """Return the text after which every next turn of the assistant begins, whether it thinks or not.
@@ -144,19 +143,28 @@ class ChatRenderer:
         The spans are used rather than transformers' token mask, because that loses the last bytes of a block that ends
         inside a character of several tokens.
         """
-        from jinja2 import TemplateError
+        text, spans = self._jinja(messages, return_assistant_tokens_mask=True)
+        return text, [(int(start), int(end)) for start, end in spans]
+
+    def _jinja(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, Sequence[Any]]:
+        """Render without the tokenizer, which drops keys whose value is None: some chat templates ask for None."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: Mapping[str, Any] = self.tokenizer.special_tokens_map
         variables = {**special, "enable_thinking": self.enable_thinking, **self.variables}
-        try:
+        with _refusals():
             texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                tools=self.tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=True,
-                **variables,
+                conversations=[list(messages)], tools=self.tools, chat_template=self.source, **options, **variables
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise EncodeError(f"the chat template refuses this conversation: {error}") from error
-        return texts[0], [(int(start), int(end)) for start, end in spans[0]]
+        return str(texts[0]), spans[0] if spans else ()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise what a chat template raises as an `EncodeError`."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        raise EncodeError(f"the chat template refuses this conversation: {error}") from error

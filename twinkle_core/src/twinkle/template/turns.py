@@ -454,7 +454,11 @@ class _Prompts:
         if self._leads is None:
             self._leads = _Leads(self._chat, self._messages, _stem(self._text))
         lead = self._leads.lead(index)
-        return self.measured(index, place) if lead is None else place.first - lead
+        if lead is None:
+            return self.measured(index, place)
+        length, prompted = lead
+        start = place.first - length
+        return start + len(prompted) if self._text.startswith(prompted, start) else start
 
     def measured(self, index: int, place: _Place) -> int:
         """Return where turn `index` starts by its own generation prompt, whatever the other turns have."""
@@ -501,20 +505,24 @@ class _Leads:
         self._prompts: dict[Any, tuple[tuple[int, str], str] | None] = {}
         self._spoken: dict[Any, str | None] = {}
 
-    def lead(self, index: int) -> int | None:
-        """Return how many characters before the words of turn `index` are the turn's; None where they do not tell."""
+    def lead(self, index: int) -> tuple[int, str] | None:
+        """Return how many characters before the words of turn `index` are the turn's; None where they do not tell.
+
+        The second value is what the generation prompt has behind the shared part: a thought that it opens, which the
+        words of the turn may begin with.
+        """
         found = self._before.get(index)
         prompt = self._prompt(index)
         if found is None or prompt is None or (found[0][0] - index, found[0][1]) != prompt[0]:
             return None
         shared = _whole_tags(found[1], _common_start(found[1], prompt[1]))
         if self._knows or not found[1][shared:].strip():
-            return len(found[1]) - shared
+            return len(found[1]) - shared, prompt[1][shared:]
         # This chat template knows no generation prompt. What an answer without calls has before it is the header.
         spoken = self._as_spoken(index)
-        if spoken is None or not spoken[shared:].strip():
-            return len(found[1]) - shared
-        return len(found[1]) - _whole_tags(found[1], _common_start(found[1], spoken))
+        if spoken is not None and spoken[shared:].strip():
+            shared = _whole_tags(found[1], _common_start(found[1], spoken))
+        return len(found[1]) - shared, ""
 
     def _kind(self, index: int) -> Any:
         before = self._messages[max(index - 2, 0) : index]
