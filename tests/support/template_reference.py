@@ -16,7 +16,7 @@ Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 
 _OPENED = re.compile(r"(<think>|\[THINK\]|<\|channel>thought|</think>)\s*(</think>|\[/THINK\]|<channel\|>)?\s*\Z")
-_CLOSED = re.compile(r"\n?(</think>|\[/THINK\]|<channel\|>)\s*\Z")
+_CLOSED = re.compile(r"(</think>|\[/THINK\]|<channel\|>)\s*\Z")
 _EMPTY = re.compile(r"\s*(<think>)?\s*</think>\s*|<\|channel>thought\s*<channel\|>")
 _EARLIER = re.compile(r"<think>\s*</think>\s*")
 _THOUGHT = re.compile(
@@ -117,8 +117,9 @@ class Reference:
         prompt = self.render(messages[:index], prompt=True)
         earlier, thought = _OPENED.sub("", prompt), prompt[len(_OPENED.sub("", prompt)) :]
         opened = _CLOSED.sub("", thought)
+        forms = [thought, opened, opened.removesuffix("\n"), opened.rstrip("\n"), ""]
         for before in (earlier, _EARLIER.sub("", earlier), earlier.removesuffix("<turn|>\n")):
-            for shared in (before + thought, before + opened, before, before.removesuffix(_BEHIND_RESULTS)):
+            for shared in (*(before + form for form in forms), before.removesuffix(_BEHIND_RESULTS)):
                 if text.startswith(shared):
                     return len(shared)
         raise NoReference(f"the prompt of turn {index} is no prefix: {prompt[-60:]!r}")

@@ -72,8 +72,15 @@ class ChatRenderer:
 
     def adapt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages in the dialect of this chat template: where reasoning goes, and the form of tool calls."""
-        reasoning = split_reasoning if _REASONING.search(self.source) else inline_reasoning
-        return self.adapt_calls([reasoning(message) for message in messages])
+        inlined = [inline_reasoning(message) for message in messages]
+        if not _REASONING.search(self.source):
+            return self.adapt_calls(inlined)
+        adapted = self.adapt_calls([split_reasoning(message) for message in messages])
+        reasoning = adapted[-1].get("reasoning_content", "").strip()
+        if reasoning and adapted[-1]["role"] == "assistant" and not self._says(adapted, reasoning):
+            inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
+            return inlined if self._says(inlined, reasoning) else adapted
+        return adapted
 
     def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose tool calls have the form that this chat template shows.
@@ -93,6 +100,12 @@ class ChatRenderer:
                 return min(shown, key=lambda pair: len(pair[0]))[1]
             forms.append(form)
         return forms[0]
+
+    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool:
+        try:
+            return words in self.render(messages)
+        except EncodeError:
+            return False
 
     def _shows(self, messages: Sequence[dict[str, Any]]) -> str | None:
         """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""

@@ -247,14 +247,11 @@ def _places(
     calling = [owner for owner, fields in words.marks if "n" in fields]
     if calling and whole is None:
         return None
-    closings = _Closings(chat, messages, indices, _stem(text), whole) if whole else None
+    closings = _Closings(chat, messages, indices, _stem(text), whole)
     places: list[_Place] = []
     for number, (owner, fields) in enumerate(words.marks):
         (first, last), after = gaps[number], words.pieces[number + 1]
-        if closings is not None and "n" in fields:
-            last += closings.end(owner, after)
-        else:
-            last += _end_token(chat.special_tokens, after)
+        last += closings.of_calls(owner, after) if "n" in fields else closings.of_words(owner, after)
         if number and words.marks[number - 1][0] == owner:  # what a turn says behind its calls
             place = places.pop()
             *parts, (start, end) = place.parts
@@ -285,15 +282,20 @@ def _joined(marked: _Marked | None) -> _Marked | None:
 
 
 class _Closings:
-    """Knows where the tool calls of a turn end.
+    """Knows where a turn ends: what of the text behind its words the chat template writes where no message follows, too.
 
-    Three renderings tell: one with stand-ins for whole calls, so that what is left is the chat template's own; one with
-    stand-ins for what follows, too, so that the results are not taken for a closing; and one for each kind of turn of
-    the conversation up to that turn, whose end is the closing and nothing else.
+    A rendering of the conversation up to the turn tells that, one for each kind of turn. Behind tool calls two more are
+    needed: one with stand-ins for whole calls, so that what is left is the chat template's own; and one with stand-ins
+    for what follows, too, so that results are not taken for a closing.
     """
 
     def __init__(
-        self, chat: ChatRenderer, messages: Sequence[dict[str, Any]], indices: Sequence[int], stem: str, whole: _Marked
+        self,
+        chat: ChatRenderer,
+        messages: Sequence[dict[str, Any]],
+        indices: Sequence[int],
+        stem: str,
+        whole: _Marked | None,
     ) -> None:
         self._chat, self._messages, self._indices, self._stem, self._whole = chat, messages, indices, stem, whole
         self._others = [
@@ -303,15 +305,34 @@ class _Closings:
             for other in _heard_after(messages, index)
             if other not in indices
         ]
-        self._short = _marked(chat, messages, indices, stem, whole_calls=True, others=self._others)
+        self._short = None if whole is None else _marked(chat, messages, indices, stem, True, self._others)
         self._last: dict[Any, str | None] = {}
 
-    def end(self, index: int, after: str) -> int:
+    def of_words(self, index: int, after: str) -> int:
+        """Return how much of `after`, the text behind a turn's words, is the special token that ends the turn.
+
+        Only white space may be before it. Where several follow each other, those that the turn itself has.
+        """
+        tokens = _special(self._chat.special_tokens, after)
+        if not tokens or after[: tokens[0][0]].strip():
+            return 0
+        run = [tokens[0][1]]
+        for start, end in tokens[1:]:
+            if start != run[-1]:
+                break
+            run.append(end)
+        if len(run) == 1 or self._messages[index]["role"] != "assistant":
+            return run[0]
+        last = self._closing(index, calls=False)
+        limit = 0 if last is None else _common_start(after, last)
+        return max([run[0], *(end for end in run if end <= limit)])
+
+    def of_calls(self, index: int, after: str) -> int:
         """Return how much of `after`, the text behind the name of a turn's first call, belongs to the turn.
 
         All of it, where the turn goes on behind its calls before anybody else speaks.
         """
-        whole = self._whole.after_calls(index)
+        whole = self._whole.after_calls(index) if self._whole else None
         if whole is None:
             return 0
         tail = _common_end(after, whole[0])
@@ -321,32 +342,37 @@ class _Closings:
         if following and following[0][0] == index:
             return len(after)
         scaffold = short[0][skipped:] if short else tail
-        last = self._closing(index)
+        last = self._closing(index, calls=True)
         closing = None if last is None else scaffold[: _common_start(scaffold, last[skipped:])]
         return len(after) - len(tail) + _call_end(self._chat.special_tokens, scaffold, closing)
 
-    def _closing(self, index: int) -> str | None:
-        """Return what follows the calls where the conversation ends with them; None where that cannot be rendered."""
+    def _closing(self, index: int, calls: bool) -> str | None:
+        """Return what follows a turn's words, or calls, where the conversation ends with them; None if that is refused."""
         message = self._messages[index]
         kind = (
-            len(message["tool_calls"]),
+            calls,
+            len(message.get("tool_calls") or ()),
             bool(message["content"]),
             bool(message.get("reasoning_content")),
             *(m["role"] for m in self._messages[max(index - 1, 0) : index + 2]),
             index + 1 == len(self._messages),
         )
         if kind not in self._last:
-            indices = [turn for turn in self._indices if turn <= index]
-            others = [other for other in self._others if other < index]
             last = list(self._messages[: index + 1])
-            ended = _marked(self._chat, last, indices, self._stem, True, others)
-            found = ended.after_calls(index) if ended else None
-            if found and found[1]:  # text follows the calls, but the model stops before the results
-                last[index] = {**message, "content": ""}
-                ended = _marked(self._chat, last, indices, self._stem, True, others)
-                found = ended.after_calls(index) if ended else None
+            found = self._ended(last, calls)
+            if calls and found and found[1]:  # text follows the calls, but the model stops before the results
+                found = self._ended([*last[:-1], {**message, "content": ""}], calls)
             self._last[kind] = found[0] if found else None
         return self._last[kind]
+
+    def _ended(self, messages: Sequence[dict[str, Any]], calls: bool) -> tuple[str, list[tuple[int, str]]] | None:
+        index = len(messages) - 1
+        turns = [turn for turn in self._indices if turn <= index]
+        others = [other for other in self._others if other < index]
+        marked = _marked(self._chat, messages, turns, self._stem, whole_calls=calls, others=others)
+        if marked is None or calls:
+            return marked.after_calls(index) if marked else None
+        return (marked.pieces[-1], []) if marked.marks and marked.marks[-1][0] == index else None
 
 
 def _heard_after(messages: Sequence[dict[str, Any]], index: int) -> Iterator[int]:
@@ -395,14 +421,6 @@ def _common_start(first: str, second: str) -> int:
         (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
         min(len(first), len(second)),
     )
-
-
-def _end_token(special: Collection[str], after: str) -> int:
-    """Return how much of `after`, the text behind what a turn says, is the special token that ends the turn.
-
-    Only white space may be before it.
-    """
-    return next((end for start, end in _special(special, after) if not after[:start].strip()), 0)
 
 
 def _call_end(special: Collection[str], after: str, closing: str | None) -> int:
@@ -458,7 +476,8 @@ class _Prompts:
             return self.measured(index, place)
         length, prompted = lead
         start = place.first - length
-        return start + len(prompted) if self._text.startswith(prompted, start) else start
+        opened = _whole_tags(prompted, _common_start(prompted, self._text[start : start + len(prompted)]))
+        return start + opened if prompted[:opened].strip() else start
 
     def measured(self, index: int, place: _Place) -> int:
         """Return where turn `index` starts by its own generation prompt, whatever the other turns have."""
