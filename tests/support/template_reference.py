@@ -81,7 +81,9 @@ class Reference:
         """
         last = max(index for index, message in enumerate(messages) if message["role"] == "user")
         shown = [
-            {key: value for key, value in message.items() if key != "reasoning_content"} if index < last else dict(message)
+            {key: value for key, value in message.items() if key != "reasoning_content"}
+            if index < last
+            else dict(message)
             for index, message in enumerate(messages)
         ]
         silent = [message | {"content": ""} if message.get("tool_calls") else message for message in shown]
@@ -112,13 +114,14 @@ class Reference:
 
         Some prompts open a thought that a finished turn does not show, or open and close one where the turn has its
         own. Some chat templates write an empty thought in each turn of the last round, and so in a prefix, but not in
-        an earlier round. Gemma 4 may end a turn in a prefix that goes on in the whole text.
+        an earlier round, or only its closing tag. Gemma 4 may end a turn in a prefix that goes on in the whole text.
         """
         prompt = self.render(messages[:index], prompt=True)
         earlier, thought = _OPENED.sub("", prompt), prompt[len(_OPENED.sub("", prompt)) :]
         opened = _CLOSED.sub("", thought)
         forms = [thought, opened, opened.removesuffix("\n"), opened.rstrip("\n"), ""]
-        for before in (earlier, _EARLIER.sub("", earlier), earlier.removesuffix("<turn|>\n")):
+        closed = earlier.replace("<think></think>", "</think>")
+        for before in (earlier, _EARLIER.sub("", earlier), closed, earlier.removesuffix("<turn|>\n")):
             for shared in (*(before + form for form in forms), before.removesuffix(_BEHIND_RESULTS)):
                 if text.startswith(shared):
                     return len(shared)

@@ -206,7 +206,9 @@ def parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def dump_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Turn tool-call arguments given as dicts into JSON text."""
-    return _with_arguments(message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return _with_arguments(
+        message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -81,6 +81,4 @@ class Gemma4Template(Template):
     """
 
     def _chat(self, **options: Any) -> ChatRenderer:
-        return ReasoningRenderer(
-            **options, opening="<|channel>thought\n", closing="\n<channel|>"
-        )
+        return ReasoningRenderer(**options, opening="<|channel>thought\n", closing="\n<channel|>")

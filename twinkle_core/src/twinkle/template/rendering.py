@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinkle.errors import EncodeError
@@ -77,9 +77,10 @@ class ChatRenderer:
             return self.adapt_calls(inlined)
         adapted = self.adapt_calls([split_reasoning(message) for message in messages])
         reasoning = adapted[-1].get("reasoning_content", "").strip()
-        if reasoning and adapted[-1]["role"] == "assistant" and not self._says(adapted, reasoning):
+        thinking = replace(self, enable_thinking=True)  # without, some show none on purpose
+        if reasoning and adapted[-1]["role"] == "assistant" and not thinking._says(adapted, reasoning):
             inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
-            return inlined if self._says(inlined, reasoning) else adapted
+            return inlined if thinking._says(inlined, reasoning) else adapted
         return adapted
 
     def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,7 +118,9 @@ class ChatRenderer:
             for call in message.get("tool_calls") or ():
                 function = function_of(call)
                 arguments = function.get("arguments")
-                if function["name"] not in text or (isinstance(arguments, dict) and arguments and str(arguments) in text):
+                if function["name"] not in text or (
+                    isinstance(arguments, dict) and arguments and str(arguments) in text
+                ):
                     return None  # the representation of a dict in Python is not JSON
         return text
 

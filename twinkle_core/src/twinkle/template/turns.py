@@ -78,9 +78,7 @@ def turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int
     return place.parts[0][0], place.parts[-1][1]
 
 
-def _place(
-    chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str, added: int = 0
-) -> _Place:
+def _place(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str, added: int = 0) -> _Place:
     places = _places(chat, messages, [index], text, _whole_calls(chat, messages, [index], text))
     if places is None:
         role = messages[index]["role"]
@@ -347,7 +345,7 @@ class _Closings:
         return len(after) - len(tail) + _call_end(self._chat.special_tokens, scaffold, closing)
 
     def _closing(self, index: int, calls: bool) -> str | None:
-        """Return what follows a turn's words, or calls, where the conversation ends with them; None if that is refused."""
+        """Return what follows a turn's words, or calls, where the conversation ends there; None if that is refused."""
         message = self._messages[index]
         kind = (
             calls,
@@ -584,6 +582,6 @@ def _pieces_before(marked: _Marked | None) -> dict[int, tuple[tuple[int, str], s
 
 
 def _whole_tags(text: str, place: int) -> int:
-    """Return the end of the last whole tag or word of markup before `place`: `<think>` and `<tool_call>` share nothing."""
+    """Return the end of the last whole tag before `place`: `<think>` and `<tool_call>` share nothing."""
     opened = max(text.rfind("<", 0, place), text.rfind("[", 0, place))
     return opened if opened >= 0 and not re.search(r"[>\]\s]", text[opened:place]) else place
