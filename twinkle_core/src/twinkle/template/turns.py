@@ -475,7 +475,8 @@ class _Prompts:
         length, prompted = lead
         start = place.first - length
         opened = _whole_tags(prompted, _common_start(prompted, self._text[start : start + len(prompted)]))
-        return start + opened if prompted[:opened].strip() else start
+        whole = opened == len(prompted) or re.match(r"\s*[<\[]/", prompted[opened:])  # or all but what closes a thought
+        return start + opened if whole and prompted[:opened].strip() else start
 
     def measured(self, index: int, place: _Place) -> int:
         """Return where turn `index` starts by its own generation prompt, whatever the other turns have."""
