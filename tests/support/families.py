@@ -139,7 +139,7 @@ TWO_TURNS = {
     "glm_edge": "<|user|>\nq<|assistant|>⟦\na<|user|>⟧\nQ<|assistant|>⟦\nA<|user|>⟧",
     "chatglm3": "[gMASK]sop<|user|>\n q<|assistant|>⟦\n a<|user|>⟧\n Q<|assistant|>⟦\n A<|user|>⟧",
     "gemma4": "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nq<turn|>\n<|turn>model\n⟦a<turn|>⟧\n"
-    "<|turn>user\nQ<turn|>\n<|turn>model\n<|channel>thought\n<channel|>⟦A<turn|>⟧\n",
+    "<|turn>user\nQ<turn|>\n<|turn>model\n⟦A<turn|>⟧\n",
     "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦a<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦A<|eot_id|>⟧",

@@ -7,7 +7,7 @@ from families import CALLS, EVERY, FAMILIES, TOOLS, TWO_TURNS, call, talk, templ
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from twinkle.template.turns import _place, _Prompts, find_turns, turn_span
+from twinkle.template.turns import _place, _prompt, _Prompts, find_turns, turn_span
 from twinkle.testing import tiny_tokenizer
 
 # Work grows with the conversation, not with its square
@@ -103,13 +103,13 @@ def test_turns_found_at_once_are_those_found_one_by_one(family: str, says: list[
     starts = [prompts.measured(index, _place(chat, adapted, index, text)) for index in turns]
     ends = [turn_span(chat, adapted, index, text)[1] for index in turns]
     found = find_turns(chat, adapted, turns, text)
-    assert [end for _, end in found] == ends
-    for index, (start, _), alone in zip(turns, found, starts, strict=True):
+    assert [parts[-1][1] for parts in found] == ends
+    for index, [(start, _), *_], alone in zip(turns, found, starts, strict=True):
         if start == alone:
             continue
         # Where a turn that follows changes how earlier ones are shown, the turn's own prompt is no beginning of the
         # text and says nothing; then what is left out must be the end of that prompt.
-        prompt = prompts._prompt(index)
+        prompt = _prompt(chat, adapted, index)
         assert prompt is not None
         assert not text.startswith(prompt)
         assert alone < start
@@ -129,7 +129,7 @@ def test_where_no_token_ends_a_call_the_result_is_not_trained() -> None:
         {"role": "tool", "content": "RESULT"},
         {"role": "assistant", "content": "done"},
     ]
-    assert trained("llama3", {"messages": messages}, tokenizer=tiny_tokenizer(shows)) == [' hm[f {"n": 5', " done"]
+    assert trained("llama3", {"messages": messages}, tokenizer=tiny_tokenizer(shows)) == [' hm[f {"n": 5}]', " done"]
 
 
 @EVERY

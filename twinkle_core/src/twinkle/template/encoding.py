@@ -30,7 +30,8 @@ def conversation_tokens(
     """
     numbers: Sequence[float] | None = None
     if weights is None:
-        text, spans = assistant_spans(chat, messages, rounds, added)
+        text, turns = assistant_spans(chat, messages, rounds, added)
+        spans = [span for turn in turns for span in turn]
     else:
         text, spans, numbers = weighted_spans(chat, messages, weights, added)
     if not chat.tokenizer.is_fast:

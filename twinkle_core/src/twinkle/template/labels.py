@@ -15,12 +15,12 @@ from twinkle.template.turns import find_turns
 from twinkle.template.turns import turn_span as turn_span
 
 IGNORE = -100
-_NO_THOUGHT = re.compile(r"(?:<think>)?\n*</think>\n{0,2}|<\|channel>thought\n*<channel\|>")
+_NO_THOUGHT = re.compile(r"\n*(?:<think>)?\n*</think>\n{0,2}|<\|channel>thought\n*<channel\|>")
 
 
 def assistant_spans(
     chat: ChatRenderer, messages: Sequence[dict[str, Any]], rounds: Any, added: int = 0
-) -> tuple[str, list[Span]]:
+) -> tuple[str, list[list[Span]]]:
     """Render a conversation and find its trained turns.
 
     An empty thought that the chat template puts before a turn that has no reasoning is not trained: it says nothing
@@ -34,7 +34,8 @@ def assistant_spans(
         added: how many messages were put before those of the row, whose indices `rounds` and errors name.
 
     Returns:
-        The text, and the `(start, end)` characters of each trained turn, in order.
+        The text, and for each trained turn, in order, the `(start, end)` characters of its parts: one, or several where
+        the chat template writes tool results inside the turn.
 
     Raises:
         EncodeError: a turn or one of its tool calls cannot be found in the text, `rounds` names no assistant turn, or
@@ -44,16 +45,17 @@ def assistant_spans(
     wanted = _wanted(turns, rounds, messages, added)
     if not chat.marks_generation:
         text = chat.render(messages)
-        spans = find_turns(chat, messages, wanted, text)
+        found = find_turns(chat, messages, wanted, text, added)
     else:
         text, marked = chat.render_marked(messages)
         if wanted == turns and len(marked) != len(turns):
-            return text, marked
-        spans = _of_turns(marked, turns, wanted)
-    for index, (start, end) in zip(wanted, spans, strict=True):
-        _require_calls(messages[index], text[start:end], f"message {index - added} (assistant)")
+            return text, [[span] for span in marked]
+        found = [[span] for span in _of_turns(marked, turns, wanted)]
+        for index, [(start, end)] in zip(wanted, found, strict=True):
+            _require_calls(messages[index], text[start:end], f"message {index - added} (assistant)")
     return text, [
-        _without_empty_thought(messages[index], text, *span) for index, span in zip(wanted, spans, strict=True)
+        [_without_empty_thought(messages[index], text, *first), *rest]
+        for index, (first, *rest) in zip(wanted, found, strict=True)
     ]
 
 
@@ -67,8 +69,9 @@ def _of_turns(marked: Sequence[Span], turns: Sequence[int], wanted: Sequence[int
 
 
 def _without_empty_thought(message: dict[str, Any], text: str, start: int, end: int) -> Span:
-    empty = None if "reasoning_content" in message else _NO_THOUGHT.match(text, start, end)
-    if empty is None or message["content"].strip().startswith(empty[0].strip()):
+    own = "reasoning_content" in message and not message["reasoning_content"].strip()
+    empty = None if own else _NO_THOUGHT.match(text, start, end)
+    if empty is None or (message["content"] or "").strip().startswith(empty[0].strip()):
         return start, end
     return empty.end(), end
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from twinkle.errors import EncodeError
@@ -185,19 +185,51 @@ def inline_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": inlined}
 
 
+def function_of(call: Any) -> Mapping[str, Any]:
+    """Return the function of a tool call, in OpenAI's form or flat."""
+    function: Mapping[str, Any] = call.get("function", call)
+    return function
+
+
+def silent(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with None as the content of turns that only call tools."""
+    return [
+        {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+        for message in messages
+    ]
+
+
 def parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Turn tool-call arguments given as JSON text into dicts; other text stays as it is."""
+    return _with_arguments(message, _parsed)
+
+
+def dump_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Turn tool-call arguments given as dicts into JSON text."""
+    return _with_arguments(
+        message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in message["tool_calls"]]}
+    return {**message, "tool_calls": [_with_call_arguments(call, convert) for call in message["tool_calls"]]}
 
 
-def _parsed_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+def _with_call_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
+    function = function_of(call)
+    if "arguments" not in function:
         return call
+    changed = {**function, "arguments": convert(function["arguments"])}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        arguments = json.loads(function["arguments"])
+        parsed = json.loads(arguments)
     except json.JSONDecodeError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

@@ -1,12 +1,20 @@
 """Renders messages to text with a tokenizer's chat template, and says what went wrong when it cannot."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinkle.errors import EncodeError
-from twinkle.template.messages import inline_reasoning, parse_arguments, split_reasoning
+from twinkle.template.messages import (
+    dump_arguments,
+    function_of,
+    inline_reasoning,
+    parse_arguments,
+    silent,
+    split_reasoning,
+)
 
 Span = tuple[int, int]
 _REASONING = re.compile(r"reasoning_content|\.(?:thinking|reasoning)\b|\[['\"](?:thinking|reasoning)['\"]\]")
@@ -63,21 +71,68 @@ class ChatRenderer:
         return _GENERATION.search(self.source) is not None
 
     def adapt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in the dialect of this chat template: where reasoning goes, and the form of arguments."""
-        source = self.source
-        reasoning = split_reasoning if _REASONING.search(source) else inline_reasoning
-        adapted = [reasoning(message) for message in messages]
-        return [parse_arguments(message) for message in adapted] if "tojson" in source else adapted
+        """Return messages in the dialect of this chat template: where reasoning goes, and the form of tool calls."""
+        inlined = [inline_reasoning(message) for message in messages]
+        if not _REASONING.search(self.source):
+            return self.adapt_calls(inlined)
+        adapted = self.adapt_calls([split_reasoning(message) for message in messages])
+        reasoning = adapted[-1].get("reasoning_content", "").strip()
+        thinking = replace(self, enable_thinking=True)  # without, some show none on purpose
+        if reasoning and adapted[-1]["role"] == "assistant" and not thinking._says(adapted, reasoning):
+            inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
+            return inlined if thinking._says(inlined, reasoning) else adapted
+        return adapted
+
+    def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose tool calls have the form that this chat template shows.
+
+        Arguments are dicts, or JSON text where the chat template does not write dicts as JSON. A turn that only calls
+        tools has the content "", or None where the chat template then writes less: some take "" for an answer beside
+        the calls, or show no call beside any content. Where no form shows the calls, the messages have the first.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        forms: list[list[dict[str, Any]]] = []
+        for arguments in (parse_arguments, dump_arguments):
+            form = [arguments(message) for message in messages]
+            tries = [form, silent(form)] if silent(form) != form else [form]
+            shown = [(text, each) for each in tries if (text := self._shows(each)) is not None]
+            if shown:
+                return min(shown, key=lambda pair: len(pair[0]))[1]
+            forms.append(form)
+        return forms[0]
+
+    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool:
+        try:
+            return words in self.render(messages)
+        except EncodeError:
+            return False
+
+    def _shows(self, messages: Sequence[dict[str, Any]]) -> str | None:
+        """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""
+        try:
+            text = self.render(messages)
+        except EncodeError:
+            return None
+        for message in messages:
+            for call in message.get("tool_calls") or ():
+                function = function_of(call)
+                arguments = function.get("arguments")
+                if function["name"] not in text or (
+                    isinstance(arguments, dict) and arguments and str(arguments) in text
+                ):
+                    return None  # the representation of a dict in Python is not JSON
+        return text
 
     def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         """Return the conversation as text.
 
         Raises:
-            EncodeError: the chat template refuses the conversation; the cause is kept.
+            EncodeError: the chat template refuses the conversation; the message has its reason, and the cause is kept.
         """
-        from jinja2 import TemplateError
-
-        try:
+        if any(message["content"] is None for message in messages):
+            return self._jinja(messages, add_generation_prompt=add_generation_prompt)[0]
+        with _refusals():
             return str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
@@ -89,8 +144,6 @@ class ChatRenderer:
                     **self.variables,
                 )
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise EncodeError(f"the chat template refuses this conversation: {error}") from error
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
         """Return the text after which every next turn of the assistant begins, whether it thinks or not.
@@ -106,19 +159,28 @@ class ChatRenderer:
         The spans are used rather than transformers' token mask, because that loses the last bytes of a block that ends
         inside a character of several tokens.
         """
-        from jinja2 import TemplateError
+        text, spans = self._jinja(messages, return_assistant_tokens_mask=True)
+        return text, [(int(start), int(end)) for start, end in spans]
+
+    def _jinja(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, Sequence[Any]]:
+        """Render without the tokenizer, which drops keys whose value is None: some chat templates ask for None."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special: Mapping[str, Any] = self.tokenizer.special_tokens_map
         variables = {**special, "enable_thinking": self.enable_thinking, **self.variables}
-        try:
+        with _refusals():
             texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                tools=self.tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=True,
-                **variables,
+                conversations=[list(messages)], tools=self.tools, chat_template=self.source, **options, **variables
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
-            raise EncodeError(f"the chat template refuses this conversation: {error}") from error
-        return texts[0], [(int(start), int(end)) for start, end in spans[0]]
+        return str(texts[0]), spans[0] if spans else ()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise what a chat template raises as an `EncodeError`."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        raise EncodeError(f"the chat template refuses this conversation: {error}") from error

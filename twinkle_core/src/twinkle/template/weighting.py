@@ -61,11 +61,13 @@ def weighted_spans(
     positive = [index for index, weight in enumerate(weights) if _largest(weight) > 0]
     turns = [index for index in positive if silent[index + added]["role"] == "assistant"]
     text, spans = assistant_spans(chat, silent, turns, added)
-    found = list(zip(spans, _shared(turns, spans, weights), strict=True))
+    found: list[tuple[Sequence[Span], tuple[int, TurnWeight]]] = list(
+        zip(spans, _shared(turns, spans, weights), strict=True)
+    )
     for index in positive:
         if index not in turns:
-            found.append((turn_span(chat, silent, index + added, text), (index, weights[index])))
-    parts = sorted(part for span, (index, weight) in found for part in _cut(text, span, weight, index))
+            found.append(([turn_span(chat, silent, index + added, text)], (index, weights[index])))
+    parts = sorted(part for turn, (index, weight) in found for part in _cut(text, turn, weight, index))
     return text, [(start, end) for start, end, _ in parts], [weight for _, _, weight in parts]
 
 
@@ -107,8 +109,10 @@ def _largest(weight: TurnWeight) -> float:
     return weight if isinstance(weight, int | float) else max((number for _, number in weight), default=0.0)
 
 
-def _shared(turns: Sequence[int], spans: Sequence[Span], weights: Sequence[TurnWeight]) -> list[tuple[int, TurnWeight]]:
-    """Return turn and weight of each span; where the chat template marks more or fewer spans, all must weigh alike."""
+def _shared(
+    turns: Sequence[int], spans: Sequence[Sequence[Span]], weights: Sequence[TurnWeight]
+) -> list[tuple[int, TurnWeight]]:
+    """Return turn and weight of each turn's spans; where the chat template marks more or fewer, all must weigh alike."""
     told: list[tuple[int, TurnWeight]] = [(index, weights[index]) for index in turns]
     if len(spans) == len(turns):
         return told
@@ -122,11 +126,11 @@ def _shared(turns: Sequence[int], spans: Sequence[Span], weights: Sequence[TurnW
     )
 
 
-def _cut(text: str, span: Span, weight: TurnWeight, index: int) -> list[tuple[int, int, float]]:
-    """Return a turn's span with its weight, or cut into pieces, each from the end of the one before."""
-    start, end = span
+def _cut(text: str, spans: Sequence[Span], weight: TurnWeight, index: int) -> list[tuple[int, int, float]]:
+    """Return a turn's spans with its weight, or cut into pieces, each from the end of the one before."""
     if isinstance(weight, int | float):
-        return [(start, end, weight)]
+        return [(start, end, weight) for start, end in spans]
+    start, end = spans[0][0], spans[-1][1]
     turn = text[start:end]
     ends = _ends(turn, weight)
     if not ends:
@@ -137,7 +141,8 @@ def _cut(text: str, span: Span, weight: TurnWeight, index: int) -> list[tuple[in
     ends[-1] = (len(turn), ends[-1][1])
     places = [start, *(start + place for place, _ in ends)]
     cut = zip(places[:-1], places[1:], (number for _, number in ends), strict=True)
-    return [(first, last, number) for first, last, number in cut if first < last]
+    inside = [(max(first, a), min(last, b), number) for first, last, number in cut for a, b in spans]
+    return [(first, last, number) for first, last, number in inside if first < last]
 
 
 def _ends(turn: str, pieces: Sequence[tuple[str, float]]) -> list[tuple[int, float]]:
