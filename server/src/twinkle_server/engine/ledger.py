@@ -23,6 +23,7 @@ from twinkle_server.wire import tinker_pb2 as pb
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 _STATE = "ledger.json"
+_PASS_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -87,6 +88,11 @@ class LedgerBackend:
         """See `Backend`."""
         chaos = self._chaos
         return ModelInfo(self._options.name, chaos.context, chaos.vocabulary, "Ledger", "", self._losses)
+
+    @property
+    def pass_tokens(self) -> int:
+        """See `Backend`."""
+        return _PASS_TOKENS
 
     def create(self, lane: str, create: Create, source: Path | None) -> None:
         """See `Backend`."""
