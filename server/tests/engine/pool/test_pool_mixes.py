@@ -17,7 +17,7 @@ DRAWN = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 @pytest.fixture
 def house(fresh):
     """Eight models of several ranks, none of them where it began."""
-    bench = fresh(extra={"max_pass_seconds": 60.0})  # what comes together is cut on no machine
+    bench = fresh(extra={"pass_tokens": 1024})  # what comes together is not cut
     for at, lane in enumerate(LANES):
         bench.create(lane, rank=RANKS[at % 4], seed=at)
         bench.shake(lane, seed=at)

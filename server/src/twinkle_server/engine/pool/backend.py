@@ -26,13 +26,15 @@ _WORK = {"cpu": 1e11, "cuda": 1e14}
 measurement, because where a pass is cut changes the last places of its numbers."""
 _LEAST = {"cpu": 128, "cuda": 1024}
 """Tokens below which products are far from their speed."""
+_MOST = {"cpu": 1024, "cuda": 16_384}
+"""Tokens above which they gain nothing more."""
 
 
 def _pass_tokens(pool: Any) -> int:
     """Return the tokens of a pass: a function of the model's size and the kind of device."""
     kind = "cpu" if pool.device.type == "cpu" else "cuda"
     tokens = int(_WORK[kind] / (4 * max(1.0, pool.costs.base)))  # forward and back through a frozen base
-    return min(int(pool.tokens_per_pass), max(_LEAST[kind], tokens // 64 * 64))
+    return min(int(pool.tokens_per_pass), _MOST[kind], max(_LEAST[kind], tokens // 64 * 64))
 
 
 class PoolBackend:
