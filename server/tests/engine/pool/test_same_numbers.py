@@ -148,7 +148,7 @@ def test_twenty_five_steps_of_a_model_alone_are_equal_to_the_bit_on_a_quiet_and_
     passes, at = busy.bench.backend.model.pool.passes, count()
     forward = passes.forward
     monkeypatch.setattr(passes, "forward", lambda *given: (time.sleep(0.02 * (next(at) % 3)), forward(*given))[1])
-    busy.sample(300)
+    busy.sample(60)
     life(busy, "m", at_once=False)
     assert equal(quiet.numbers("m"), busy.numbers("m"))
     assert equal(quiet.weights("m"), busy.weights("m"))
