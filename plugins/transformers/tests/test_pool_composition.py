@@ -101,9 +101,13 @@ def test_an_operation_alone_gets_the_bits_that_it_had_among_others(folder: Path,
     model = opened(folder, tokens_per_pass=budget)
     wanted = operations(seed)
     results, grads = computed(model, wanted)
-    assert budget == 60 or len(grads) == 1 or any(
-        not torch.equal(computed(model, [o for o in wanted if o.adapter == name])[1][name], grads[name])
-        for name in grads
+    assert (
+        budget == 60
+        or len(grads) == 1
+        or any(
+            not torch.equal(computed(model, [o for o in wanted if o.adapter == name])[1][name], grads[name])
+            for name in grads
+        )
     ), "composed anew, numbers differ in the last places"
     for name in grads:
         mine = [at for at, operation in enumerate(wanted) if operation.adapter == name]

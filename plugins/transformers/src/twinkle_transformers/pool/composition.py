@@ -117,7 +117,7 @@ class Compositions:
 
     def _tenant(self, code: Any, dropout: float) -> Tenant:
         layout = self._layout(_frozen(code))
-        plan = AdapterPlan(None, layout, dropout, "kaiming", {})  # type: ignore[arg-type]  # has no files
+        plan = AdapterPlan(None, layout, dropout, "kaiming", {})  # without files
         flat = nn.Parameter(torch.zeros(layout.size, device=self._device), requires_grad=False)
         return Tenant(AdapterRef("", 0), plan, flat, self._group)
 
