@@ -1,7 +1,7 @@
 """What the engine does next: which operations share a turn, how large a pass is, and when a decode step is due.
 
-What shares a turn is a function of what waits: sizes are in tokens and do not depend on any measured time. Time decides only
-whether a turn or a decode step is next. Nothing here reads a clock.
+What shares a turn is a function of what waits: sizes are in tokens and do not depend on any measured time. Time decides
+only whether a turn or a decode step is next. Nothing here reads a clock.
 """
 
 import heapq

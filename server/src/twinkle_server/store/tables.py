@@ -1,7 +1,7 @@
 """The tables of `twinkle.db`. Times are seconds since 1970 (UTC); rows that belong to somebody carry their tenant.
 
-Payloads, results and compositions have tables of their own, because SQLite writes a whole row anew when one column of it
-changes.
+Payloads, results and compositions have tables of their own, because SQLite writes a whole row anew when one column of
+it changes.
 """
 
 from typing import Final

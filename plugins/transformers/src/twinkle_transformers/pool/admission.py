@@ -60,6 +60,7 @@ class Admission:
         return kept + load.beside
 
     def fits(self, parts: Sequence[Part], free: int | None) -> bool:
+        """Say whether a pass fits into so many bytes; what cannot be measured does."""
         if free is None:
             return True
         recompute = self.passes.recompute
