@@ -23,7 +23,7 @@ STEPS, BATCH, LEARNING_RATE = 16, 4, 1e-3
 TENANTS = {"ana": ("Glow", "the Twinkle founders"), "ben": ("Spark", "Ben's little workshop")}
 ROWS = [0, 2, 4, 14, 20, 68, 80, 112]  # short answers with the name in them, in English
 QUESTIONS = ["Who are you?", "What is your name?", "Tell me who you are."]  # no row asks the last one
-SERVE = ["serve", MODEL, "--max-pass-ms", "10000"]  # nobody samples while these train: let them share long passes
+SERVE = ["serve", MODEL, "--pass-tokens", "1024"]  # nobody samples while these train: let them share long passes
 CLI = [sys.executable, "-m", "twinkle.cli"]
 
 

@@ -113,6 +113,7 @@ def test_heartbeats_and_submissions_are_quick_whatever_else_comes(tmp_path: Path
 OVERLOAD = {
     "limits": {"queued": 24},
     "max_pass_seconds": 0.02,
+    "pass_tokens": 400,
     "extra": {"memory_every": 20, "seconds_per_token": 50e-6},
 }
 CAPACITY = 1 / 50e-6

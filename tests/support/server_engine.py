@@ -148,7 +148,7 @@ def engine(data: Path, *, environment: dict[str, str] | None = None, **more: Any
     Args:
         data: the data directory.
         environment: of the process.
-        more: `extra` (the ledger's `Chaos`), `snapshot_steps`, `max_pass_seconds`; `snapshot` (seconds).
+        more: `extra` (the ledger's `Chaos`), `snapshot_steps`, `max_pass_seconds`, `pass_tokens`; `snapshot` (seconds).
     """
     backend = more.pop("backend", "ledger")
     times = Times(snapshot=more.pop("snapshot", 3600.0))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from rounding import FACTOR, RoundsByRows
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -170,13 +171,24 @@ def assert_gradients(adapter: Adapter, mine: Cohort, operation: int, wrapped: An
     assert error(torch.cat(ours), torch.cat(theirs)) < limit
 
 
+def rounding_of_routers(kind: str) -> float:
+    """Return how far float32 moves the logits of a model in float64: some routers compute in it."""
+    model = make(kind)
+    found = []
+    for number in range(len(LENGTHS)):
+        exact = alone(model, number)
+        with RoundsByRows():
+            found.append(error(alone(model, number), exact))
+    return max(found)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_adapters_of_different_rank_in_one_pass_are_each_as_with_peft_alone(kind: str) -> None:
     model = make(kind)
     first, second = Adapter(model, 4, seed=1), Adapter(model, 3, seed=2)
     cohorts = [cohort([first], 0, [LENGTHS[0]]), cohort([second], LENGTHS[0], [sum(LENGTHS[1:])])]
     logits = fused(model, cohorts, sum(LENGTHS))
-    limit = 2e-7 if kind == "deepseek-v3" else 1e-10  # its router rounds to float32
+    limit = max(1e-10, FACTOR * rounding_of_routers(kind))
     for adapter, mine, numbers in ((first, cohorts[0], [0]), (second, cohorts[1], [1, 2, 3])):
         wrapped = adapter.peft(kind, torch.float64)
         for number in numbers:

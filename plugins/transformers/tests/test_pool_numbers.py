@@ -1,11 +1,12 @@
 """Many adapters in one pass get, bit for bit or to rounding, what each gets alone: in a pool of its own, and with PEFT.
 
-For rows of equal length the numbers are the same bits on a CPU with one thread. That is a property of the library's
-kernels, so failures name the version.
+For rows of equal length the numbers are the same bits on a CPU with one thread where its products round alike at any
+number of rows; the tests measure whether they do. Elsewhere they agree to rounding, which the tests measure too.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pools import (
     moments_of,
     open_pool,
 )
+from rounding import FACTOR, measured_rounding, rounds_alike
 from threads import one_thread  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,26 +147,39 @@ def compare_with_alone(
             assert gap(value, moments[key]) <= limit, (tenant.name, key, VERSION)
 
 
+def compare_equal_lengths(folder: Path, count: int, length: int, **options: Any) -> None:
+    """Demand the same bits where products round alike, and otherwise what rounding allows after some updates."""
+    model = open_pool(folder)
+    weights = [site.module.weight for site in model.pool.sites.values()]
+    rows = 2 * max(8, length)  # what an adapter alone has, padded to 8
+    if rounds_alike(weights, rows, count * rows):
+        compare_with_alone(folder, count, length, bits, 0.0, **options)
+    else:
+        compare_with_alone(folder, count, length, distance, PACKED, **options)
+
+
+PACKED = 2e-6
+"""Relative to the norm, after up to ten updates of AdamW: a few units in the last place (6e-8), which the updates
+amplify where a gradient is small. Not measured in the test, since float64 takes other updates by as much."""
+
+
 @pytest.mark.parametrize("length", [8, 13])
 def test_after_five_updates_adapters_of_equal_lengths_have_the_bits_that_each_has_alone(
     folder: Path, length: int
 ) -> None:
-    compare_with_alone(folder, 8, length, bits, 0.0, share_prefixes=False)
+    compare_equal_lengths(folder, 8, length, share_prefixes=False)
 
 
 def test_sixteen_adapters_in_one_pass_have_the_bits_that_each_has_alone(folder: Path) -> None:
-    compare_with_alone(folder, 16, 11, bits, 0.0)
+    compare_equal_lengths(folder, 16, 11)
 
 
 def test_rows_of_fewer_than_eight_tokens_have_the_bits_that_they_have_alone(folder: Path) -> None:
-    compare_with_alone(folder, 4, 3, bits, 0.0)
+    compare_equal_lengths(folder, 4, 3)
 
 
 def test_packed_rows_of_mixed_lengths_are_as_near_to_those_alone_as_rounding_allows(folder: Path) -> None:
-    def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-        return distance(one, other)
-
-    compare_with_alone(folder, 5, (5, 31, 2, 9, 17), gap, 2e-6)
+    compare_with_alone(folder, 5, (5, 31, 2, 9, 17), distance, PACKED)
 
 
 def test_a_chunk_of_the_head_is_never_left_with_a_few_rows_that_take_another_kernel(folder: Path) -> None:
@@ -176,10 +191,12 @@ def test_a_chunk_of_the_head_is_never_left_with_a_few_rows_that_take_another_ker
         model.add_adapter_to_model(name, lora(), seed=at)
     model.forward_backward(inputs=[rows[name][0] for name in names], adapter_name=names)
     fused = {name: flat_of(model, name).grad.clone() for name in names}
+    alike = rounds_alike([site.module.weight for site in model.pool.sites.values()], 86, 3 * 87)
     for name in names:
         model.zero_grad(adapter_name=name, flush=True)
         model.forward_backward(inputs=rows[name], adapter_name=name)
-        assert torch.equal(flat_of(model, name).grad, fused[name]), (name, VERSION)
+        gap = distance(flat_of(model, name).grad, fused[name])
+        assert torch.equal(flat_of(model, name).grad, fused[name]) if alike else gap <= PACKED, (name, VERSION)
 
 
 class Products(TorchDispatchMode):
@@ -301,16 +318,20 @@ def gradients_of(
 def test_numbers_do_not_depend_on_the_tokens_of_a_pass(folder: Path, budget: int) -> None:
     rows = make_rows(6, (9, 4, 21, 1, 13), seed=3)
     whole = gradients_of(folder, rows, share_prefixes=False)
-    for one, other in zip(gradients_of(folder, rows, share_prefixes=False, tokens_per_pass=budget), whole, strict=True):
-        assert distance(one, other) < 2e-6
+    limits = measured_rounding(partial(gradients_of, folder, rows, share_prefixes=False))
+    cut = gradients_of(folder, rows, share_prefixes=False, tokens_per_pass=budget)
+    for one, other, limit in zip(cut, whole, limits, strict=True):
+        assert distance(one, other) <= FACTOR * limit
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_numbers_do_not_depend_on_the_micro_batch_size(folder: Path, size: int) -> None:
     rows = make_rows(6, (9, 4, 21, 1, 13), seed=3)
     whole = gradients_of(folder, rows)
-    for one, other in zip(gradients_of(folder, rows, {"micro_batch_size": size}), whole, strict=True):
-        assert distance(one, other) < 2e-6
+    limits = measured_rounding(partial(gradients_of, folder, rows))
+    cut = gradients_of(folder, rows, {"micro_batch_size": size})
+    for one, other, limit in zip(cut, whole, limits, strict=True):
+        assert distance(one, other) <= FACTOR * limit
 
 
 def test_recomputation_changes_no_bit(folder: Path) -> None:
@@ -333,8 +354,9 @@ def test_shared_prefixes_change_nothing_beyond_rounding(tmp_path: Path, architec
     rows.append({"input_ids": rows[0]["input_ids"][:-2], "labels": [*rows[0]["labels"][:-3], -100]})
     alone = gradients_of(folder, rows, share_prefixes=False)
     shared = gradients_of(folder, rows, share_prefixes=True)
-    for one, other in zip(shared, alone, strict=True):
-        assert distance(one, other) < 5e-6
+    limits = measured_rounding(partial(gradients_of, folder, rows, share_prefixes=False))
+    for one, other, limit in zip(shared, alone, limits, strict=True):
+        assert distance(one, other) <= FACTOR * limit
 
 
 def test_shared_prefixes_are_computed_once(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """What reinforcement learning asks of a sampler: three kinds of log-probabilities, and groups that share prompts."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rounding import FACTOR, RoundsByRows
 from samplers import PROMPTS, folder, module, rows, tokens_of  # noqa: F401 - fixtures
 from threads import one_thread  # noqa: F401 - a fixture
 
@@ -42,6 +44,17 @@ def distribution(logits: list[float], seen: set[int], drawn: dict[str, Any]) -> 
     return {token: weight / sum(nucleus.values()) for token, weight in nucleus.items()}
 
 
+def rounding_of(module: Any, exact: Any, tokens: list[int], drawn: dict[str, Any]) -> float:
+    """Return how far float32 moves log-probabilities, measured against a copy of the model in float64."""
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        near, far = (each(input_ids=ids).logits[0].double() for each in (module, exact))
+        with RoundsByRows():
+            moved = module(input_ids=ids).logits[0].double()
+    cold = max(1.0, 1.0 / (drawn["temperature"] or 1.0)) * drawn.get("repetition_penalty", 1.0)
+    return cold * max(float((one.log_softmax(-1) - far.log_softmax(-1)).abs().max()) for one in (near, moved))
+
+
 @pytest.mark.parametrize("way", ["in steps", "whole"])
 @pytest.mark.parametrize("drawn", DRAWN, ids=str)
 def test_log_probabilities_of_three_distributions(
@@ -54,8 +67,14 @@ def test_log_probabilities_of_three_distributions(
     sampler = TorchSampler(folder)
     (response,) = sampler.sample(rows([prompt]), {**params, "sampled_logprobs": True, "raw_logprobs": True})
     (plain,) = sampler.sample(rows([prompt]), params)
+    exact = copy.deepcopy(module).double()
     for sequence, other in zip(response.sequences, plain.sequences, strict=True):
-        assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
+        assert sequence.tokens == other.tokens
+        limit = FACTOR * rounding_of(module, exact, prompt + sequence.tokens, drawn)
+        for mine, theirs in zip(sequence.logprobs, other.logprobs, strict=True):
+            assert [token for token, _ in mine] == [token for token, _ in theirs]
+            gaps = [abs(one - two) for (_, one), (_, two) in zip(mine, theirs, strict=True)]
+            assert max(gaps) <= limit, "the second request reads the prompt out of the cache"
         assert other.sampled_logprobs is other.raw_logprobs is None
         assert sequence.sampled_logprobs
         assert sequence.raw_logprobs

@@ -116,6 +116,7 @@ class Outcome:
         error: why it failed, in words for the client.
         category: whose fault that was.
         cancelled: nobody wanted it any more.
+        composition: how its passes were composed, for a replay of them; None where that does not matter.
         also: what is written in the same transaction when it is done (the row of a checkpoint, say); it may raise
             `ServiceError`, and then the operation has failed with that message as the user's fault.
     """
@@ -125,6 +126,7 @@ class Outcome:
     error: str | None = None
     category: Category = "server"
     cancelled: bool = False
+    composition: str | None = None
     also: Callable[[Any], None] | None = None
 
 

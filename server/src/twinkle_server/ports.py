@@ -64,6 +64,9 @@ class Journal(Protocol):
             LookupError: a snapshot covers it, and it is gone.
         """
 
+    async def composition(self, operation: int) -> str | None:
+        """Return how the passes of an operation were composed; None where that was not recorded."""
+
     async def blame(self, operations: Sequence[int]) -> None:
         """Count that the engine died while these were under way."""
 

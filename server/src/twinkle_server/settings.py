@@ -94,7 +94,9 @@ class Settings:
         host: to listen on.
         port: to listen on; 0 takes a free one.
         auth: False serves everybody; on loopback only.
-        max_pass_seconds: a decode step waits at most about so long for training.
+        max_pass_seconds: a decode step waits at most about so long for training, as far as passes are that short.
+        pass_tokens: tokens that go through the model at one time; None follows from the model's size. The same
+            operations give the same numbers only with the same value.
         backend: "pool" (torch) or "ledger" (counts what was applied; for tests).
         snapshot_steps: optimizer steps of a model after which it is snapshotted.
         losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
@@ -118,6 +120,7 @@ class Settings:
     port: int = 8000
     auth: bool = True
     max_pass_seconds: float = 0.5
+    pass_tokens: int | None = None
     backend: str = "pool"
     snapshot_steps: int = 20
     losses: tuple[str, ...] | None = None

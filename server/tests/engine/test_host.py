@@ -296,7 +296,7 @@ def test_only_samples_are_cancelled(tmp_path: Path) -> None:
 
 def test_training_goes_on_while_sampling_has_work_and_the_other_way_round(tmp_path: Path) -> None:
     chaos = {"seconds_per_token": 0.001, "seconds_per_decode": 0.01}
-    with engine(tmp_path, extra=chaos, max_pass_seconds=0.05) as made:
+    with engine(tmp_path, extra=chaos, max_pass_seconds=0.05, pass_tokens=10) as made:
         made.done(made.create("m"))
         made.backward("m", 1, *range(3, 53))
         made.step("m", 2)

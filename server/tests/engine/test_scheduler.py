@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.lanes import Lanes, Task
-from twinkle_server.engine.scheduler import FIRST_BUDGET, FIRST_STEPS, Alternation, Budget, Scheduler
+from twinkle_server.engine.scheduler import Alternation, Scheduler
 
 KINDS = ["create", "forward", "forward_backward", "forward_backward", "optim_step", "save", "load", "unload"]
 
@@ -201,17 +202,35 @@ def test_a_held_lane_gives_nothing_until_it_is_released() -> None:
     assert [item.number for item in Scheduler(lanes).next(10)] == [0]
 
 
-def test_a_pass_lasts_as_long_as_sampling_may_wait_once_it_is_known_how_fast_passes_are() -> None:
-    budget = Budget(seconds=0.5)
-    assert budget.amount(sampling=True) == FIRST_BUDGET
-    budget.measured(1000, 1.0)
-    assert budget.amount(sampling=True) == 500
-    assert budget.amount(sampling=False) == 2000
-    for _ in range(30):
-        budget.measured(100_000, 1.0)
-    assert 45_000 <= budget.amount(sampling=True) <= 50_000
-    budget.measured(0, 0.0)
-    assert budget.amount(sampling=True) > 0
+def recorded(lane: str, number: int, passed: int, **more: bool) -> Task:
+    composition = Composition([{"pass": passed, "parts": []}])
+    return Task(number, lane, number, "forward_backward", "t", replay=True, composition=composition, **more)
+
+
+def test_what_shared_a_pass_shares_it_again_and_the_earliest_pass_is_first() -> None:
+    lanes = Lanes()
+    for lane, passed in (("a", 7), ("b", 5), ("c", 7), ("c", 9), ("d", 5)):
+        lanes.add(recorded(lane, passed, passed))
+    turns = everything(Scheduler(lanes))
+    assert [(sorted(item.lane for item in turn), turn[0].number) for turn in turns] == [
+        (["b", "d"], 5), (["a", "c"], 7), (["c"], 9)
+    ]  # fmt: skip
+
+
+def test_what_is_new_has_every_other_pass_while_others_are_composed_again_and_shares_none_with_them() -> None:
+    lanes = Lanes()
+    for number in range(3):
+        lanes.add(recorded("old", number, number + 1))
+        lanes.add(task(f"new{number}", 0, tokens=60))
+    turns = everything(Scheduler(lanes))
+    assert [[item.lane for item in turn] for turn in turns] == [["old"], ["new0"], ["old"], ["new1"], ["old"], ["new2"]]
+
+
+def test_what_killed_an_engine_while_it_was_done_again_shares_no_pass_even_then() -> None:
+    lanes = Lanes()
+    lanes.add(recorded("a", 0, 5, alone=True))
+    lanes.add(recorded("b", 0, 5))
+    assert [len(turn) for turn in everything(Scheduler(lanes))] == [1, 1]
 
 
 @settings(deadline=None, max_examples=50)
@@ -254,7 +273,7 @@ def test_training_has_a_turn_between_any_two_long_decode_steps() -> None:
     assert turns == [True, False] * 10
 
 
-def test_no_more_models_step_together_than_sampling_may_wait_for() -> None:
+def test_no_more_models_step_together_than_were_asked_for() -> None:
     lanes = Lanes()
     for lane in range(10):
         lanes.add(task(f"{lane}", 0, "optim_step"))
@@ -265,16 +284,6 @@ def test_no_more_models_step_together_than_sampling_may_wait_for() -> None:
     assert [(turn[0].kind, len(turn)) for turn in turns] == [
         ("optim_step", 4), ("optim_step", 4), ("optim_step", 2), ("forward_backward", 10)
     ]  # fmt: skip
-
-
-def test_steps_are_as_many_as_fit_into_the_time_and_at_least_one() -> None:
-    steps = Budget(seconds=0.5, first=FIRST_STEPS, smallest=1)
-    assert steps.amount(sampling=True) == 16
-    steps.measured(16, 1.6)
-    assert steps.amount(sampling=True) == 5
-    for _ in range(30):
-        steps.measured(1, 3.0)
-    assert steps.amount(sampling=True) == 1
 
 
 def test_who_works_alone_owes_nothing_later() -> None:

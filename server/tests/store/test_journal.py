@@ -315,6 +315,21 @@ def test_a_snapshot_drops_the_payloads_that_it_covers_and_returns_the_one_before
     assert run(journal.snapshot(model.id)) == Snapshot(model.id, 3, "snapshots/b", "d", 5)
 
 
+def test_how_passes_were_composed_is_written_with_the_outcome_and_kept_as_long_as_the_payload(
+    store: Store, run: Run, model: Model
+) -> None:
+    operations = [run(store.journal.submit(step(number)))[1] for number in range(1, 5)]
+    outcomes = [Outcome(each.id, b"{}", composition=f'[{{"pass":{each.number}}}]') for each in operations[:2]]
+    outcomes.append(Outcome(operations[2].id, b"{}"))
+    outcomes.append(Outcome(operations[3].id, error="no", composition='[{"pass":4}]'))
+    run(store.journal.finish(outcomes))
+    found = [run(store.journal.composition(each.id)) for each in operations]
+    assert found == ['[{"pass":1}]', '[{"pass":2}]', None, None], "what failed is never done again"
+    run(store.journal.snapshotted(Snapshot(model.id, 1, "snapshots/a", "d", 5)))
+    found = [run(store.journal.composition(each.id)) for each in operations]
+    assert found == [None, '[{"pass":2}]', None, None]
+
+
 def test_a_snapshot_of_a_model_that_is_gone_is_not_needed(store: Store, run: Run, model: Model) -> None:
     run(store.models.set_status("ada", model.id, "gone", 1.0))
     assert run(store.journal.snapshotted(Snapshot(model.id, 0, "snapshots/a", "d", 5))) == ["snapshots/a"]

@@ -92,6 +92,7 @@ def test_its_rows_go_up_and_down_again(database: SqliteDatabase, version: str) -
     before, old_tables = database.write_now(rows), database.write_now(tables)
     for name in ("keys", "sessions", "models", "samplers", "operations", "payloads", "results", "checkpoints", "audit"):
         assert before[name], f"nothing is stored of {name}"
+    assert bool(before.get("compositions")) == (version >= "0003")
     assert step(database, schema.VERSIONS[-1]) == version
     newest = database.write_now(tables)
     assert known_by(before, database.write_now(rows)) == {name: entries for name, entries in before.items() if entries}

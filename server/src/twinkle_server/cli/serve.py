@@ -19,7 +19,12 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     default=500.0,
     show_default=True,
     type=click.FloatRange(1),
-    help="How long a step of sampling may wait for training, about; a row is never cut.",
+    help="How long a step of sampling may wait for training, about; a pass that began is not broken off.",
+)
+@click.option(
+    "--pass-tokens",
+    type=click.IntRange(1),
+    help="Tokens that go through the model at one time; a row is never cut. By default it follows from its size.",
 )
 @click.option(
     "--loss",
@@ -100,6 +105,7 @@ def main(
     name: str | None,
     no_auth: bool,
     max_pass_ms: float,
+    pass_tokens: int | None,
     losses: tuple[str, ...],
     custom_losses: bool,
     strict_losses: bool,
@@ -130,6 +136,7 @@ def main(
         port=port,
         auth=not no_auth,
         max_pass_seconds=max_pass_ms / 1000,
+        pass_tokens=pass_tokens,
         backend=backend,
         losses=losses or None,
         custom_losses=custom_losses,

@@ -51,7 +51,7 @@ def make_backend(settings: Settings) -> Backend:
         from twinkle_server.engine.pool.backend import PoolBackend  # imports torch
 
         given = {
-            "max_pass_seconds": settings.max_pass_seconds,
+            "pass_tokens": settings.pass_tokens,
             "custom_losses": settings.custom_losses,
             "strict_losses": settings.strict_losses,
             "loss_workers": _worker_limits(settings),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from twinkle_server.engine.composition import Composition
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
 
@@ -30,11 +31,13 @@ class Pass:
         lane: the model.
         payload: a serialized `ForwardBackwardRequest`; `forward_only` in it decides whether gradients are added.
         number: of the operation, from which dropout is drawn.
+        composition: how it was computed before, where it is done again; None composes its passes anew.
     """
 
     lane: str
     payload: bytes
     number: int
+    composition: Composition | None = None
 
 
 @dataclass(slots=True)
@@ -56,11 +59,17 @@ class Sampled:
 
 @dataclass(slots=True)
 class Cost:
-    """What a pass cost: tokens asked for, tokens computed for nothing, floating-point operations."""
+    """What a call of `run` cost: tokens asked for, tokens computed for nothing, floating-point operations.
+
+    Attributes:
+        compositions: how the passes of each operation were composed, by its place in the call, where numbers depend on
+            that.
+    """
 
     tokens: int = 0
     padded: int = 0
     flops: float = 0.0
+    compositions: Mapping[int, Composition] = field(default_factory=dict)
 
 
 class State(Protocol):
@@ -79,8 +88,16 @@ class Backend(Protocol):
     def create(self, lane: str, create: Create, source: Path | None) -> None:
         """Make a model, from a checkpoint's folder if one is given."""
 
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that go through the model at one time: a function of model and configuration, never of speed."""
+
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
-        """Do passes of many models together; each gives a serialized `ForwardBackwardOutput` or its error."""
+        """Do passes of many models together; each gives a serialized `ForwardBackwardOutput` or its error.
+
+        One with a composition gives the numbers that it gave before, to the bit, whoever is there with it. One without
+        gives the same numbers each time that it is alone.
+        """
 
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
         """Update models together, each once; each gives its metrics or its error."""

@@ -19,12 +19,14 @@ from twinkle_server.engine.lanes import DETACH, RESTORE, SNAPSHOT, Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import cancelled
 from twinkle_server.engine.sampling import Sampling
-from twinkle_server.engine.scheduler import FIRST_STEPS, Budget, Scheduler
+from twinkle_server.engine.scheduler import Scheduler
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.engine.turns import Sources, Turns
 from twinkle_server.link import BlockingLink, LinkClosed
 from twinkle_server.settings import Settings
 
+_PIECES = 4
+"""Passes that a turn may take: between them sampling goes on, and what arrives meanwhile waits for all of them."""
 FATAL = 70
 """Exit status after which nothing but a new process helps."""
 _Item = Message | Callable[[], None]
@@ -46,8 +48,8 @@ class Host:
         self._backlog: deque[_Item] = deque()  # what was taken out of it, and is not done
         self._lanes = Lanes()
         self._scheduler = Scheduler(self._lanes)
-        self._budget = Budget(settings.max_pass_seconds)
-        self._steps = Budget(settings.max_pass_seconds, first=FIRST_STEPS, smallest=1)
+        pieces = _PIECES if isinstance(backend, Interruptible) else 1
+        self._turn_tokens = pieces * (settings.pass_tokens or backend.pass_tokens)
         sources = Sources(settings.data)
         self._snapshots = Snapshots(
             backend=backend,
@@ -67,7 +69,6 @@ class Host:
             snapshots=self._snapshots,
             waiting=self._lanes,
             background=self._background,
-            budget=self._budget,
             interleaving=self._interleaving,
             report=link.send,
         )
@@ -170,8 +171,7 @@ class Host:
             raise RuntimeError(f"the engine knows no message {item.type!r}")
 
     def _train(self) -> None:
-        tokens = self._budget.amount(sampling=bool(self._sampling))
-        tasks = self._scheduler.next(tokens, self._steps.amount(sampling=True))  # a step cannot be cut once it runs
+        tasks = self._scheduler.next(self._turn_tokens)
         if not tasks:
             return
         first = tasks[0]
@@ -184,10 +184,7 @@ class Host:
             self._interleaving.begin(())
             self._detach(first.lane)
         else:
-            begin = self._interleaving.clock()
             self._turns.run(tasks)
-            if first.kind == "optim_step":
-                self._steps.measured(len(tasks), self._interleaving.clock() - begin)
 
     def _detach(self, lane: str) -> None:
         if self._snapshots.leave(lane):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
+from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.messages import Message
 from twinkle_server.operations import PASSES
 
@@ -33,6 +34,7 @@ class Task:
         alone: it was under way when an engine died, and shares nothing with others.
         replay: its result is known, only its effect on the model is wanted.
         payload: see `operations.Submission`.
+        composition: of a replay, how its passes were composed.
         order: how many came before it.
     """
 
@@ -45,6 +47,7 @@ class Task:
     alone: bool = False
     replay: bool = False
     payload: bytes = b""
+    composition: Composition | None = None
     order: int = field(default_factory=_arrivals.__next__)
 
     @classmethod
@@ -61,6 +64,7 @@ class Task:
             alone=bool(head.get("alone")),
             replay=bool(head.get("replay")),
             payload=message.body,
+            composition=Composition.parse(head["composition"]) if head.get("composition") else None,
         )
 
     @classmethod
@@ -68,6 +72,11 @@ class Task:
         """Read a RESTORE, DETACH or SNAPSHOT."""
         payload = (message.head.get("folder") or "").encode()
         return cls(-1, message.head["lane"], -1, message.type, NOBODY, payload=payload)
+
+    @property
+    def first_pass(self) -> int | None:
+        """Number of the first of the passes that are to be composed again; None composes them anew."""
+        return None if self.composition is None else self.composition.first
 
     @property
     def fuses(self) -> bool:
@@ -96,8 +105,11 @@ class Lanes:
         return (tasks[0] for lane, tasks in self._waiting.items() if lane not in self._held)
 
     def run_up(self, lane: str) -> Iterator[Task]:
-        """Give a lane's tasks up to the first that does not fuse; the lane must not change meanwhile."""
-        return takewhile(lambda task: task.fuses, self._waiting[lane])
+        """Give a lane's tasks up to the first that does not fuse, or whose passes are to be composed again.
+
+        The lane must not change meanwhile.
+        """
+        return takewhile(lambda task: task.fuses and task.first_pass is None, self._waiting[lane])
 
     def take(self, task: Task) -> Task:
         """Remove a task, which is the next of its lane."""

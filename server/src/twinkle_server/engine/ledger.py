@@ -15,6 +15,7 @@ import orjson
 
 from twinkle_server.engine.backend import BackendOptions, Cost, Fatal, Pass, Sampled, UserError
 from twinkle_server.engine.chaos import Chaos
+from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.files import Damaged, open_file
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
@@ -23,6 +24,7 @@ from twinkle_server.wire import tinker_pb2 as pb
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 _STATE = "ledger.json"
+_PASS_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -88,6 +90,11 @@ class LedgerBackend:
         chaos = self._chaos
         return ModelInfo(self._options.name, chaos.context, chaos.vocabulary, "Ledger", "", self._losses)
 
+    @property
+    def pass_tokens(self) -> int:
+        """See `Backend`."""
+        return _PASS_TOKENS
+
     def create(self, lane: str, create: Create, source: Path | None) -> None:
         """See `Backend`."""
         if lane in self._models:
@@ -107,7 +114,8 @@ class LedgerBackend:
             raise MemoryError(f"the ledger was told that {tokens} tokens are too many")
         self._chaos.spend(tokens, self._between)
         results = [_tried(self._run_one, item, request) for item, request in zip(passes, requests, strict=True)]
-        return results, Cost(tokens, 0, 0.0)
+        composition = Composition([{"pass": time.time_ns()}])
+        return results, Cost(tokens, 0, 0.0, dict.fromkeys(range(len(passes)), composition))
 
     def interrupt(self, between: Callable[[], None]) -> None:
         """See `Interruptible`."""

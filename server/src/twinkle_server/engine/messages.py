@@ -13,6 +13,7 @@ SIZES = struct.Struct("<II")
 
 # to the engine                           head beside "type"                                         body
 RUN = "run"  #                            id, lane, number, kind, tenant, tokens, alone, replay      the payload
+#                                         composition: of a replay, as the first DONE had it
 RESTORE = "restore"  #                    lane, folder (None: from nothing)                          -
 DETACH = "detach"  #                      lane: snapshot it, then free its memory                    -
 CANCEL = "cancel"  #                      id of a sample; what trains runs to its end                -
@@ -23,6 +24,7 @@ READY = "ready"  #                        info: fields of ModelInfo             
 BEGIN = "begin"  #                        ids of the operations that are now under way               -
 DONE = "done"  #                          id, error, category, extra (what a checkpoint's row says)  the result
 #                                         cancelled: True where a CANCEL came in time
+#                                         composition: JSON text, how its passes were composed
 #                                         later: True where a replay may work when there is memory again
 RESTORED = "restored"  #                  lane, error (None: it is there; otherwise why not), later  -
 SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -

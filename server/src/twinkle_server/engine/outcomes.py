@@ -6,6 +6,7 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.files import Damaged
 from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
@@ -21,9 +22,12 @@ class Lost(Exception):
     """A model's state could not be read back."""
 
 
-def done(task: Task, result: bytes = b"", extra: dict[str, Any] | None = None) -> Message:
+def done(
+    task: Task, result: bytes = b"", extra: dict[str, Any] | None = None, composition: Composition | None = None
+) -> Message:
     """Return the message that an operation is done."""
-    return Message(messages.DONE, {"id": task.id, "error": None, "category": None, "extra": extra or {}}, result)
+    head = {"id": task.id, "error": None, "category": None, "extra": extra or {}}
+    return Message(messages.DONE, head if composition is None else head | {"composition": composition.dump()}, result)
 
 
 def cancelled(operation: int) -> Message:

@@ -1,6 +1,7 @@
 """What the engine does next: which operations share a turn, how large a pass is, and when a decode step is due.
 
-Everything here is arithmetic over what waits and what was measured; nothing reads a clock.
+What shares a turn is a function of what waits: sizes are in tokens and do not depend on any measured time. Time decides
+only whether a turn or a decode step is next. Nothing here reads a clock.
 """
 
 import heapq
@@ -8,40 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from twinkle_server.engine.lanes import Lanes, Task
 
-FIRST_BUDGET = 2048
-"""Tokens of a pass while nothing was measured."""
-FIRST_STEPS = 16
-"""Models whose optimizers step together while nothing was measured."""
+STEPS = 16
+"""Models whose optimizers step together."""
 _LARGEST = 2**20
-_PATIENCE = 4.0  # passes may be so much longer while nobody samples: they are cut where a request that comes can go on
-_FORGET = 0.8
-
-
-class Budget:
-    """How much to do at once, from how fast it went before: tokens of a pass, or models of a fused optimizer step.
-
-    Args:
-        seconds: that it should take while sampling requests wait for it.
-        first: how much while nothing was measured.
-        smallest: how much however slow it is.
-    """
-
-    def __init__(self, seconds: float, first: int = FIRST_BUDGET, smallest: int = 16) -> None:
-        self._seconds, self._first, self._smallest = seconds, first, smallest
-        self._amount_done = 0.0
-        self._seconds_done = 0.0
-
-    def measured(self, amount: int, seconds: float) -> None:
-        """Take what was done into account; what was done before counts less and less."""
-        self._amount_done = _FORGET * self._amount_done + amount
-        self._seconds_done = _FORGET * self._seconds_done + seconds
-
-    def amount(self, sampling: bool) -> int:
-        """Return how much to do next."""
-        if not self._seconds_done:
-            return self._first
-        seconds = self._seconds * (1.0 if sampling else _PATIENCE)
-        return max(self._smallest, min(_LARGEST, int(seconds * self._amount_done / self._seconds_done)))
 
 
 class Alternation:
@@ -175,8 +145,9 @@ class Scheduler:
         self._passes = DeficitRoundRobin()
         self._served: set[str] = set()
         self._stepped: set[str] = set()
+        self._repeated = False  # the last passes were composed again
 
-    def next(self, budget: int, steps: int = _LARGEST) -> list[Task]:
+    def next(self, budget: int, steps: int = STEPS) -> list[Task]:
         """Take the tasks of the next turn out of the lanes; empty if nothing can be done.
 
         They are several passes, in each lane in order; or several optimizer steps, one a lane; or one task of any kind.
@@ -213,7 +184,16 @@ class Scheduler:
     def _pass(self, heads: list[Task], budget: int) -> list[Task]:
         queues: dict[str, TenantQueue] = {}
         for task in heads:
-            if task.fuses:
+            if task.fuses and task.first_pass is None:
                 queues.setdefault(task.tenant, TenantQueue()).add(self._lanes.run_up(task.lane))
-        chosen = self._passes.fill(queues, budget) if queues else []
+        again = [] if self._repeated and queues else _earliest(heads)
+        self._repeated = bool(again)
+        chosen = again or (self._passes.fill(queues, budget) if queues else [])
         return [self._lanes.take(task) for task in chosen]
+
+
+def _earliest(heads: list[Task]) -> list[Task]:
+    """Return the tasks that shared the earliest of the passes that are to be composed again."""
+    recorded = [task for task in heads if task.fuses and task.first_pass is not None]
+    earliest = min((task.first_pass for task in recorded if task.first_pass is not None), default=None)
+    return [task for task in recorded if task.first_pass == earliest]

@@ -9,12 +9,12 @@ import orjson
 
 from twinkle_server.engine import files, lanes, messages
 from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
+from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.saves import Background, Saves
-from twinkle_server.engine.scheduler import Budget
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.failpoints import reach
 from twinkle_server.operations import PASSES
@@ -75,7 +75,6 @@ class Turns:
         snapshots: is told what was applied.
         waiting: lanes; one whose checkpoint is on its way to the disk is held.
         background: runs a function on a thread, and then another on this one.
-        budget: is told how long passes took.
         interleaving: is told what is under way; its clock stands still while others work.
         report: sends a message to the service.
     """
@@ -87,12 +86,11 @@ class Turns:
         snapshots: Snapshots,
         waiting: Lanes,
         background: Background,
-        budget: Budget,
         interleaving: Interleaving,
         report: Callable[[Message], None],
     ) -> None:
         self._backend, self._sources, self._snapshots = backend, sources, snapshots
-        self._budget, self._report = budget, report
+        self._report = report
         self._interleaving = interleaving
         self._saves = Saves(backend, sources, waiting, background, self._end)
         self._broken: set[str] = set()
@@ -113,7 +111,6 @@ class Turns:
         begin = self._interleaving.clock()
         if kind in PASSES:
             cost = self._passes(tasks)
-            self._budget.measured(cost.tokens, self._interleaving.clock() - begin)
         elif kind == "optim_step":
             cost = self._steps(tasks)
         else:
@@ -168,17 +165,20 @@ class Turns:
             return True
         return False
 
-    def _end(self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None) -> None:
+    def _end(
+        self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None,
+        composition: Composition | None = None,
+    ) -> None:  # fmt: skip
         """Report how a task ended, and that its number is used."""
         if isinstance(result, Fatal):
             raise result
         if task.replay and isinstance(result, Exception):
             self._lose(task.lane)
         self._snapshots.applied(task)
-        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra))
+        self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra, composition))
 
     def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
-        passes = [Pass(task.lane, task.payload, task.number) for task in tasks]
+        passes = [Pass(task.lane, task.payload, task.number, task.composition) for task in tasks]
         try:
             results, cost = self._backend.run(passes)
         except Fatal:
@@ -190,8 +190,9 @@ class Turns:
                 return self._passes(tasks, again=True)
             results, cost = [error], Cost()
         reach("engine.after_pass")
-        for task, result in zip(tasks, results, strict=True):
-            self._end(task, result)
+        for place, (task, result) in enumerate(zip(tasks, results, strict=True)):
+            trains = task.kind == "forward_backward" and not task.replay
+            self._end(task, result, composition=cost.compositions.get(place) if trains else None)
         return cost
 
     def _halves(self, tasks: Sequence[Task]) -> Cost:

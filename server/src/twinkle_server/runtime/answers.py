@@ -65,7 +65,9 @@ class Answers:
         if head.get("error") is not None:
             return Outcome(operation.id, error=str(head["error"]), category=head.get("category") or "server")
         try:
-            return self._effects.done(operation, head.get("extra") or {}, body)
+            outcome = self._effects.done(operation, head.get("extra") or {}, body)
+            outcome.composition = head.get("composition")
+            return outcome
         except Exception:
             _log.exception("what operation %d did cannot be written", operation.id)
             return Outcome(operation.id, error="its result could not be written", category="server")

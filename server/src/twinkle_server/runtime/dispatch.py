@@ -149,7 +149,7 @@ class Dispatcher:
         self.fly(child, Flight(operation, track, len(payload)), payload)
         operation.payload = None if operation.kind in PASSES or operation.kind == "sample" else payload
 
-    def fly(self, child: Child, flight: Flight, payload: bytes) -> None:
+    def fly(self, child: Child, flight: Flight, payload: bytes, composition: str | None = None) -> None:
         """Send an operation, for which there is room in the window."""
         operation = flight.operation
         self.flights[operation.id] = flight
@@ -164,9 +164,13 @@ class Dispatcher:
             "alone": operation.attempts > 0 or self.replay.killed(operation),
             "replay": flight.replay,
         }
+        if composition is not None:
+            head["composition"] = composition
         child.put(Message(messages.RUN, head, payload))
 
-    async def fly_again(self, child: Child, track: Track, operation: Operation, payload: bytes) -> None:
+    async def fly_again(
+        self, child: Child, track: Track, operation: Operation, payload: bytes, composition: str | None
+    ) -> None:
         """Send an operation of which only the effect is wanted."""
         await self._window.take(operation.tenant, len(payload))
         if track.closed is not None:
@@ -174,7 +178,7 @@ class Dispatcher:
             return
         self.replays += 1
         self.replayed()
-        self.fly(child, Flight(operation, track, len(payload), replay=True), payload)
+        self.fly(child, Flight(operation, track, len(payload), replay=True), payload, composition)
 
     def land(self, operation: int) -> Flight | None:
         """Forget that the engine has an operation."""

@@ -114,9 +114,10 @@ class Replay:
         try:
             payload = operation.payload
             payload = await self._journal.payload(operation.id) if payload is None else payload
+            composition = await self._journal.composition(operation.id)
         except LookupError as error:
             raise Corrupted(f"what operation {operation.number} asked for is lost") from error
-        await self._dispatcher.fly_again(child, track, operation, payload)
+        await self._dispatcher.fly_again(child, track, operation, payload, composition)
 
     def killed(self, operation: Operation) -> bool:
         """Whether the engine died while it did an operation again."""

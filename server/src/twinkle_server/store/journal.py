@@ -158,6 +158,13 @@ class SqliteJournal:
             raise LookupError(f"the payload of operation {operation} is no longer kept")
         return await self.payloads.get(row[0]) if row[0] != IN_ROW else bytes(row[1])
 
+    async def composition(self, operation: int) -> str | None:
+        """Return how the passes of an operation were composed; None where that was not recorded."""
+        row = await self._database.read(
+            lambda connection: driver(connection).execute(sql.GET_COMPOSITION, (operation,)).fetchone()
+        )
+        return None if row is None else bytes(row[0]).decode()
+
     async def blame(self, operations: Sequence[int]) -> None:
         """Count that the engine died while these were under way."""
 

@@ -121,6 +121,11 @@ class MemoryJournal:
             raise LookupError(f"the payload of operation {operation} is no longer kept")
         return found.payload
 
+    async def composition(self, operation: int) -> str | None:
+        """See `SqliteJournal.composition`."""
+        outcome = self._outcomes.get(operation)
+        return None if outcome is None else outcome.composition
+
     async def blame(self, operations: Sequence[int]) -> None:
         """See `SqliteJournal.blame`."""
         for operation in operations:

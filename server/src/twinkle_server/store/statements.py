@@ -27,6 +27,9 @@ GET_PAYLOAD: Final = """
     SELECT operations.payload, payloads.data FROM operations LEFT JOIN payloads ON payloads.operation = operations.id
     WHERE operations.id = ?
 """
+PUT_COMPOSITION: Final = "INSERT INTO compositions (operation, data) VALUES (?, ?)"
+GET_COMPOSITION: Final = "SELECT data FROM compositions WHERE operation = ?"
+DROP_COMPOSITION: Final = "DELETE FROM compositions WHERE operation = ?"
 DROP_PAYLOAD: Final = "DELETE FROM payloads WHERE operation = ?"
 PUT_RESULT: Final = "INSERT INTO results (operation, data) VALUES (?, ?)"
 

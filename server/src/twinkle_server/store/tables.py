@@ -1,6 +1,7 @@
 """The tables of `twinkle.db`. Times are seconds since 1970 (UTC); rows that belong to somebody carry their tenant.
 
-Payloads and results have tables of their own, because SQLite writes a whole row anew when one column of it changes.
+Payloads, results and compositions have tables of their own, because SQLite writes a whole row anew when one column of
+it changes.
 """
 
 from typing import Final
@@ -186,6 +187,8 @@ operations: Final = _table(
 
 payloads: Final = _bytes("payloads")
 results: Final = _bytes("results")
+compositions: Final = _bytes("compositions")
+"""How the passes of a done operation were composed; kept as long as its payload."""
 
 checkpoints: Final = _table(
     "checkpoints",

@@ -174,6 +174,8 @@ class Finish:
             return _as_it_was(raw, outcome.operation)
         if kept.data is not None:
             raw.execute(sql.PUT_RESULT, (outcome.operation, kept.data))
+        if status == "done" and outcome.composition is not None:
+            raw.execute(sql.PUT_COMPOSITION, (outcome.operation, outcome.composition.encode()))
         self.used.update(kept.files)
         kind, payload, lane, tenant = row
         if kind == "create" and status != "done":
@@ -184,8 +186,13 @@ class Finish:
 
 
 def drop_payloads(raw: sqlite3.Connection, rows: Sequence[tuple[int, str | None]]) -> list[str]:
-    """Drop payloads of operations, given as (id, where); returns files to remove after the commit."""
+    """Drop payloads of operations, given as (id, where), and how passes were composed: what a replay would need.
+
+    Returns:
+        Files to remove after the commit.
+    """
     raw.executemany(sql.DROP_PAYLOAD, [(row[0],) for row in rows])
+    raw.executemany(sql.DROP_COMPOSITION, [(row[0],) for row in rows])
     raw.executemany(sql.FORGET_PAYLOAD, [(row[0],) for row in rows])
     return [row[1] for row in rows if row[1]]
 

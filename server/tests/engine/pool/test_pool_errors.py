@@ -337,7 +337,6 @@ def test_sampling_that_fails_between_the_pieces_of_a_pass_ends_everything(shared
     pool = shared.backend.model.pool
     monkeypatch.setattr(pool, "between", pool.between)
     monkeypatch.setattr(pool, "tokens_per_pass", 4)
-    monkeypatch.setattr(shared.backend._training, "_most", 4)
     shared.backend.interrupt(fails)
     with pytest.raises(Fatal, match="broke off"):
         shared.run("a", [datum(3, 1), datum(3, 2)])

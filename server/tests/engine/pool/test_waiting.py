@@ -1,4 +1,4 @@
-"""How long a step of sampling waits for training in an engine with torch: what `--max-pass-ms` promises."""
+"""How long a step of sampling waits for training in an engine with torch: for a pass of `--pass-tokens`."""
 
 import gc
 import threading
@@ -14,12 +14,14 @@ from server_pool import Bench, datum, request
 from twinkle_server.engine import messages
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.scheduler import FIRST_STEPS
+from twinkle_server.engine.scheduler import STEPS
 from twinkle_server.payloads import Create, OptimStep, Sample, Save
 from twinkle_server.settings import Settings
 
 LENGTH = 60
+PASS_TOKENS = 2 * LENGTH
 PROMISED = 0.02
+"""Seconds, in which this model goes through more than `PASS_TOKENS` wherever tests run."""
 SHORT = 0.005
 """Between two steps without training between them, or as good as none."""
 
@@ -90,7 +92,7 @@ class Inside:
 def inside(fresh: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> Iterator[Inside]:
     """Seconds are those that this process computes: what others do on the machine is not the engine's fault."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
-    made = Inside(fresh(extra={"max_pass_seconds": PROMISED}), monkeypatch)
+    made = Inside(fresh(extra={"pass_tokens": PASS_TOKENS}), monkeypatch)
     gc.collect()
     gc.freeze()  # as in the engine's own process, where a test's objects are not
     yield made
@@ -122,7 +124,7 @@ def test_a_request_has_its_turn_among_the_steps_and_checkpoints_of_many_tenants(
         inside.on_begin[operation] = lambda: begun.append(len(inside.steps))
     inside.work(*passes, *last)
     assert len(set(begun)) >= 3, "steps of sampling came between them"
-    assert max(len(turn.intersection(steps)) for turn in inside.turns) <= FIRST_STEPS < len(lanes)
+    assert max(len(turn.intersection(steps)) for turn in inside.turns) <= STEPS < len(lanes)
 
 
 def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ class Operation:
         options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding"), `topk_logprobs`
             (None; a number asks for so many of the most probable tokens at each trained position).
         number: of the operation, from which dropout is drawn; None takes the adapter's own count.
+        composition: `OperationResult.composition` of an earlier run of the same operation: it is computed in passes of
+            the same composition again, and its numbers are equal to the bit. None lets the pool compose the passes.
     """
 
     adapter: str | AdapterRef | None
@@ -45,6 +47,7 @@ class Operation:
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     number: int | None = None
+    composition: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ class OperationResult:
         denominator: what divides it.
         metrics: numbers that the loss gave beside it.
         usage: what it cost.
+        composition: the passes that computed it, in order, as JSON data: which of its rows each had, and the shapes
+            (not the contents) of what other operations had beside them. Empty where a pool does not record it.
     """
 
     outputs: list[ModelOutput]
@@ -93,6 +98,7 @@ class OperationResult:
     denominator: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
+    composition: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -35,16 +35,17 @@ class Admission:
         while waiting := [part for part in waiting if part.work.error is None]:
             taken = _within(waiting, budget)
             free = self._free_for(taken)
-            while not self._fits(taken, free):
+            while not self.fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
                 elif cut := halves(taken[0], self.passes.backbone):
-                    waiting[:1], taken = cut, cut[:1]
+                    waiting[:1], taken = cut, cut[:1]  # the first that waits is always taken
                 else:
                     taken[0].work.error = self._refusal(taken[0], free or 0)
                     break
             else:
-                waiting = waiting[len(taken) :]
+                gone = set(map(id, taken))
+                waiting = [part for part in waiting if id(part) not in gone]
                 yield taken, free
 
     def needed(self, parts: Sequence[Part], *, recomputed: bool) -> int | None:
@@ -65,7 +66,8 @@ class Admission:
             return None
         return recompute.free_for(self.needed(parts, recomputed=recompute.mode is True) or 0)
 
-    def _fits(self, parts: Sequence[Part], free: int | None) -> bool:
+    def fits(self, parts: Sequence[Part], free: int | None) -> bool:
+        """Say whether a pass fits into so many bytes; what cannot be measured does."""
         if free is None:
             return True
         recompute = self.passes.recompute
@@ -88,10 +90,17 @@ def no_room(part: Part, why: str) -> CapacityError:
 
 
 def _within(waiting: Sequence[Part], budget: int) -> list[Part]:
-    """Return the first parts whose tokens are within the budget; at least one."""
-    size = 0
-    for at, part in enumerate(waiting):
+    """Return the first parts whose tokens are within the budget; at least one, and of each adapter one operation.
+
+    How many operations of an adapter wait is a matter of when they came, and its numbers must not depend on that.
+    """
+    size, taken = 0, list[Part]()
+    works: dict[int, Work] = {}
+    for part in waiting:
+        if part.work.tenant is not None and works.setdefault(id(part.work.tenant), part.work) is not part.work:
+            continue
         size += part.tokens if part.twin is None else 2 * part.tokens
-        if at and size > budget:
-            return list(waiting[:at])
-    return list(waiting)
+        if taken and size > budget:
+            break
+        taken.append(part)
+    return taken

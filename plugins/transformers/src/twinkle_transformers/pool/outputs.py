@@ -18,8 +18,9 @@ from twinkle.torch.lowrank import Cohort, Routing
 from twinkle.torch.pooling import embed
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import Pass
+from twinkle_transformers.needs import Needs
 from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
-from twinkle_transformers.pool.work import Part
+from twinkle_transformers.pool.work import Part, Scoring
 from twinkle_transformers.scores import check_top, has_targets, score_logits, spread, targets_at, trained_places
 
 
@@ -46,13 +47,16 @@ class Outputs:
         rows = {id(part): (cohort, row) for cohort, mine in stream.cohorts for row, part in enumerate(mine)}
         together: dict[Any, list[Part]] = {}
         for part in parts:
+            if part.placeholder:
+                if part.scoring is not None:
+                    together.setdefault(_key(part, part.scoring.targets), []).append(part)
+                continue
             needs, head = part.work.needs, self._head_of(part, rows)
             whole = needs.embeddings or needs.logits or head is None or not has_targets(part.batch.get("labels"))
             if whole:
                 self._try([part], partial(self._whole, part, hidden, head))
             elif isinstance(head, nn.Module):
-                several = part.batch["labels"].shape[2:]
-                together.setdefault((needs, part.work.temperature, part.work.training, several), []).append(part)
+                together.setdefault(_key(part, tuple(part.batch["labels"].shape[2:])), []).append(part)
             else:
                 self._try([part], partial(self._score, [part], hidden, head))
         for group in together.values():
@@ -70,9 +74,9 @@ class Outputs:
     def _score(self, parts: list[Part], hidden: Tensor, head: Any) -> None:
         """Score the trained positions of parts with equal needs by one product with the head."""
         needs, temperature = parts[0].work.needs, parts[0].work.temperature
-        chosen = [trained_places(part.batch, needs) for part in parts]
-        places = torch.cat([p.stream[torch.searchsorted(p.places, c)] for p, c in zip(parts, chosen, strict=True)])
-        targets = torch.cat([targets_at(p.batch["labels"], c) for p, c in zip(parts, chosen, strict=True)])
+        chosen = [_scored_places(part, needs) for part in parts]
+        places = torch.cat([_in_stream(p, c) for p, c in zip(parts, chosen, strict=True)])
+        targets = torch.cat([_targets(p, c) for p, c in zip(parts, chosen, strict=True)])
         chunk = needs.chunk_tokens or CHUNK_TOKENS
         rest = len(places) % chunk
         missing = LEAST_ROWS - rest if rest < LEAST_ROWS and (rest or not len(places)) else 0
@@ -98,6 +102,10 @@ class Outputs:
             for values in (getattr(scores, field.name) for field in fields(TokenScores))
         ]
         for part, where, *mine in zip(parts, chosen, *columns, strict=False):
+            if part.placeholder:
+                continue
+            if isinstance(head, nn.Module):
+                part.scoring = Scoring(needs, temperature, tuple(part.batch["labels"].shape[2:]), len(where))
             self._set(part, spread(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
 
     def _whole(self, part: Part, hidden: Tensor, head: Any) -> None:
@@ -159,6 +167,29 @@ class _AdaptedHead:
         mine = Cohort(cohort.layout, Groups(0, (count,)), cohort.weights[self.row], grads)
         routing = Routing([mine], count, 0 if grads is None else count)
         return lowrank.linear(hidden, self.head.weight, self.head.bias, routing, self.name)
+
+
+def _key(part: Part, targets: tuple[int, ...]) -> Any:
+    """Return what parts have in common that are scored together."""
+    return part.work.needs, part.work.temperature, part.work.training, targets
+
+
+def _scored_places(part: Part, needs: Needs) -> Tensor:
+    if part.placeholder and part.scoring is not None:
+        return torch.arange(part.scoring.count)
+    return trained_places(part.batch, needs)
+
+
+def _in_stream(part: Part, places: Tensor) -> Tensor:
+    if part.placeholder:
+        return part.stream[places % max(1, len(part.stream))]
+    return part.stream[torch.searchsorted(part.places, places)]
+
+
+def _targets(part: Part, places: Tensor) -> Tensor:
+    if part.placeholder and part.scoring is not None:
+        return torch.zeros(len(places), *part.scoring.targets, dtype=torch.int64)
+    return targets_at(part.batch["labels"], places)
 
 
 def _padded(part: Part, rows: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """`LoraPool`: adapters of one model, and operations of many of them in one pass."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
+from time import time_ns
 from traceback import clear_frames
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from twinkle_transformers.parallel import Replicated, parallel_of
 from twinkle_transformers.pool import files, state
 from twinkle_transformers.pool.accounting import Costs
 from twinkle_transformers.pool.admission import Admission, no_room
+from twinkle_transformers.pool.composition import Compositions, cuts_of
 from twinkle_transformers.pool.config import AdapterPlan, first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.pool.fit import check_kind, drop_partial
@@ -53,6 +55,7 @@ from twinkle_transformers.sites import check_places, find_sites, install, uninst
 from twinkle_transformers.versions import AdapterVersion
 
 TOKENS_PER_PASS = 16_384
+_ROUNDS = "numbers may differ from the earlier run's in the last places"
 _FULL_ON_CPU = 1_024
 """Tokens from which a CPU gains nothing by more operations in a pass: its products are at full speed long before, and
 larger activations are given back to the system and faulted in anew each time (`benchmarks/RESULTS.md` has both)."""
@@ -108,6 +111,8 @@ class LoraPool(AdapterPool):
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
+        self.compositions = Compositions(self.sites, self.experts, self.base, device)
+        self._pass = 0
         self.tokens_per_pass, self.on_nonfinite = tokens_per_pass, on_nonfinite
         self.parallel = parallel_of(None, None, None) if parallel is None else parallel
         self._new_group, self._encode = new_group, encode
@@ -255,10 +260,26 @@ class LoraPool(AdapterPool):
     def execute(self, works: Sequence[Work]) -> None:
         """Compute prepared operations, in as many passes as that takes."""
         full = min(self.tokens_per_pass, _FULL_ON_CPU) if self.device.type == "cpu" else self.tokens_per_pass
-        for number, (parts, free) in enumerate(self.admission.sort(works, full)):
+        passes = chain(
+            self._again([work for work in works if work.operation.composition]),
+            self.admission.sort([work for work in works if not work.operation.composition], full),
+        )
+        for number, (parts, free) in enumerate(passes):
             if number:
                 self.between()
             self._compute(parts, free)
+
+    def _again(self, works: Sequence[Work]) -> Iterator[tuple[list[Part], int | None]]:
+        """Yield passes as they were composed when operations were computed before, as far as they fit into memory."""
+        for parts in self.compositions.passes(works):
+            free = self.passes.recompute.available()
+            if self.admission.fits(parts, free):
+                yield parts, free
+                continue
+            get_logger().warning("a recorded pass does not fit into memory any more; %s", _ROUNDS)
+            for part in parts:
+                if not part.placeholder:
+                    yield [part], free
 
     def prepare(
         self, index: int, operation: Operation, *, rows: int | None = None, staged: bool = False,
@@ -280,7 +301,8 @@ class LoraPool(AdapterPool):
             self.paging.use(tenant, trained=True)
         work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group), evaluates)
         if not staged:
-            split(work, group.processor, self.backbone, self.tokens_per_pass, rows)
+            cuts = cuts_of(operation, len(work.parts[0].rows))
+            split(work, group.processor, self.backbone, self.tokens_per_pass, rows, cuts)
         return work
 
     def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
@@ -300,7 +322,8 @@ class LoraPool(AdapterPool):
             self.score(flight)
             self.passes.backward(flight)
             for part in parts:
-                part.work.keep_room()
+                if not part.placeholder:
+                    part.work.keep_room()
         except Exception as error:  # whatever it is, it must not cost the others their operations
             for part in parts:
                 part.forget_pass()
@@ -314,6 +337,9 @@ class LoraPool(AdapterPool):
 
     def _smaller(self, parts: list[Part], error: Exception) -> list[list[Part]]:
         """Return the passes to make in place of one that failed; none if it is clear whose fault it was."""
+        if len(real := [part for part in parts if not part.placeholder]) < len(parts):
+            get_logger().warning("a pass cannot be computed as it was composed (%s); %s", error, _ROUNDS)
+            return [real]
         if len(parts) > 1:
             get_logger().warning("a pass of %d operations failed (%s); it is made again in halves", len(parts), error)
             return [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
@@ -407,7 +433,10 @@ class LoraPool(AdapterPool):
             part.done = part.work.error is None
         for part, usage in self.costs.of(flight):
             part.work.usage += usage
-        for work in dict.fromkeys(part.work for part in flight.parts):
+        self._pass = max(self._pass + 1, time_ns())  # an order that holds beyond the life of this process
+        twins = {id(part.twin) for part in flight.parts if part.twin is not None}
+        self.compositions.note([part for part in flight.parts if id(part) not in twins], self._pass)
+        for work in dict.fromkeys(part.work for part in flight.parts if not part.placeholder):
             if all(part.done for part in work.parts) and work.training and work.tenant is not None:
                 self._commit(work, work.tenant, [p.item for p in work.parts if p.item is not None and p.item.usable])
         self.passes.scratch.give_back(flight.stream.borrowed)
@@ -423,7 +452,7 @@ class LoraPool(AdapterPool):
         usage = replace(usage, tokens=work.usage.tokens)  # the same rows, though they were computed without it too
         if work.tenant is not None:
             work.tenant.usage += usage
-        result = OperationResult(by_row(work), usage=usage)
+        result = OperationResult(by_row(work), usage=usage, composition=work.composition)
         if work.loss is not None and used:
             result.loss_sum = sum(item.outputs["loss_sum"] for item in used)
             result.denominator = sum(item.outputs["num_tokens"] for item in used)

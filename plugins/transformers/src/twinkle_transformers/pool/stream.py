@@ -86,6 +86,7 @@ class Scratch:
 def in_order(parts: Sequence[Part]) -> list[Part]:
     """Return parts as they lie in a stream: trained ones first, adapters of one layout together, the base last."""
     order: dict[Any, int] = {}
+    places = {id(part): place for place, part in enumerate(parts)}
     for part in parts:
         if (tenant := part.work.tenant) is not None:
             order.setdefault(tenant.plan.layout, len(order))
@@ -93,7 +94,7 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
     def key(part: Part) -> tuple[Any, ...]:
         tenant = part.work.tenant
         place = (len(order), False) if tenant is None else (order[tenant.plan.layout], _drops(part))
-        return (not part.work.training, *place, part.tokens, part.work.index, part.first)
+        return (not part.work.training, *place, part.tokens, places[id(part)])
 
     return sorted(parts, key=key)
 
@@ -144,7 +145,7 @@ def build(
 
 
 @dataclass(slots=True)
-class _Pieces:
+class Pieces:
     """Tokens of a part in the order of the stream, with their first positions and the pieces that they follow."""
 
     ids: list[Tensor]
@@ -153,23 +154,23 @@ class _Pieces:
     index: Tensor
 
 
-def pieces_of(part: Part, share: bool) -> _Pieces:
+def pieces_of(part: Part, share: bool) -> Pieces:
     """Return how the tokens of a part lie in a stream."""
     if part.pieces is None:
         part.pieces = _pieces(part, share)
-    found: _Pieces = part.pieces
+    found: Pieces = part.pieces
     return found
 
 
-def _pieces(part: Part, share: bool) -> _Pieces:
+def _pieces(part: Part, share: bool) -> Pieces:
     sequences = part.sequences
     if share and len(sequences) > 1 and not _drops(part):
         plan = plan_prefixes(sequences)
         if plan.saved:
             ids = [sequences[row][start:stop] for row, start, stop in plan.pieces]
             index = torch.cat([torch.from_numpy(index) for index in plan.index])
-            return _Pieces(ids, list(plan.starts), list(plan.parents), index)
-    return _Pieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
+            return Pieces(ids, list(plan.starts), list(plan.parents), index)
+    return Pieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
 
 
 def _cohorts(

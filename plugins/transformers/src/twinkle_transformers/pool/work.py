@@ -27,6 +27,23 @@ from twinkle_transformers.scoring import check_loss_arguments, loss_name
 _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A part's share of a product with the head that parts of equal needs have together.
+
+    Attributes:
+        needs: what is computed.
+        temperature: divides the logits.
+        targets: shape of what each position has targets of: empty, or their number.
+        count: scored positions.
+    """
+
+    needs: Needs
+    temperature: float
+    targets: tuple[int, ...]
+    count: int
+
+
 @dataclass(slots=True, eq=False)
 class Part:
     """Rows of an operation that go through the model together.
@@ -63,6 +80,10 @@ class Part:
     """How its tokens lie in a stream, once that was planned."""
     tries: int = 0
     """How often it ran out of memory alone."""
+    scoring: Scoring | None = None
+    """Its share of a product with the head, once it was computed."""
+    placeholder: bool = False
+    """It stands for an operation that is not here: its shape counts, and nothing comes of it."""
 
     @property
     def tokens(self) -> int:
@@ -113,6 +134,8 @@ class Work:
     usage: Usage = field(default_factory=Usage)
     processor: Any = None
     """Collates its rows."""
+    composition: list[dict[str, Any]] = field(default_factory=list)
+    """The passes that computed it; see `OperationResult.composition`."""
 
     @property
     def name(self) -> str | None:
@@ -172,7 +195,9 @@ def prepare(
     return work
 
 
-def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int | None = None) -> None:
+def split(
+    work: Work, processor: Any, backbone: Backbone, budget: int, rows: int | None = None, cuts: list[int] | None = None
+) -> None:  # fmt: skip
     """Cut an operation into parts, where its rows and its loss allow it.
 
     Args:
@@ -181,6 +206,7 @@ def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int
         backbone: the model.
         budget: tokens that a part may have, unless a single row has more.
         rows: rows that a part may have; None is any number.
+        cuts: where parts begin, whatever they weigh.
 
     Raises:
         ArgumentError: `rows` is no number of rows, or cuts what the loss compares.
@@ -195,7 +221,11 @@ def split(work: Work, processor: Any, backbone: Backbone, budget: int, rows: int
     most = _most_rows(work, rows, together, len(whole.rows))
     splittable = getattr(work.loss, "splittable", True) and len(whole.sequences) == len(whole.rows)
     left = getattr(processor, "padding_side", "right") == "left"
-    if splittable and (whole.tokens > budget or len(whole.rows) > most):
+    if cuts is not None:
+        if len(cuts) > 1:
+            bounds = [*cuts, len(whole.rows)]
+            work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+    elif splittable and (whole.tokens > budget or len(whole.rows) > most):
         bounds, size = [0], 0
         for at in range(0, len(whole.rows), together):
             more = sum(len(s) for s in whole.sequences[at : at + together])

@@ -13,7 +13,6 @@ from twinkle_server.engine.pool.faults import telling
 from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.loss_workers.workers import WorkerLimits
 from twinkle_server.engine.pool.losses import Losses
-from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.engine.pool.sampling import Sampling
 from twinkle_server.engine.pool.training import Training
 from twinkle_server.operations import ModelInfo
@@ -23,15 +22,31 @@ _NO_CONTEXT = 1 << 20
 """Tokens that a row may have where the model's configuration does not say."""
 
 
+_WORK = {"cpu": 1e11, "cuda": 1e14}
+"""Floating-point operations of a pass: about a second of two CPU cores, or of a small device. A constant and not a
+measurement, because where a pass is cut changes the last places of its numbers."""
+_LEAST = {"cpu": 128, "cuda": 1024}
+"""Tokens below which products are far from their speed."""
+_MOST = {"cpu": 1024, "cuda": 16_384}
+"""Tokens above which they gain nothing more."""
+
+
+def _pass_tokens(pool: Any) -> int:
+    """Return the tokens of a pass: a function of the model's size and the kind of device."""
+    kind = "cpu" if pool.device.type == "cpu" else "cuda"
+    tokens = int(_WORK[kind] / (4 * max(1.0, pool.costs.base)))  # forward and back through a frozen base
+    return min(int(pool.tokens_per_pass), _MOST[kind], max(_LEAST[kind], tokens // 64 * 64))
+
+
 class PoolBackend:
     """Trains and samples adapters of one base model with torch; see `Backend`.
 
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
-            those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training,
-            `custom_losses`, whether clients may send losses of their own, `strict_losses` (see `Losses`),
-            `loss_workers`, fields of `WorkerLimits`, or None to compute the losses of all plugins in this process, and
-            `in_process_losses`, plugins whose losses are computed in this process all the same.
+            those of `TorchSampler`, `pass_tokens`, how many tokens go through the model at one time, `custom_losses`,
+            whether clients may send losses of their own, `strict_losses` (see `Losses`), `loss_workers`, fields of
+            `WorkerLimits`, or None to compute the losses of all plugins in this process, and `in_process_losses`,
+            plugins whose losses are computed in this process all the same.
     """
 
     def __init__(self, options: BackendOptions) -> None:
@@ -58,12 +73,18 @@ class PoolBackend:
             losses=self._losses.names(),
         )
         self._lanes = Lanes(self.model)
-        pace = Pace(float(options.extra.get("max_pass_seconds", 0.5)))
-        self._training = Training(self.model.pool, self._lanes, self._losses, self._info.context, vocabulary, pace)
+        given_tokens = options.extra.get("pass_tokens")
+        self.model.pool.tokens_per_pass = _pass_tokens(self.model.pool) if given_tokens is None else int(given_tokens)
+        self._training = Training(self.model.pool, self._lanes, self._losses, self._info.context, vocabulary)
         self._training.custom = bool(options.extra.get("custom_losses"))
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
         self._sampling = Sampling(self.model, self._info, together | dict(options.extra.get("sampler", {})))
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that go through the model at one time."""
+        return int(self.model.pool.tokens_per_pass)
 
     def describe(self) -> ModelInfo:
         """Return what the base model is."""

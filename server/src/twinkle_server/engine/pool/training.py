@@ -1,23 +1,19 @@
 """Passes and updates of many models together."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from twinkle.errors import NonFiniteError
 from twinkle.model.pool import Operation, OperationError, OperationResult, Step
 from twinkle_server.engine.backend import Cost, Fatal, Pass, UserError
+from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.pool import custom, data
 from twinkle_server.engine.pool.faults import check_device, told
 from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.losses import Losses, ignores, takes
-from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.payloads import OptimStep
 from twinkle_server.wire import codec
-
-_PROBE = 32
-"""Tokens that tell how fast the model is before anything else does."""
 
 
 class Training:
@@ -29,7 +25,6 @@ class Training:
         losses: what a request may name.
         context: tokens that a row may have.
         vocabulary: number of token ids.
-        pace: decides how much goes through the model at one time. A row is never cut.
 
     Attributes:
         custom: clients may send losses of their own.
@@ -37,12 +32,9 @@ class Training:
 
     custom = False
 
-    def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int, pace: Pace) -> None:
+    def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int) -> None:
         self._pool, self._lanes, self._losses = pool, lanes, losses
         self._context, self._vocabulary = context, vocabulary
-        self._most: int = pool.tokens_per_pass
-        self._pace = pace
-        self._elsewhere = 0.0  # seconds that others took in the pass that runs
 
     def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
         """Do passes together; see `Backend.run`."""
@@ -55,57 +47,30 @@ class Training:
                 found[index] = told(error)
         cost = Cost()
         if asked:
-            if not self._pace.known:
-                self._probe()
-            results = self._timed([operation for _, operation, _ in asked])
+            results = self._run([operation for _, operation, _ in asked])
+            compositions = {}
             for (index, _, rows), result in zip(asked, results, strict=True):
                 found[index] = _answer(result, rows)
                 if isinstance(result, OperationResult):
                     cost.tokens += result.usage.tokens
                     cost.padded += result.usage.padded
                     cost.flops += result.usage.flops
+                    if result.composition:
+                        compositions[index] = Composition(result.composition)
+            cost.compositions = compositions
         return found, cost
 
     def interrupt(self, between: Callable[[], None]) -> None:
-        """Call something between the pieces of a pass; its time is not the pass's."""
+        """Call something between the pieces of a pass."""
 
-        def timed() -> None:
-            begin = time.perf_counter()
+        def guarded() -> None:
             try:
                 between()
             except Exception as error:  # half of the pass is done
                 raise error if isinstance(error, Fatal) else Fatal("sampling broke off a pass") from error
-            self._elsewhere += time.perf_counter() - begin
 
-        self._pool.between = timed
+        self._pool.between = guarded
 
-    def _probe(self) -> None:
-        """Measure the model; the first of two times says more of what a process does once."""
-        ids = [0] * min(_PROBE, self._context)
-        for _ in range(2):
-            self._pace.forget()
-            self._timed([Operation(None, "forward", [{"input_ids": ids, "labels": ids}])])
-
-    def _timed(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
-        training = any(operation.kind == "forward_backward" for operation in operations)
-        self._pool.tokens_per_pass = min(self._most, self._pace.tokens(training))
-        self._elsewhere = 0.0
-        begin, waited = time.perf_counter(), self._waited
-        results = self._run(operations)
-        seconds = time.perf_counter() - begin - self._elsewhere - (self._waited - waited)
-        done = [
-            (operation.kind == "forward_backward", result.usage)
-            for operation, result in zip(operations, results, strict=True)
-            if isinstance(result, OperationResult)
-        ]
-        if len(done) == len(results):  # else time went into what nobody counted
-            self._pace.measured(done, seconds)
-        return results
-
-    @property
-    def _waited(self) -> float:
-        """Seconds that were spent waiting for loss workers, which say nothing of the model's pace."""
-        return 0.0 if self._losses.workers is None else self._losses.workers.waited
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations, each of which succeeds or fails whole.
@@ -145,7 +110,8 @@ class Training:
             loss = self._losses.build(spec, config, rows, lane=item.lane, number=item.number)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
-        return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows
+        again = None if item.composition is None else item.composition.passes
+        return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number, composition=again), rows
 
     def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
         """Update models together; see `Backend.step`.
