@@ -34,7 +34,7 @@ class Admission:
         )
         while waiting := [part for part in waiting if part.work.error is None]:
             taken = _within(waiting, budget)
-            free = self._free_for(taken)
+            free = self.free_for(taken)
             while not self.fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
@@ -59,7 +59,7 @@ class Admission:
             kept //= self.passes.scales.layers  # a layer's, then the next
         return kept + load.beside
 
-    def _free_for(self, parts: Sequence[Part]) -> int | None:
+    def free_for(self, parts: Sequence[Part]) -> int | None:
         """Return the bytes that are free for a pass over parts; None if unknown."""
         recompute = self.passes.recompute
         if recompute.available() is None:

@@ -272,7 +272,7 @@ class LoraPool(AdapterPool):
     def _again(self, works: Sequence[Work]) -> Iterator[tuple[list[Part], int | None]]:
         """Yield passes as they were composed when operations were computed before, as far as they fit into memory."""
         for parts in self.compositions.passes(works):
-            free = self.passes.recompute.available()
+            free = self.admission.free_for(parts)
             if self.admission.fits(parts, free):
                 yield parts, free
                 continue
