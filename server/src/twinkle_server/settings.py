@@ -22,6 +22,7 @@ class Limits:
         queued: operations of one tenant that wait or run.
         small_bytes: payloads and results up to this size live in the database, as those of a pass of 4,096 tokens do;
             larger ones are files, which take longer and keep the database small.
+        graph_seconds: that a loss graph of a client may take for all rows of one operation, backward included.
     """
 
     body_bytes: int = 64 * 2**20
@@ -32,6 +33,7 @@ class Limits:
     samples: int = 512
     queued: int = 4096
     small_bytes: int = 128 * 2**10
+    graph_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

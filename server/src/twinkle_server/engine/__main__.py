@@ -46,7 +46,11 @@ def make_backend(settings: Settings) -> Backend:
     if settings.backend == "pool":
         from twinkle_server.engine.pool.backend import PoolBackend  # imports torch
 
-        given = {"max_pass_seconds": settings.max_pass_seconds, "custom_losses": settings.custom_losses}
+        given = {
+            "max_pass_seconds": settings.max_pass_seconds,
+            "custom_losses": settings.custom_losses,
+            "custom_loss_seconds": settings.limits.graph_seconds,
+        }
         extra = {**given, **settings.extra}
         return PoolBackend(replace(options, extra=extra))
     raise ValueError(f"there is no backend {settings.backend!r}; there are 'pool' and 'ledger'")

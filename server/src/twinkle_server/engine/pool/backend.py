@@ -17,6 +17,7 @@ from twinkle_server.engine.pool.sampling import Sampling
 from twinkle_server.engine.pool.training import Training
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
+from twinkle_server.settings import Limits
 
 _NO_CONTEXT = 1 << 20
 """Tokens that a row may have where the model's configuration does not say."""
@@ -28,7 +29,8 @@ class PoolBackend:
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
             those of `TorchSampler`, `max_pass_seconds`, about which a step of sampling waits for training, and
-            `custom_losses`, whether clients may send losses of their own.
+            `custom_losses`, whether clients may send losses of their own; `custom_loss_seconds`, that such a loss may
+            take for one operation.
     """
 
     def __init__(self, options: BackendOptions) -> None:
@@ -52,6 +54,7 @@ class PoolBackend:
         pace = Pace(float(options.extra.get("max_pass_seconds", 0.5)))
         self._training = Training(self.model.pool, self._lanes, losses, self._info.context, vocabulary, pace)
         self._training.custom = bool(options.extra.get("custom_losses"))
+        self._training.custom_seconds = float(options.extra.get("custom_loss_seconds", Limits().graph_seconds))
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
         self._sampling = Sampling(self.model, self._info, together | dict(options.extra.get("sampler", {})))

@@ -33,8 +33,10 @@ class Training:
 
     Attributes:
         custom: clients may send losses of their own.
+        custom_seconds: that such a loss may take for one operation.
     """
 
+    custom_seconds = custom.SECONDS
     custom = False
 
     def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int, pace: Pace) -> None:
@@ -128,7 +130,9 @@ class Training:
             config = codec.loss_config(request)
         except ValueError as error:
             raise UserError(str(error)) from error
-        loss = custom.build(config, rows) if spec is None else self._losses.build(spec, config, rows)
+        loss = (
+            custom.build(config, rows, self.custom_seconds) if spec is None else self._losses.build(spec, config, rows)
+        )
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         return Operation(lane.ref, kind, features, loss, rows.inputs, number=item.number), rows
