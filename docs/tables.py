@@ -253,7 +253,11 @@ LIMITS = {
     "a request for a result": "is held {poll}, and then told to come again; what was never given is answered at once",
     "a future's result, unread / read": "kept {kept_result} / {read_result}",
     "a payload or result in the database": "{small_bytes}; a larger one is a file",
-    "a missing sequence number": "what waits for it says so after {gap_pause}, and fails after {gap_fail}",
+    "a missing sequence number": (
+        "what waits for it says so after {gap_pause}, and fails after {gap_fail}; while its request may still come (a "
+        "slow upload, one that was turned away for the moment, a restart), after {gap_limit} at the latest"
+    ),
+    "a loss graph of a client": "{graph_seconds} seconds for all rows of a request, backward included",
     "a sequence number above the next one of its model": "{farthest}; one that is further away is answered with 422",
     "requests of a tenant whose operations cannot be done as they are asked": (
         "{refusals_at_once} at once, {refusals} a second; more are answered with 429"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from twinkle_server.application import create_application
+from twinkle_server.armour.arriving import Arriving
 from twinkle_server.armour.bodies import Bodies
 from twinkle_server.armour.requests import Requests
 from twinkle_server.checkpoints.links import Links, download_routes
@@ -43,5 +44,5 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     faces.include_router(health_routes(service.ready, status, metrics, keys))
     bodies = Bodies(Audited(Direct(faces, router.routes), store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    guarded = Authentication(bodies, keys, PROBES | INSIDE)
+    guarded = Authentication(Arriving(bodies, service.arrivals), keys, PROBES | INSIDE)
     return Requests(Observed(guarded, metrics))

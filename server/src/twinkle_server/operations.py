@@ -25,6 +25,10 @@ Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
 
 
+LOST = b"lost"
+"""`Submission.asked` of a number that never came: a request that comes later gets the future of that failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """An operation that somebody asks for.

@@ -43,7 +43,11 @@ class Times:
     Attributes:
         poll: a future's request is held so long before it answers `try_again`.
         gap_pause: a missing number is told as the reason after this.
-        gap_fail: what waits for it fails after this.
+        gap_fail: what waits for it fails after this, unless its request may still come: a slow upload of its tenant is
+            under way or has just ended, or a request of its tenant was turned away for the moment (see `resend`).
+        gap_limit: what waits for it fails after this at the latest.
+        resend: a client sends a request again within this time if it was answered with 408, 429 or 5xx, if its
+            connection broke, or if the service was started anew.
         session: a session without heartbeat ends after this.
         kept_run: the state of a model whose session ended is kept so long.
         kept_result: a result that nobody has read is kept so long.
@@ -57,8 +61,10 @@ class Times:
     """
 
     poll: float = 30.0
-    gap_pause: float = 60.0
-    gap_fail: float = 600.0
+    gap_pause: float = 3.0
+    gap_fail: float = 10.0
+    gap_limit: float = 600.0
+    resend: float = 35.0
     session: float = 300.0
     kept_run: float = 7 * 86400.0
     kept_result: float = 86400.0
