@@ -181,7 +181,7 @@ class ModelInfo:
         context: tokens that a row may have.
         vocabulary: number of token ids.
         architecture: of the model class.
-        tokenizer: where clients find its tokenizer.
+        tokenizer: where clients find its tokenizer; "" if it has none.
         losses: names that a request may use.
     """
 

@@ -56,6 +56,8 @@ class Times:
         deadline: a pass that takes longer is taken for hung, and the engine is started anew.
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
+        silent: an engine that gives no sign of life for so long is said not to respond (it was stopped, say); it is
+            ended after `deadline` if it owes an answer.
         start: the engine may take so long to load the model.
         upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
     """
@@ -73,6 +75,7 @@ class Times:
     deadline: float = 600.0
     drain: float = 30.0
     snapshot: float = 30.0
+    silent: float = 5.0
     start: float = 1800.0
     upkeep: float = 600.0
 
@@ -95,6 +98,8 @@ class Settings:
         losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
             says it is tenant-safe.
         custom_losses: let clients register loss graphs.
+        local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Not where a
+            proxy on this machine forwards requests of others: they look like its own.
         take_over: take the data directory from a service on another machine, which is dead.
         limits: see `Limits`.
         times: see `Times`.
@@ -113,6 +118,7 @@ class Settings:
     snapshot_steps: int = 20
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False
+    local_metrics: bool = False
     take_over: bool = False
     limits: Limits = field(default_factory=Limits)
     times: Times = field(default_factory=Times)

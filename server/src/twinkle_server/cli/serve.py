@@ -30,6 +30,11 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 )
 @click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
 @click.option(
+    "--local-metrics",
+    is_flag=True,
+    help="Answer /metrics and status to programs on this machine without a key; not behind a proxy on this machine.",
+)
+@click.option(
     "--take-over",
     is_flag=True,
     help="Take the folder from a service on another machine, of which you know that it is dead.",
@@ -58,6 +63,7 @@ def main(
     max_pass_ms: float,
     losses: tuple[str, ...],
     custom_losses: bool,
+    local_metrics: bool,
     take_over: bool,
     log_level: str,
     backend: str,
@@ -82,6 +88,7 @@ def main(
         backend=backend,
         losses=losses or None,
         custom_losses=custom_losses,
+        local_metrics=local_metrics,
         take_over=take_over,
     )
     with told():

@@ -14,6 +14,7 @@ from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.losses import Losses
 from twinkle_server.engine.pool.pace import Pace
 from twinkle_server.engine.pool.sampling import Sampling
+from twinkle_server.engine.pool.tokenizers import has_tokenizer
 from twinkle_server.engine.pool.training import Training
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
@@ -47,7 +48,7 @@ class PoolBackend:
             context=int(context),
             vocabulary=vocabulary,
             architecture=type(self.model.model).__name__,
-            tokenizer=str(self.model.model_path),
+            tokenizer=str(self.model.model_path) if has_tokenizer(Path(self.model.model_path)) else "",
             losses=losses.names(),
         )
         self._lanes = Lanes(self.model)
