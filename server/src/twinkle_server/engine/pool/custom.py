@@ -48,7 +48,9 @@ class CustomLoss(Loss):
             for name, rank in self.graph.inputs[1:]:
                 given[name] = self._input(inputs, kwargs, name, row, shape, rank).to(logps.device)
             loss, gradient, said = value_and_gradient(self.graph, given, "logprobs", self.budget)
-            total = total + (loss if gradient is None else _Known.apply(scores, loss, gradient))
+            if gradient is not None:
+                loss = _Known.apply(scores, loss, gradient)  # type: ignore[no-untyped-call]
+            total = total + loss
             for name, value in said.items():
                 metrics[name] = metrics.get(name, 0.0) + value
         return LossOutput(total, 1.0, metrics)

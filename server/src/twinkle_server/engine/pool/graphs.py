@@ -184,7 +184,7 @@ def _watch(result: Any, budget: Budget) -> None:
     """Check the time in the backward pass of a step, before its gradient is computed."""
     for value in result if isinstance(result, list | tuple) else (result,):
         if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(lambda gradient: budget.check())
+            value.register_hook(lambda gradient: budget.check())  # type: ignore[no-untyped-call]
 
 
 def _plain(value: Any) -> Any:
