@@ -460,7 +460,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_body_that_is_wrong_in_one_field_hurts_nobody(tmp_path: Path) -> None:
-    asyncio.run(strike(tmp_path, 300, 1))
+    asyncio.run(strike(tmp_path, 150, 1))
 
 
 @pytest.mark.soak
