@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 os.environ.update(TINKER_TELEMETRY="0", NO_PROXY="127.0.0.1,localhost", no_proxy="127.0.0.1,localhost")
@@ -81,7 +81,7 @@ def step(connection: Connection, model: str, number: int, learning_rate: float =
 
 def metric(service: Served, name: str) -> float:
     """Return one line of `/metrics`, by its name with labels; 0 if it is not there."""
-    with urlopen(f"{service.url}/metrics", timeout=10) as answer:
+    with urlopen(Request(f"{service.url}/metrics", headers={"X-API-Key": service.key}), timeout=10) as answer:
         for line in answer.read().decode().splitlines():
             if line.startswith(f"{name} "):
                 return float(line.rpartition(" ")[2])

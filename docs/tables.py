@@ -255,7 +255,11 @@ LIMITS = {
     "sequences sampled with `record_stability_info`": "kept {kept_record} after they were sampled or trained on last",
     "recipients of an encrypted checkpoint": "{recipients}",
     "a payload or result in the database": "{small_bytes}; a larger one is a file",
-    "a missing sequence number": "what waits for it says so after {gap_pause}, and fails after {gap_fail}",
+    "a missing sequence number": (
+        "what waits for it says so after {gap_pause}, and fails after {gap_fail}; while its request may still come (a "
+        "slow upload, one that was turned away for the moment, a restart), after {gap_limit} at the latest"
+    ),
+    "a loss graph of a client": "{graph_seconds} seconds for all rows of a request, backward included",
     "a sequence number above the next one of its model": "{farthest}; one that is further away is answered with 422",
     "requests of a tenant whose operations cannot be done as they are asked": (
         "{refusals_at_once} at once, {refusals} a second; more are answered with 429"

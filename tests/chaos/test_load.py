@@ -234,7 +234,7 @@ async def figures(url: str) -> dict[str, float]:
 
 
 def survives_overload(folder: Path, seconds: float) -> None:
-    with served(folder, auth=True, **OVERLOAD) as service:
+    with served(folder, auth=True, local_metrics=True, **OVERLOAD) as service:
         first, last, longest = uvloop.run(
             overloaded(service.url, [service.new_key(f"t{at}") for at in range(len(LENGTHS))], seconds)
         )

@@ -2,11 +2,14 @@
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import server_sdk as sdk
 from server_raw import Failed, Raw, RawModel, pass_body, row
+from serving import Served
 
 ROWS = [list(range(at, at + 6)) for at in (5, 40, 90, 150)]
 
@@ -91,6 +94,42 @@ def test_line_58_what_waits_for_a_number_that_never_comes_fails(counted: Raw) ->
     assert failed.value.category == "user"
     model.last = 2
     assert model.forward_backward([row(ROWS[0])]), "the lane goes on behind the gap"
+
+
+def test_line_58_a_request_that_comes_after_its_number_was_given_up_is_told_so_and_never_runs(counted: Raw) -> None:
+    model = counted.model()
+    with pytest.raises(Failed, match="number 1 of this model did not arrive"):
+        counted.result(submit_step(model, 2))
+    late = counted.send("/forward_backward", pass_body(model.id, 1, [row(ROWS[0])]))
+    assert late.status_code == 200, "the SDK repeats a 409 for five minutes"
+    with pytest.raises(Failed, match=r"cannot run number 1 .* nothing was computed") as failed:
+        counted.result(late.json()["request_id"], "pass")
+    assert failed.value.category == "user"
+    model.last = 2
+    assert ledger_of(model) == ([], [])
+
+
+def test_line_58_the_sdk_goes_on_after_a_request_that_failed_in_the_client(served: Served, tiny: Path) -> None:
+    image = sdk.tinker.types.ImageAssetPointerChunk(format="png", location="file:///none.png", expected_tokens=2)
+    broken = sdk.row(ROWS[0])
+    broken.model_input.chunks.insert(0, image)
+    adam = sdk.tinker.AdamParams(learning_rate=1e-2)
+    found = []
+    with sdk.opened(served.url) as client:
+        for fails in (True, False):
+            training = sdk.trainer(client, str(tiny), seed=3)
+            if fails:
+                with pytest.raises(ValueError, match="Unsupported model input chunk"):
+                    training.forward_backward([broken], "cross_entropy").result(sdk.SECONDS)
+                with pytest.raises(
+                    sdk.tinker.RequestFailedError, match="number 1 of this model did not arrive"
+                ) as told:
+                    training.optim_step(adam).result(sdk.SECONDS)
+                assert "uses up its number" in str(told.value)
+            training.forward_backward([sdk.row(ROWS[1])], "cross_entropy").result(sdk.SECONDS)
+            training.optim_step(adam).result(sdk.SECONDS)
+            found.append(sdk.logprobs(training, ROWS[2]))
+    assert found[0] == found[1]
 
 
 def test_line_60_models_trained_at_once_are_as_if_alone(raw: Raw) -> None:

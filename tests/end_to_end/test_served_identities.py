@@ -96,7 +96,7 @@ def test_the_base_model_names_neither_afterwards(service: Served, tenants: dict[
 
 
 def test_the_tenants_shared_passes_and_steps(service: Served, tenants: dict[str, Tenant]) -> None:
-    text = httpx.get(f"{service.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{service.url}/metrics", headers={"X-API-Key": service.key}, trust_env=False).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     found: Any = {(sample.name, sample.labels.get("kind")): sample.value for sample in samples}
     for kind in ("pass", "optim_step"):

@@ -57,7 +57,8 @@ class Engine:
 
     def _read(self) -> None:
         for message in self._link:
-            self._arrived.put(message)
+            if message.type != messages.ALIVE:
+                self._arrived.put(message)
         self._arrived.put(None)
 
     def send(self, type_: str, body: bytes = b"", /, **head: Any) -> None:

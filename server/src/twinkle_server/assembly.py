@@ -3,11 +3,12 @@
 from typing import Any
 
 from twinkle_server.application import create_application
+from twinkle_server.armour.arriving import Arriving
 from twinkle_server.armour.bodies import Bodies
 from twinkle_server.armour.requests import Requests
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.direct import Direct
-from twinkle_server.observe.health import INSIDE, PROBES, health_routes
+from twinkle_server.observe.health import INSIDE, PROBES, Access, folder_token, health_routes
 from twinkle_server.observe.metrics import Metrics
 from twinkle_server.observe.requests import Observed
 from twinkle_server.runtime.service import Service
@@ -40,8 +41,9 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     async def status() -> dict[str, Any]:
         return await service.status()
 
-    faces.include_router(health_routes(service.ready, status, metrics, keys))
+    access = Access(keys, folder_token(store.secret), settings.local_metrics)
+    faces.include_router(health_routes(service.ready, status, metrics, access))
     bodies = Bodies(Audited(Direct(faces, router.routes), store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    guarded = Authentication(bodies, keys, PROBES | INSIDE)
+    guarded = Authentication(Arriving(bodies, service.arrivals), keys, PROBES | INSIDE)
     return Requests(Observed(guarded, metrics))

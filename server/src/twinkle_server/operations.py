@@ -25,6 +25,10 @@ Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
 
 
+LOST = b"lost"
+"""`Submission.asked` of a number that never came: a request that comes later gets the future of that failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """An operation that somebody asks for.
@@ -179,7 +183,7 @@ class ModelInfo:
         context: tokens that a row may have.
         vocabulary: number of token ids.
         architecture: of the model class.
-        tokenizer: where clients find its tokenizer.
+        tokenizer: where clients find its tokenizer; "" if it has none.
         losses: names that a request may use.
     """
 

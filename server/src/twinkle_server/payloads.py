@@ -9,11 +9,20 @@ from typing import Any, Self
 
 import orjson
 
+from twinkle_server.errors import BadRequest
+
 
 class _Payload:
     def dump(self) -> bytes:
-        """Return the bytes for the log."""
-        return orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)  # type: ignore[call-overload]
+        """Return the bytes for the log.
+
+        Raises:
+            BadRequest: a value cannot be written as JSON: an integer beyond 64 bits, say.
+        """
+        try:
+            return orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)  # type: ignore[call-overload]
+        except TypeError as error:
+            raise BadRequest(f"the request holds a value that cannot be kept: {error}") from error
 
     @classmethod
     def parse(cls, data: bytes) -> Self:

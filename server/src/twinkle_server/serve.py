@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
 from twinkle_server.observe import logs, presence
+from twinkle_server.observe.health import folder_token
 from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
@@ -210,7 +211,9 @@ async def _answer(
             gc.freeze()  # without a collection, which would take longer than its finds are worth
             gc.enable()
             await _first_key(settings, store)
-            _say_ready(settings, listener)
+            if settings.backend == "pool" and not service.info.tokenizer:
+                _say(no_tokenizer(settings.model))
+            _say_ready(settings, listener, store.secret)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not service.lost.is_set():
             await service.drain()
@@ -220,6 +223,14 @@ async def _answer(
         for task in (ready, *ends):
             task.cancel()
     return _LOST if service.lost.is_set() else 0
+
+
+def no_tokenizer(model: str) -> str:
+    """Return what is said at the start where the model's folder has no tokenizer."""
+    return (
+        f"Warning: {model} has no tokenizer. Training and sampling by token ids work; stop strings are refused, and "
+        "clients need a tokenizer of their own. Copy the tokenizer's files (tokenizer.json, …) there."
+    )
 
 
 def last_words(text: str) -> str:
@@ -288,10 +299,12 @@ async def _first_key(settings: Settings, store: Store) -> None:
         _say(f"Operator's key, shown this once: {key}")
 
 
-def _say_ready(settings: Settings, listener: socket.socket) -> None:
+def _say_ready(settings: Settings, listener: socket.socket, secret: bytes) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    here = presence.Presence(os.getpid(), local_url(host, port), settings.served_name, time.time())
+    here = presence.Presence(
+        os.getpid(), local_url(host, port), settings.served_name, time.time(), folder_token(secret)
+    )
     presence.announce(Path(settings.data), here)
     _say(f"Twinkle serves {settings.served_name} at {url} (pid {os.getpid()})")
 

@@ -23,6 +23,7 @@ class Limits:
         small_bytes: payloads and results up to this size live in the database, as those of a pass of 4,096 tokens do;
             larger ones are files, which take longer and keep the database small.
         loss_bytes: that the loss of a plugin may allocate in its worker process.
+        graph_seconds: that a loss graph of a client may take for all rows of one operation, backward included.
     """
 
     body_bytes: int = 64 * 2**20
@@ -34,6 +35,7 @@ class Limits:
     queued: int = 4096
     small_bytes: int = 128 * 2**10
     loss_bytes: int = 2**30
+    graph_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,11 @@ class Times:
     Attributes:
         poll: a future's request is held so long before it answers `try_again`.
         gap_pause: a missing number is told as the reason after this.
-        gap_fail: what waits for it fails after this.
+        gap_fail: what waits for it fails after this, unless its request may still come: a slow upload of its tenant is
+            under way or has just ended, or a request of its tenant was turned away for the moment (see `resend`).
+        gap_limit: what waits for it fails after this at the latest.
+        resend: a client sends a request again within this time if it was answered with 408, 429 or 5xx, if its
+            connection broke, or if the service was started anew.
         session: a session without heartbeat ends after this.
         kept_run: the state of a model whose session ended is kept so long.
         kept_result: a result that nobody has read is kept so long.
@@ -54,6 +60,8 @@ class Times:
         deadline: a pass that takes longer is taken for hung, and the engine is started anew.
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
+        silent: an engine that gives no sign of life for so long is said not to respond (it was stopped, say); it is
+            ended after `deadline` if it owes an answer.
         start: the engine may take so long to load the model.
         revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
         loss: the loss of a plugin may take so long for one operation, at most half of `deadline`.
@@ -63,8 +71,10 @@ class Times:
     """
 
     poll: float = 30.0
-    gap_pause: float = 60.0
-    gap_fail: float = 600.0
+    gap_pause: float = 3.0
+    gap_fail: float = 10.0
+    gap_limit: float = 600.0
+    resend: float = 35.0
     session: float = 300.0
     kept_run: float = 7 * 86400.0
     kept_result: float = 86400.0
@@ -74,6 +84,7 @@ class Times:
     deadline: float = 600.0
     drain: float = 30.0
     snapshot: float = 30.0
+    silent: float = 5.0
     start: float = 1800.0
     loss: float = 10.0
     loss_start: float = 60.0
@@ -105,6 +116,8 @@ class Settings:
         strict_losses: refuse losses under a published name whose formula is not the published one.
         loss_workers: compute the losses of plugins that do not ship with Twinkle in processes of their own.
         in_process_losses: names of plugins whose losses are computed in the engine all the same.
+        local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Not where a
+            proxy on this machine forwards requests of others: they look like its own.
         take_over: take the data directory from a service on another machine, which is dead.
         accept_base: serve the model though the directory's adapters of that name were trained on another one.
         limits: see `Limits`.
@@ -128,6 +141,7 @@ class Settings:
     strict_losses: bool = False
     loss_workers: bool = True
     in_process_losses: tuple[str, ...] = ()
+    local_metrics: bool = False
     take_over: bool = False
     accept_base: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -20,6 +20,7 @@ from twinkle_server.application import create_application
 from twinkle_server.cli.server import main as server
 from twinkle_server.direct import Direct
 from twinkle_server.observe import logs
+from twinkle_server.observe.health import INSIDE
 from twinkle_server.tenancy.keys import new_key
 from twinkle_server.wire import tinker_pb2 as wire
 
@@ -127,7 +128,7 @@ def look(client: httpx.Client, model: str) -> dict[str, bytes]:
         f"/training_runs/{model}/checkpoints", "/get_server_capabilities",
     ))):  # fmt: skip
         answer = client.get(path)
-        assert answer.status_code == 200, (path, answer.text)
+        assert answer.status_code == 200 or (path in INSIDE and answer.status_code == 403), (path, answer.text)
         told[path] = answer.content
     found = post(client, "/sessions/search", {"user_metadata": {}, "limit": 50})
     return {**told, "search": found.content}

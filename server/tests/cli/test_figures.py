@@ -1,5 +1,6 @@
 """The figures of a running service move with what happens in it, by exactly as much."""
 
+import json
 import os
 import signal
 import time
@@ -45,7 +46,7 @@ def parties(service: Served) -> Iterator[dict[str, Raw]]:
 
 def read(service: Served) -> Figures:
     """Return all samples, by name and the values of their labels."""
-    text = httpx.get(f"{service.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{service.url}/metrics", headers={"X-API-Key": service.key}, trust_env=False).text
     families = text_string_to_metric_families(text)
     return {
         (sample.name.removeprefix("twinkle_"), *(value for _, value in sorted(sample.labels.items()))): sample.value
@@ -162,3 +163,10 @@ def test_what_waits_is_shown_while_it_waits(service: Served, parties: dict[str, 
     RawModel(model.raw, model.id).step()
     model.raw.result(early)
     assert read(service)[("open_futures",)] == before
+
+
+def test_status_is_read_through_the_folder_and_figures_with_the_operators_key(service: Served) -> None:
+    said = CliRunner().invoke(server, ["status", "--json", "--data", str(service.data)])
+    assert json.loads(said.output)["running"] is True
+    for path in ("/metrics", "/twinkle/status"):
+        assert httpx.get(f"{service.url}{path}", trust_env=False).status_code == 401

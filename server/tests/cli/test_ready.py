@@ -1,6 +1,8 @@
 """`/readyz` of a running service says no while no work would be done, and yes again without anybody's help."""
 
+import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +92,25 @@ def test_an_engine_that_died_is_told_until_the_next_one_is_up(service: Served, m
     with pytest.raises(Failed, match="the engine died, twice"):
         model.raw.result(bad, "pass", polls=30)
     wait(service, lambda status, _: status == 200)
+
+
+def test_an_engine_that_was_stopped_is_told_until_it_goes_on(service: Served, model: RawModel) -> None:
+    engine = service.engine()
+    assert engine is not None
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        facts = wait(service, lambda status, _: status == 503)
+        assert facts["engine"].startswith("not responding: no sign of life for ")
+        assert model.raw.status()["engine"].startswith("not responding")
+        request = model.submit_pass([row([GOOD, 2, 3])])
+        said = model.raw.poll(request).json()
+        assert (said["type"], said["queue_state"]) == ("try_again", "paused_capacity")
+        assert "the engine is not responding" in said["queue_state_reason"]
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    facts = wait(service, lambda status, _: status == 200)
+    assert (facts["engine"], service.engine()) == ("up", engine)
+    assert model.raw.result(request, "pass")
 
 
 @contextmanager

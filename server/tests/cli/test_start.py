@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from server_raw import Failed, Raw
+from serving import commanded
 
 from twinkle.errors import ComponentNotFound, OutputError
 from twinkle.testing import tiny_model
@@ -90,3 +91,12 @@ def test_a_loss_that_nobody_offers_is_told_at_the_start(tmp_path: Path) -> None:
     assert isinstance(error, ComponentNotFound)
     assert "CrossEntropyLoss" in str(error)
     assert not (tmp_path / "data").exists()
+
+
+def test_a_model_without_tokenizer_is_told_at_the_start(tmp_path: Path) -> None:
+    base = tiny_model(tmp_path / "base", "qwen3")
+    for file in (base / "tokenizer.json", base / "tokenizer_config.json"):
+        file.unlink()
+    command = commanded(["twinkle", "serve", str(base), "--data", str(tmp_path / "data"), "--no-auth"])
+    command.start().stop()
+    assert f"Warning: {base} has no tokenizer" in command.log()

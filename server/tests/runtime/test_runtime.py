@@ -193,12 +193,47 @@ def test_a_gap_is_told_as_the_reason_and_given_up_in_the_end() -> None:
         assert told.error is not None
         assert "number 1 of this model did not arrive" in told.error
         assert applied(await answer(runtime, (await ask(runtime, 4)).request)) == [4]
-        with pytest.raises(SequenceConflict):
-            await ask(runtime, 1)
+        late = await answer(runtime, (await ask(runtime, 1)).request)
+        assert (late.status, late.category) == ("failed", "user")
+        assert "cannot run number 1 of this model" in str(late.error)
         await runtime.close()
         later = await world.runtime()
         assert applied(await answer(later, (await ask(later, 5)).request)) == [4, 5]
         await later.close()
+
+    within(SOON, scenario)
+
+
+@pytest.mark.parametrize("limit", [600.0, 0.5])
+def test_a_gap_is_not_given_up_while_its_request_may_come_again_but_for_a_limit(limit: float) -> None:
+    async def scenario() -> None:
+        world = World(times=Times(gap_fail=0.02, gap_limit=limit))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        with runtime.arrivals.watch("ada") as answered:
+            answered(503)
+        waiting = await ask(runtime, 2)
+        await asyncio.sleep(0.3)
+        if limit > SOON:
+            assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
+            assert applied(await answer(runtime, waiting.request)) == [1, 2]
+        else:
+            assert "number 1 of this model did not arrive" in str((await answer(runtime, waiting.request)).error)
+        await runtime.close()
+
+    within(SOON, scenario)
+
+
+def test_clients_may_send_again_after_a_restart_before_a_gap_is_given_up() -> None:
+    async def scenario() -> None:
+        world = World(times=Times(gap_fail=0.02))
+        await world.journal.submit(Submission("ada", LANE, "create", b"{}", 0))
+        waiting, _ = await world.journal.submit(Submission("ada", LANE, "forward_backward", b"{}", 2))
+        runtime = await world.runtime()
+        await asyncio.sleep(0.3)
+        assert applied(await answer(runtime, (await ask(runtime, 1)).request))
+        assert (await answer(runtime, waiting.request)).error is None
+        await runtime.close()
 
     within(SOON, scenario)
 

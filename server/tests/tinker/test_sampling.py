@@ -133,6 +133,7 @@ def test_what_cannot_be_sampled_fails_as_the_users_fault(client, name, changes: 
         ({"sampling_session_id": "none:sample:0"}, 404),
         ({"prompt": [1]}, 422),
         ({"sampling_params": {"stop": ["a", 1]}}, 422),
+        ({"sampling_params": {"stop": [2**64]}}, 422),
         ({"seq_id": -1}, 422),
         ({"seq_id": None}, 422),
         ({"sampling_params": {"max_tokens": 10**30}}, 422),

@@ -1,7 +1,10 @@
 """Training over plain HTTP: models, passes, updates; what is wrong fails the operation and uses up its number."""
 
 import asyncio
+import base64
+import json
 import time
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -219,6 +222,24 @@ def test_custom_losses_are_checked_and_named_where_they_are_switched_on(served):
     refused = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [start, evil, end]}})
     assert (refused.status_code, "'os.system' is none" in refused.json()["detail"]) == (400, True)
     assert client.post("/retrieve_future", json={"request_id": "loss.x"}).status_code == 404
+
+
+@pytest.mark.parametrize("depth", [50, 900])
+def test_an_id_of_a_loss_that_is_nested_deeply_is_none(served, depth: int):
+    nodes = [["total", "sum", json.loads("[" * depth + "]" * depth), {}]]
+    said = json.dumps({"inputs": [["logprobs", 1]], "nodes": nodes, "loss": "total", "metrics": {}})
+    name = "loss." + base64.urlsafe_b64encode(zlib.compress(said.encode())).decode().rstrip("=")
+    assert served.http().post("/retrieve_future", json={"request_id": name}).status_code == 404
+
+
+def test_a_graph_larger_than_any_loss_is_refused_before_it_is_walked_through(served):
+    client = served.http()
+    served.house.settings = replace(served.house.settings, custom_losses=True)
+    node = {"op": "call_function", "name": "n", "target": "torch.sum", "args": [[{"ref": "logprobs"}] * 200_000]}
+    body = {"session_id": session(client), "custom_loss_seq_id": 0, "name": "x", "inputs": []}
+    answer = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [node]}})
+    assert answer.status_code == 400
+    assert "the limit is 1048576" in answer.json()["detail"]
 
 
 def test_unload_takes_the_next_number_and_ends_the_model(served):

@@ -75,6 +75,7 @@ def test_sparse_inputs_and_images_are_carried_over():
         ({**WORK, "loss_fn_config": {"a": None}}, r"loss_fn_config\.a is absent"),
         (row(model_input={"chunks": [{"tokens": [2**31]}]}), r"data\[0\]: chunks\[0\]: tokens has numbers outside"),
         (row(model_input={"chunks": [{"tokens": [2**70]}]}), "no flat list of integers"),
+        (row(loss_fn_inputs={"weights": {"data": [1e308], "dtype": "float32"}}), "outside the range of float32"),
         (row(model_input={"chunks": [{"tokens": [1.5]}]}), "no flat list of integers"),
         (row(model_input={"chunks": [{"tokens": [[1]]}]}), "no flat list"),
         (row(model_input={"chunks": [{"tokens": "abc"}]}), "tokens is a str"),

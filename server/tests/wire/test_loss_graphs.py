@@ -1,5 +1,9 @@
 """Graphs of losses: what is not in the tables is refused before anything could run it."""
 
+import base64
+import json
+import math
+import zlib
 from typing import Any
 
 import pytest
@@ -55,6 +59,10 @@ def test_a_graph_is_its_id_and_the_other_way_round():
         (call("a b", "torch.sum", {"ref": "logprobs"}), "no name"),
         ({"op": "placeholder", "name": "other", "target": "other"}, "none of its inputs"),
         (5, "no object"),
+        (call("total", "torch.sum", json.loads("[" * 50 + "]" * 50)), "nested deeper than 8"),
+        (call("total", "torch.sum", {"tuple": [{"tuple": [{"tuple": [[[[[[1]]]]]]}]}]}), "nested deeper than 8"),
+        (call("total", "torch.getitem", {"ref": "logprobs"}, {"slice": [1, 2, 3, 4]}), "none that a loss may use"),
+        (call("total", "torch.sum", math.nan), 'write {"float": "nan"}'),
     ],
 )
 def test_what_a_loss_may_not_do_is_refused_by_name(node: Any, words: str):
@@ -109,3 +117,18 @@ def test_a_packed_bomb_is_unpacked_no_further_than_a_graph_may_be():
 def test_any_text_is_an_id_or_refused(text: str):
     with pytest.raises(ValueError, match="no loss_id"):
         read_loss_id(text)
+
+
+def test_an_integer_that_json_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        loss_id(read_graph(INPUTS, [*START, call("total", "torch.sum", 2**70), output()]))
+
+
+@pytest.mark.parametrize("depth", [60, 1000, 20_000])
+def test_an_id_that_is_nested_deeply_is_refused(depth: int):
+    nodes = [["total", "sum", json.loads("[" * min(depth, 900) + "]" * min(depth, 900)), {}]]
+    said = json.dumps({"inputs": [["logprobs", 1]], "nodes": nodes, "loss": "total", "metrics": {}})
+    data = said if depth < 1000 else said.replace("[[", "[" * depth, 1)
+    packed = base64.urlsafe_b64encode(zlib.compress(data.encode())).decode().rstrip("=")
+    with pytest.raises(ValueError, match=r"nested deeper than|is no loss_id"):
+        read_loss_id("loss." + packed)

@@ -67,6 +67,11 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     help="How much memory the loss of a plugin may take.",
 )
 @click.option(
+    "--local-metrics",
+    is_flag=True,
+    help="Answer /metrics and status to programs on this machine without a key; not behind a proxy on this machine.",
+)
+@click.option(
     "--take-over",
     is_flag=True,
     help="Take the folder from a service on another machine, of which you know that it is dead.",
@@ -113,6 +118,7 @@ def main(
     in_process: tuple[str, ...],
     loss_seconds: float,
     loss_memory_mb: int,
+    local_metrics: bool,
     take_over: bool,
     accept_base: bool,
     trash_hours: float,
@@ -144,6 +150,7 @@ def main(
         loss_workers=loss_workers,
         in_process_losses=in_process,
         limits=Limits(loss_bytes=loss_memory_mb * 2**20),
+        local_metrics=local_metrics,
         take_over=take_over,
         accept_base=accept_base,
         times=Times(loss=loss_seconds, trash=trash_hours * 3600),

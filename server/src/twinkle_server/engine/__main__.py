@@ -53,6 +53,7 @@ def make_backend(settings: Settings) -> Backend:
         given = {
             "pass_tokens": settings.pass_tokens,
             "custom_losses": settings.custom_losses,
+            "custom_loss_seconds": settings.limits.graph_seconds,
             "strict_losses": settings.strict_losses,
             "loss_workers": _worker_limits(settings),
             "in_process_losses": settings.in_process_losses,

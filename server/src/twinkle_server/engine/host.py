@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ _PIECES = 4
 """Passes that a turn may take: between them sampling goes on, and what arrives meanwhile waits for all of them."""
 FATAL = 70
 """Exit status after which nothing but a new process helps."""
+_BEAT = 1.0  # seconds
 _Item = Message | Callable[[], None]
 _log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Host:
         try:
             self._link.send(Message(messages.READY, {"info": asdict(self._backend.describe())}))
             threading.Thread(target=self._read, name="reader", daemon=True).start()
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             while True:
                 self.turn()
         except LinkClosed:
@@ -125,6 +128,13 @@ class Host:
         for message in self._link:
             self._inbox.put(message)
         os._exit(0)
+
+    def _beat(self) -> None:
+        """Tell the service that this process runs, whatever the other threads do."""
+        with contextlib.suppress(LinkClosed):
+            while True:
+                self._link.send(Message(messages.ALIVE))
+                time.sleep(_BEAT)
 
     def _receive(self) -> None:
         """Take what arrived; wait for something if there is nothing else to do."""

@@ -30,6 +30,7 @@ RESTORED = "restored"  #                  lane, error (None: it is there; otherw
 SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -
 DETACHED = "detached"  #                  lane                                                       -
 DRAINED = "drained"  #                    -
+ALIVE = "alive"  #                        -: the process runs; sent every second by a thread of its own
 PASSED = "passed"  #                      kind, seconds, tokens, padded, tenants, operations, flops  -
 
 

@@ -1,7 +1,10 @@
 """Routes by which others see whether the service is well: probes, figures, status."""
 
+import hashlib
+import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,20 +12,22 @@ from fastapi.responses import JSONResponse, Response
 
 from twinkle_server.errors import Forbidden
 from twinkle_server.observe.metrics import Metrics
-from twinkle_server.tenancy.auth import Caller, Keys, header, identify
+from twinkle_server.observe.presence import FOLDER_TOKEN
+from twinkle_server.tenancy.auth import Keys, check_local, header, identify
 
 PROBES = frozenset({"/healthz", "/readyz", "/api/v1/healthz"})
 """Answered to everybody."""
 INSIDE = frozenset({"/metrics", "/twinkle/status"})
-"""Answered to this machine and to operators."""
-_FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
+"""Answered to operators, and to who can read the data directory."""
+_FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"x-cluster-client-ip", b"true-client-ip")
+_FORWARDED_PREFIXES = (b"x-forwarded", b"cf-", b"x-original-", b"x-envoy-")
 
 
 def health_routes(
     ready: Callable[[], tuple[bool, dict[str, Any]]],
     status: Callable[[], Awaitable[dict[str, Any]]],
     metrics: Metrics,
-    keys: Keys | None,
+    access: "Access",
 ) -> APIRouter:
     """Return the routes.
 
@@ -30,7 +35,7 @@ def health_routes(
         ready: says whether work would be done now, and the facts behind it.
         status: returns what `twinkle server status` shows.
         metrics: of the service.
-        keys: of the service; None where none are asked for.
+        access: says who may see figures and status.
     """
     router = APIRouter()
 
@@ -50,38 +55,65 @@ def health_routes(
     @router.get("/metrics")
     async def figures(request: Request) -> Response:
         """Return all figures in Prometheus's text format."""
-        await _check_inside(request, keys)
+        await access.check(request)
         return Response(metrics.write(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/twinkle/status")
     async def status_now(request: Request) -> Response:
         """Return what the service does at the moment."""
-        await _check_inside(request, keys)
+        await access.check(request)
         return JSONResponse(await status())
 
     return router
 
 
-async def _check_inside(request: Request, keys: Keys | None) -> Caller | None:
-    """Let this machine in, and operators.
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may see figures and status.
 
-    Raises:
-        Unauthorized: a key was needed.
-        Forbidden: it is a user's.
+    That a request comes from this machine says little: a proxy on it forwards those of others, and need not say so.
+
+    Attributes:
+        keys: of the service; None where none are asked for.
+        token: that the value of `FOLDER_TOKEN` must be; "" lets nobody in by it.
+        local: let every program on this machine in.
     """
-    if is_local(request.scope):
-        return None
-    found = await identify(header(request.scope, b"x-api-key"), keys)
-    if found.role != "operator":
-        raise Forbidden("only an operator's key may ask this")
-    return found
+
+    keys: Keys | None
+    token: str = ""
+    local: bool = False
+
+    async def check(self, request: Request) -> None:
+        """Let operators in, who can read the data directory, and this machine where that is allowed.
+
+        Raises:
+            Unauthorized: a key was needed.
+            Forbidden: the key is a user's, or the service asks for no keys and the request came through a proxy.
+        """
+        scope = request.scope
+        given = header(scope, FOLDER_TOKEN.lower().encode()) or ""
+        if self.token and hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
+            return
+        if self.keys is None:
+            check_local(scope)
+            if not is_local(scope):
+                raise Forbidden("without keys only requests of this machine that no proxy forwarded are answered")
+        elif not (self.local and is_local(scope)):
+            found = await identify(header(scope, b"x-api-key"), self.keys)
+            if found.role != "operator":
+                raise Forbidden("only an operator's key may ask this")
+
+
+def folder_token(secret: bytes) -> str:
+    """Return the token of a data directory, from its secret."""
+    return hashlib.blake2b(b"figures and status", digest_size=16, key=secret[:64]).hexdigest()
 
 
 def is_local(scope: Any) -> bool:
-    """Return whether a request comes from this machine, and not through a proxy on it."""
+    """Return whether a request comes from this machine, and says nothing of a proxy that forwarded it."""
     client = scope.get("client")
     try:
         local = client is not None and ipaddress.ip_address(client[0]).is_loopback
     except ValueError:
         return False
-    return local and not any(header(scope, name) for name in _FORWARDED)
+    return local and not any(name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES) for name, _ in scope["headers"])

@@ -10,6 +10,8 @@ from twinkle_server.engine.files import TEMPORARY
 from twinkle_server.ids import new_id
 
 FILE = "server.json"
+FOLDER_TOKEN = "X-Twinkle-Folder"
+"""Header with the token of the file, which only a process that can read the data directory knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,14 @@ class Presence:
         url: as this machine reaches it.
         name: what clients call the model.
         started: UTC seconds.
+        token: that shows the server that this file could be read; see `health.Access`.
     """
 
     pid: int
     url: str
     name: str
     started: float
+    token: str = ""
 
 
 def announce(data: Path, presence: Presence) -> None:

@@ -25,7 +25,7 @@ def ask(data: Path) -> dict[str, Any] | None:
     place = urlsplit(here.url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_SECONDS)
     try:
-        connection.request("GET", "/twinkle/status")
+        connection.request("GET", "/twinkle/status", headers={presence.FOLDER_TOKEN: here.token})
         answer = connection.getresponse()
         said = orjson.loads(answer.read(_LARGEST))
     except (OSError, http.client.HTTPException, ValueError):

@@ -16,6 +16,7 @@ from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Ou
 from twinkle_server.payloads import Save
 from twinkle_server.ports import Effects, Figures, Journal
 from twinkle_server.runtime.answers import Answers
+from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.ending import Ending
@@ -43,6 +44,7 @@ class Runtime:
 
     Attributes:
         info: the base model, as the engine found it.
+        arrivals: is told which requests are on their way.
         lost: set when another process owns the data directory; this one has to end.
         queue_state: see `Facts.queue_state`.
         ready: see `Facts.ready`.
@@ -75,7 +77,8 @@ class Runtime:
         self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW)
         self.dispatcher.replay.opened = self.futures.open
         self._farthest = max(FARTHEST, settings.limits.queued)
-        self.ending = Ending(self.dispatcher, journal, self.outcomes, self._farthest)
+        self.arrivals = Arrivals(settings.times.resend)
+        self.ending = Ending(self.dispatcher, journal, self.outcomes, self.arrivals, settings.times, self._farthest)
         self.janitor = Janitor()
         self._postponing = Postponing(self.dispatcher)
         self.outcomes.unwritten = self._unwritten
@@ -98,12 +101,15 @@ class Runtime:
             await self.close()
             raise
         times = self._settings.times
-        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), lambda: self.ending.give_up_gaps(times.gap_fail))
+        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), self.ending.give_up_gaps)
         self.janitor.add("idle lanes", 10.0, self._drop_idle)
         self.janitor.start()
 
     async def _take_up_all(self) -> None:
-        for operation in await self._journal.pending():
+        left_behind = await self._journal.pending()
+        if left_behind:
+            self.arrivals.everybody_may_resend()
+        for operation in left_behind:
             track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
             if not track.ordered:
                 self.futures.open(operation)

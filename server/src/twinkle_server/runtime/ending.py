@@ -6,11 +6,14 @@ import time
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import SequenceConflict
-from twinkle_server.operations import Operation, Outcome, Submission
+from twinkle_server.operations import LOST, Operation, Outcome, Submission
 from twinkle_server.ports import Journal
+from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.runtime.dispatch import Dispatcher
+from twinkle_server.runtime.lanes import Gap
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.tracks import Track
+from twinkle_server.settings import Times
 
 
 class Ending:
@@ -20,11 +23,23 @@ class Ending:
         dispatcher: has the lanes.
         journal: the log.
         outcomes: writes.
+        arrivals: which requests may still come.
+        times: `gap_fail` and `gap_limit` count.
         farthest: numbers that may be missing before one that waits.
     """
 
-    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, farthest: int) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        journal: Journal,
+        outcomes: Outcomes,
+        arrivals: Arrivals,
+        times: Times,
+        farthest: int,
+    ) -> None:
         self._farthest = farthest
+        self._arrivals = arrivals
+        self._times = times
         self._dispatcher = dispatcher
         self._journal = journal
         self._outcomes = outcomes
@@ -58,24 +73,26 @@ class Ending:
             track.leaving = track.ordered
             self._dispatcher.let_go(track)
 
-    async def give_up_gaps(self, seconds: float) -> None:
-        """Fail what has waited so long for a number that never came, and let later ones run."""
-        before = time.monotonic() - seconds
+    async def give_up_gaps(self) -> None:
+        """Fail what has waited too long for a number that never came, and let later ones run."""
         for track in list(self._dispatcher.tracks.values()):
-            gap = track.order.gap()
-            if gap is not None and gap.since <= before:
-                await self._give_up(track, seconds)
+            for operation in track.order.drop_far(self._farthest):  # submissions so far away were taken once
+                self._dispatcher.fail(operation, f"number {operation.number} is too far above those before it", "user")
+            gap, now = track.order.gap(), time.monotonic()
+            if gap is not None and now >= self._lost_at(track, gap):
+                await self._give_up(track, now - gap.since)
+
+    def _lost_at(self, track: Track, gap: Gap) -> float:
+        """Return when a missing number counts as lost, as far as can be known now."""
+        times = self._times
+        expected = max(gap.since + times.gap_fail, self._arrivals.expected_until(track.tenant, times.gap_fail))
+        return min(expected, gap.since + times.gap_limit)
 
     async def _give_up(self, track: Track, seconds: float) -> None:
-        for operation in track.order.drop_far(self._farthest):  # submissions so far away were taken once
-            self._dispatcher.fail(operation, f"number {operation.number} is too far above those before it", "user")
         if not (missing := track.order.missing()):
             return
         reason = f"number {missing[0]} of this model did not arrive within {seconds:.0f} s"
-        refused = [
-            Submission(track.tenant, track.name, "forward", b"", number, refusal=f"{reason}: it was given up")
-            for number in missing
-        ]
+        refused = [_lost(track, number, seconds) for number in missing]
         try:  # together, so that they share commits
             await asyncio.shield(asyncio.gather(*map(self._journal.submit, refused)))
         except SequenceConflict:
@@ -83,6 +100,20 @@ class Ending:
         if track.order.missing() != missing:
             return
         for operation in track.order.give_up():
-            self._dispatcher.fail(operation, f"{reason}, and number {operation.number} stands on it", "user")
+            self._dispatcher.fail(
+                operation,
+                f"cannot run number {operation.number}: {reason} (a request that fails in the client uses up its "
+                "number), and nothing runs out of order; send this request again under the next number",
+                "user",
+            )
         self._dispatcher.kick(track)
         self._dispatcher.let_go(track)
+
+
+def _lost(track: Track, number: int, seconds: float) -> Submission:
+    """Return what is written for a number that never came; its request, if it comes later, is answered with this."""
+    reason = (
+        f"cannot run number {number} of this model: it did not arrive within {seconds:.0f} s after a later one, which "
+        "was failed for that; nothing was computed; send this request again under the next number"
+    )
+    return Submission(track.tenant, track.name, "forward", b"", number, refusal=reason, asked=LOST)

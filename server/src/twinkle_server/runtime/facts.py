@@ -57,8 +57,8 @@ class Facts:
             return "paused_capacity", "the service's disk takes nothing at the moment"
         if (missing := self._missing(lane)) is not None:
             return "paused_capacity", missing
-        if not self._supervisor.up:
-            return "paused_capacity", "the engine is starting"
+        if (engine := self._engine()) != "up":
+            return "paused_capacity", f"the engine is {engine}"
         track = self._dispatcher.tracks.get(lane)
         if track is not None and track.postponed is not None:
             return "paused_capacity", f"this model is made again as soon as that can be: {track.postponed}"
@@ -73,13 +73,21 @@ class Facts:
         seconds = time.monotonic() - gap.since
         return f"number {gap.number} of this model has not arrived; {gap.waiting} wait for it since {seconds:.0f} s"
 
+    def _engine(self) -> str:
+        if not self._supervisor.up:
+            return "starting"
+        if (seconds := self._supervisor.silent) is not None:
+            return f"not responding: no sign of life for {seconds:.0f} s (its process may be stopped)"
+        return "up"
+
     def ready(self) -> tuple[bool, dict[str, Any]]:
         """Return whether work would be done now, and the facts behind it."""
         store = self.lost or self._outcomes.trouble or (None if self.store_works() else "the last commit failed")
         troubled = self._supervisor.troubled or self.last_pass.trouble
-        good = self._supervisor.up and troubled is None and store is None and not self.draining
+        engine = self._engine()
+        good = engine == "up" and troubled is None and store is None and not self.draining
         return good, {
-            "engine": "up" if self._supervisor.up else "starting",
+            "engine": engine,
             "last_pass": troubled or "worked",
             "store": store or "writable",
             "draining": self.draining,

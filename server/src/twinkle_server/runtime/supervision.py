@@ -48,7 +48,7 @@ class Supervisor:
     Args:
         start_child: starts an engine; False says that it takes another's place.
         listener: see there.
-        times: `start`, `deadline` and `drain` count.
+        times: `start`, `deadline`, `drain` and `silent` count.
     """
 
     def __init__(self, start_child: StartChild, listener: Listener, times: Times) -> None:
@@ -64,6 +64,7 @@ class Supervisor:
         self._drained = asyncio.Event()
         self._first_ready: asyncio.Future[None] | None = None
         self._ending = self._hopeless = False
+        self._alive: float | None = None
         self.up = False
         self.restarts = 0
         self.troubled: str | None = None
@@ -104,6 +105,14 @@ class Supervisor:
             self._first_ready.cancel()
 
     @property
+    def silent(self) -> float | None:
+        """Seconds since the engine's last sign of life, if they are too many: the process was stopped, say."""
+        if not self.up or self._alive is None:
+            return None
+        seconds = time.monotonic() - self._alive
+        return seconds if seconds > self._times.silent else None
+
+    @property
     def pid(self) -> int | None:
         """The engine's process, if it has one."""
         return getattr(self._child, "pid", None)
@@ -124,7 +133,7 @@ class Supervisor:
 
     async def _live(self, first: bool) -> None:
         """Run one engine from its start to its end."""
-        self._under_way, self._why = set(), None
+        self._under_way, self._why, self._alive = set(), None, None
         try:
             child = self._child = await self._start_child(first)
         except OSError as error:
@@ -171,6 +180,10 @@ class Supervisor:
         _log.error("%s, %s; %d operations were under way", self._why or DIED, end, len(self._under_way))
 
     def _hear(self, message: Message) -> None:
+        if self._alive is not None or message.type == messages.ALIVE:
+            self._alive = time.monotonic()
+        if message.type == messages.ALIVE:
+            return  # which says nothing of the work
         self._heard = time.monotonic()
         if message.type == messages.BEGIN:
             self._under_way = set(message.head["ids"])

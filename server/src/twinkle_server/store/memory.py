@@ -12,7 +12,7 @@ from typing import Any
 from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
 from twinkle_server.operations import Accepted, Future, Operation, Outcome, Snapshot, Submission
 from twinkle_server.ports import Database
-from twinkle_server.store.requests import is_ours, new_request
+from twinkle_server.store.requests import LOST_DIGEST, is_ours, new_request
 
 
 class MemoryJournal:
@@ -66,7 +66,7 @@ class MemoryJournal:
         operation = self._operations[found]
         if operation.tenant != submission.tenant:
             raise NotFound(f"no model or sampling session {submission.lane[:120]!r}")
-        if self._digests[found] != digest:
+        if self._digests[found] not in (digest, LOST_DIGEST):
             raise SequenceConflict(f"number {operation.number} of {operation.lane!r} was used for another request")
         return Accepted(operation.request, False), replace(operation, payload=None)
 

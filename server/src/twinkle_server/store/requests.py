@@ -8,8 +8,12 @@ import hmac
 import secrets
 from typing import Final
 
+from twinkle_server.operations import LOST
+
 _RANDOM: Final = 32
 _SEAL: Final = 16
+LOST_DIGEST: Final = hashlib.sha256(b"forward\0" + LOST).digest()
+"""Stands in the row of a number that was given up, so that it is told from those of requests."""
 
 
 def new_request(secret: bytes, tenant: str) -> str:

@@ -13,7 +13,7 @@ from twinkle_server.operations import Accepted, Operation, Outcome, Status, Subm
 from twinkle_server.store import statements as sql
 from twinkle_server.store.connections import driver
 from twinkle_server.store.faults import LeaseLost
-from twinkle_server.store.requests import new_request
+from twinkle_server.store.requests import LOST_DIGEST, new_request
 
 IN_ROW: Final = ""
 """Stands in a row for bytes that are in the database; another text is a file's name, NULL is nothing."""
@@ -115,7 +115,7 @@ class Submit:
         row = raw.execute(sql.BY_NUMBER, (asked.lane, number, asked.tenant)).fetchone()
         if row is None:
             raise NotFound(f"no model or sampling session {asked.lane[:120]!r}")
-        if row[-1] != self.digest:
+        if row[-1] not in (self.digest, LOST_DIGEST):
             raise SequenceConflict(
                 f"number {number} of {asked.lane!r} was used for another request: each request takes the next number"
             )

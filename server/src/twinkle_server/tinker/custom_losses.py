@@ -9,9 +9,11 @@ from twinkle_server.errors import BadRequest
 from twinkle_server.tinker.answers import answer
 from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
 from twinkle_server.tinker.house import caller, house_of
-from twinkle_server.wire.loss_graphs import PREFIX, loss_id, read_graph, read_loss_id
+from twinkle_server.wire.loss_graphs import MOST_BYTES, PREFIX, loss_id, read_graph, read_loss_id
 
 router = APIRouter()
+MOST_WIRE_BYTES = 16 * MOST_BYTES
+"""Of a request that brings a graph, which says the same in more words than an id does."""
 
 
 class Graph(Body):
@@ -42,6 +44,8 @@ async def create_custom_loss(request: Request) -> Response:
             "forward_backward_custom computes them in the client, and a loss plugin that is installed here is used by "
             "its name"
         )
+    if (size := len(await request.body())) > MOST_WIRE_BYTES:
+        raise BadRequest(f"the body of a custom loss has {size} bytes; the limit is {MOST_WIRE_BYTES}")
     await house.store.sessions.get(who.tenant, body.session_id)
     try:
         made = loss_id(read_graph(body.inputs, body.graph.nodes))

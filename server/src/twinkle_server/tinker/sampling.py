@@ -22,6 +22,7 @@ from twinkle_server.tinker.prompts import check_sample, prompt_tokens
 
 router = APIRouter()
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
+_Token = Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]
 _KINDS = ("sampler_weights", "weights")
 
 
@@ -45,7 +46,7 @@ class SamplingParams(Body):
 
     max_tokens: Whole | None = None
     seed: Seed | None = None
-    stop: StrictStr | list[StrictStr] | list[StrictInt] | None = None
+    stop: StrictStr | list[StrictStr] | list[_Token] | None = None
     temperature: float = 1.0
     top_k: Whole = -1
     top_p: float = 1.0
@@ -162,9 +163,8 @@ def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -
     try:
         sample.tokens = prompt_tokens(body.prompt)
         cost = check_sample(sample, context)
-    except ValueError as error:
-        refusal = str(error)
-        sample = Sample([])
+        data = sample.dump()
+    except (ValueError, BadRequest) as error:
+        refusal, data = str(error), Sample([]).dump()
     asked = body.model_dump_json().encode()
-    data = sample.dump()
     return Submission(who.tenant, sampler.id, "sample", data, body.seq_id, tokens=cost, refusal=refusal, asked=asked)

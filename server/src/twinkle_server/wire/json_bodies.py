@@ -104,7 +104,11 @@ def numbers(values: Any, what: str, dtype: type[np.generic]) -> Array:
         info = np.iinfo(dtype)  # type: ignore[type-var]
         if int(flat.min()) < info.min or int(flat.max()) > info.max:
             raise ValueError(f"{what} has numbers outside {info.min}..{info.max}")
-    return flat.astype(dtype)
+    with np.errstate(over="ignore"):
+        made = flat.astype(dtype)
+    if not integers and bool((np.isinf(made) & np.isfinite(flat)).any()):
+        raise ValueError(f"{what} has numbers outside the range of {np.dtype(dtype).name}")
+    return made
 
 
 def _flat(values: list[Any], dtype: type[np.generic]) -> Array:

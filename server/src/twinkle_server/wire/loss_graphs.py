@@ -6,6 +6,7 @@ needs no place in the store, is the same for the same graph, and is there when o
 
 import base64
 import binascii
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,9 @@ PREFIX: Final = "loss."
 MOST_BYTES: Final = 64 * 2**10
 MOST_NODES: Final = 1024
 MOST_INPUTS: Final = 16
+MOST_DEPTH: Final = 8
+"""Lists, tuples and slices of an argument that may be nested; the deepest that `torch.fx` makes has 3."""
+_SLICE = range(1, 4)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 
@@ -135,15 +139,12 @@ def loss_id(graph: LossGraph) -> str:
     Raises:
         ValueError: it is too large.
     """
-    data = orjson.dumps(
-        {
-            "inputs": graph.inputs,
-            "nodes": [(node.name, node.operation, node.args, node.kwargs or {}) for node in graph.nodes],
-            "loss": graph.loss,
-            "metrics": graph.metrics,
-        },
-        option=orjson.OPT_SORT_KEYS,
-    )
+    nodes = [(node.name, node.operation, node.args, node.kwargs or {}) for node in graph.nodes]
+    whole = {"inputs": graph.inputs, "nodes": nodes, "loss": graph.loss, "metrics": graph.metrics}
+    try:
+        data = orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:  # an integer beyond 64 bits, say
+        raise ValueError(f"the graph cannot be written as JSON: {error}") from error
     if len(data) > MOST_BYTES:
         raise ValueError(f"the graph has {len(data)} bytes; there may be {MOST_BYTES}")
     return PREFIX + base64.urlsafe_b64encode(zlib.compress(data, 9)).decode().rstrip("=")
@@ -174,23 +175,32 @@ def read_loss_id(text: str) -> LossGraph:
     return read_graph(inputs, nodes)
 
 
-def references(value: Any) -> Iterator[str]:
+def references(value: Any, depth: int = 0) -> Iterator[str]:
     """Yield the names of nodes in an encoded argument.
 
+    Args:
+        value: the argument.
+        depth: lists around it.
+
     Raises:
-        ValueError: it is encoded in a way that nobody knows.
+        ValueError: it is encoded in an unknown way, or nested too deeply.
     """
+    if depth > MOST_DEPTH:
+        raise ValueError(f"an argument is nested deeper than {MOST_DEPTH}")
     if isinstance(value, list):
         for item in value:
-            yield from references(item)
+            yield from references(item, depth + 1)
     elif isinstance(value, dict):
         kind, inner = next(iter(value.items())) if len(value) == 1 else ("", None)
         if kind == "ref" and isinstance(inner, str):
             yield inner
-        elif kind in ("tuple", "slice") and isinstance(inner, list):
-            yield from references(inner)
+        elif isinstance(inner, list) and (kind == "tuple" or (kind == "slice" and len(inner) in _SLICE)):
+            yield from references(inner, depth + 1)
         elif not (kind == "ellipsis" or (kind == "float" and inner in ("inf", "-inf", "nan"))):
-            raise ValueError(f"an argument {str(value)[:80]} is none that a loss may use")
+            keys = [key[:40] for key in list(value)[:4]]
+            raise ValueError(f"an argument with the keys {keys} is none that a loss may use")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f'an argument is {value}; write {{"float": "{value}"}}')
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise ValueError(f"an argument is a {type(value).__name__}")
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from server_pool import datum, drawn
+from server_pool import answer, datum, drawn, request
 from torch.nn import functional
 
-from twinkle_server.engine.backend import UserError
-from twinkle_server.engine.pool import custom
+from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.pool import graphs
 from twinkle_server.wire.loss_graphs import LossGraph, loss_id, read_graph, read_loss_id
 
 
@@ -45,7 +45,7 @@ def test_value_gradient_and_metrics_are_those_of_the_function(function: Any):
     old, advantages = torch.randn(7).abs().neg(), torch.randn(7)
     ours = torch.randn(7).abs().neg().requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
-    loss, metrics = custom.run(graph, {"logprobs": ours, "old": old, "advantages": advantages})
+    loss, metrics = graphs.run(graph, {"logprobs": ours, "old": old, "advantages": advantages})
     wanted, said = function(theirs, old, advantages)
     loss.backward()
     wanted.backward()
@@ -84,7 +84,7 @@ X = {"ref": "logprobs"}
 )
 def test_a_step_that_cannot_be_done_is_the_users_fault(steps: list[Any], words: str):
     with pytest.raises(UserError, match=words):
-        custom.run(graph_of(*steps), {"logprobs": torch.zeros(6000)})
+        graphs.run(graph_of(*steps), {"logprobs": torch.zeros(6000)})
 
 
 def test_steps_count_together():
@@ -92,7 +92,7 @@ def test_steps_count_together():
     steps += [("operator.mul", [{"ref": "n0"}, {"ref": "n1"}])] * 40
     graph = graph_of(*steps)
     with pytest.raises(UserError, match="beyond"):
-        custom.run(graph, {"logprobs": torch.zeros(1000)})
+        graphs.run(graph, {"logprobs": torch.zeros(1000)})
 
 
 def likelihood(logprobs: Any, weights: Any) -> Any:
@@ -159,3 +159,99 @@ def test_traced_losses_are_refused_where_they_are_not_switched_on(bench: Any):
     bench.create("a")
     with pytest.raises(UserError, match="no loss_fn 'custom'"):
         bench.run("a", [datum(5, 1)], "custom", loss_id="loss.x")
+
+
+def doubled(levels: int) -> LossGraph:
+    """Return a graph in which each step gives a list that holds the one before it twice."""
+    both = {"slice": [None, None]}
+    steps: list[tuple[str, list[Any]]] = [("operator.getitem", [[X, X], both])]
+    for level in range(levels):
+        steps.append(("operator.getitem", [[{"ref": f"n{level}"}] * 2, both]))
+    return graph_of(*steps, ("torch.sum", [X]))
+
+
+@pytest.mark.parametrize("levels", [1, 12, 60, 200])
+def test_lists_that_share_their_entries_are_not_walked_through(levels: int):
+    with pytest.raises(UserError, match=r"node 'n1' .getitem.: a step gives a tensor, a number, or a flat list"):
+        graphs.run(doubled(levels), {"logprobs": torch.zeros(4)})
+
+
+def test_other_models_of_the_same_pass_are_trained_though_one_graph_is_refused(fresh: Callable[..., Any]):
+    bench = fresh(extra={"custom_losses": True})
+    for lane in ("a", "b"):
+        bench.create(lane)
+    hostile = request([datum(9, 1)], "custom", loss_id=loss_id(doubled(60)))
+    results, _ = bench.backend.run([Pass("a", hostile, 1), Pass("b", request([datum(9, 1)]), 1)])
+    assert isinstance(results[0], UserError)
+    answer(results[1])
+    assert bench.step("b")["grad_norm"] > 0
+
+
+def test_a_step_that_is_used_often_is_done_once():
+    calls = []
+    steps: list[tuple[str, list[Any]]] = [("torch.exp", [X])]
+    for level in range(30):  # 2**30 uses of the first step
+        steps.append(("operator.add", [{"ref": f"n{level}"}] * 2))
+    graph = graph_of(*steps, ("torch.mean", [{"ref": "n30"}]))
+    logprobs = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    budget = graphs.Budget(1e9, clock=lambda: calls.append(None) or 0.0)
+    loss, gradient, _ = graphs.value_and_gradient(graph, {"logprobs": logprobs}, "logprobs", budget)
+    assert loss.item() == 2.0**30
+    assert gradient is not None
+    assert gradient.tolist() == [2.0**28] * 4
+    assert len(calls) <= 3 * len(graph.nodes) + 2  # before each step, and before each step's gradient
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([("operator.getitem", [X, [0] * 5000])], "indexed by numbers, slices and masks"),
+        ([("operator.getitem", [X, {"tuple": [[[0, 1]] * 100]}])], "indexed by numbers, slices and masks"),
+        ([("torch.cat", [X])], "a list of tensors is needed"),
+        ([("torch.stack", [X])], "a list of tensors is needed"),
+        ([("torch.unsqueeze", [X, 2**64 - 1])], "unsqueeze"),
+        ([("operator.getitem", [X])], "getitem"),
+        ([("torch.clamp", [X, "a"])], "clamp"),
+        ([("torch.sum", [X, {"slice": [None, None, 0]}])], "sum"),
+        ([("operator.getitem", [X, {"slice": [None, None, 0]}])], "getitem"),
+        ([("operator.truediv", [1, 0])], "truediv"),
+    ],
+)
+def test_a_step_that_would_make_more_than_is_counted_is_refused(steps: list[Any], words: str):
+    with pytest.raises(UserError, match=words):
+        graphs.run(graph_of(*steps), {"logprobs": torch.zeros(600)})
+
+
+CHAIN: list[tuple[str, list[Any]]] = [("torch.exp", [X]), *(("torch.sin", [{"ref": f"n{n}"}]) for n in range(9))]
+
+
+@pytest.mark.parametrize("seconds", [3, 14])
+def test_time_is_limited_in_the_evaluation_and_in_its_backward(seconds: float):
+    ticks = iter(range(1000))
+    graph = graph_of(*CHAIN, ("torch.sum", [{"ref": "n9"}]))
+    budget = graphs.Budget(seconds, nodes=len(graph.nodes), rows=1, clock=lambda: float(next(ticks)))
+    logprobs = torch.zeros(4, requires_grad=True)
+    if seconds > len(graph.nodes):  # enough for the evaluation alone
+        graphs.run(graph, {"logprobs": logprobs}, budget)
+        ticks = iter(range(1000))
+    with pytest.raises(UserError, match=f"11 nodes for 1 rows took longer than {seconds} s, which is the limit"):
+        graphs.value_and_gradient(graph, {"logprobs": logprobs}, "logprobs", budget)
+    assert next(ticks) < 2 * len(graph.nodes), "it ended where time was over"
+
+
+def test_time_is_counted_over_all_rows_of_an_operation(fresh: Callable[..., Any]):
+    name = loss_id(graph_of(*CHAIN, ("torch.sum", [{"ref": "n9"}])))
+    bench = fresh(extra={"custom_losses": True, "custom_loss_seconds": 1e-9})
+    bench.create("a")
+    with pytest.raises(UserError, match=r"11 nodes for 3 rows took longer than 1e-09 s"):
+        bench.run("a", [datum(5, seed) for seed in range(3)], "custom", loss_id=name)
+
+
+def test_steps_of_all_rows_are_counted_before_the_first_is_done(fresh: Callable[..., Any]):
+    name = loss_id(graph_of(*[("torch.exp", [X])] * 1000, ("torch.sum", [X])))
+    bench = fresh(extra={"custom_losses": True})
+    bench.create("a")
+    with pytest.raises(
+        UserError, match="1001 nodes for 600 rows are 600600 steps; the limit for one request is 524288"
+    ):
+        bench.run("a", [datum(2, seed) for seed in range(600)], "custom", loss_id=name)

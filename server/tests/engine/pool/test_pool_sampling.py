@@ -6,7 +6,7 @@ import torch
 from server_pool import VOCABULARY, Bench, datum
 from server_reference import Reference
 
-from twinkle.testing import tiny_config, tiny_tokenizer
+from twinkle.testing import tiny_config, tiny_model, tiny_tokenizer
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Sample
 from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse, read_sample_response
@@ -353,3 +353,15 @@ def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monk
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
+
+
+def test_a_model_without_tokenizer_samples_and_refuses_to_stop_at_texts(tmp_path):
+    base = tiny_model(tmp_path / "base", "qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).unlink()
+    bench = Bench(base, tmp_path)
+    assert bench.backend.describe().tokenizer == ""
+    sequences, _ = bench.sample(PROMPT, max_tokens=4, stop=[5])
+    assert len(sequences[0].tokens) > 0
+    with pytest.raises(UserError, match="cannot stop at the text 'x': the folder of the served model has no tokenizer"):
+        bench.sample(PROMPT, max_tokens=4, stop=["x"])

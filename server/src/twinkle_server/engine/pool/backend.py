@@ -14,9 +14,11 @@ from twinkle_server.engine.pool.lanes import Lanes
 from twinkle_server.engine.pool.loss_workers.workers import WorkerLimits
 from twinkle_server.engine.pool.losses import Losses
 from twinkle_server.engine.pool.sampling import Sampling
+from twinkle_server.engine.pool.tokenizers import has_tokenizer
 from twinkle_server.engine.pool.training import Training
 from twinkle_server.operations import ModelInfo
 from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
+from twinkle_server.settings import Limits
 
 _NO_CONTEXT = 1 << 20
 """Tokens that a row may have where the model's configuration does not say."""
@@ -44,9 +46,10 @@ class PoolBackend:
     Args:
         options: what is served. `extra` may hold `model`, further arguments of `MultiLoraTransformersModel`, `sampler`,
             those of `TorchSampler`, `pass_tokens`, how many tokens go through the model at one time, `custom_losses`,
-            whether clients may send losses of their own, `strict_losses` (see `Losses`), `loss_workers`, fields of
-            `WorkerLimits`, or None to compute the losses of all plugins in this process, and `in_process_losses`,
-            plugins whose losses are computed in this process all the same.
+            whether clients may send losses of their own, `custom_loss_seconds`, that such a loss may take for one
+            operation, `strict_losses` (see `Losses`), `loss_workers`, fields of `WorkerLimits`, or None to compute the
+            losses of all plugins in this process, and `in_process_losses`, plugins whose losses are computed in this
+            process all the same.
     """
 
     def __init__(self, options: BackendOptions) -> None:
@@ -69,7 +72,7 @@ class PoolBackend:
             context=int(context),
             vocabulary=vocabulary,
             architecture=type(self.model.model).__name__,
-            tokenizer=str(self.model.model_path),
+            tokenizer=str(self.model.model_path) if has_tokenizer(Path(self.model.model_path)) else "",
             losses=self._losses.names(),
         )
         self._lanes = Lanes(self.model)
@@ -77,6 +80,7 @@ class PoolBackend:
         self.model.pool.tokens_per_pass = _pass_tokens(self.model.pool) if given_tokens is None else int(given_tokens)
         self._training = Training(self.model.pool, self._lanes, self._losses, self._info.context, vocabulary)
         self._training.custom = bool(options.extra.get("custom_losses"))
+        self._training.custom_seconds = float(options.extra.get("custom_loss_seconds", Limits().graph_seconds))
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
         self._sampling = Sampling(self.model, self._info, together | dict(options.extra.get("sampler", {})))

@@ -99,6 +99,11 @@ def _stop(stop: list[Any] | None, info: ModelInfo) -> list[Any] | None:
         return None
     for item in stop:
         if isinstance(item, str) and item:
+            if not info.tokenizer:
+                raise UserError(
+                    f"cannot stop at the text {item[:80]!r}: the folder of the served model has no tokenizer; "
+                    "give token ids in stop"
+                )
             continue
         if isinstance(item, bool) or not isinstance(item, int):
             raise UserError(f"stop holds {item!r:.80}; give strings that are not empty, or token ids")

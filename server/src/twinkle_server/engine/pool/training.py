@@ -28,8 +28,10 @@ class Training:
 
     Attributes:
         custom: clients may send losses of their own.
+        custom_seconds: that such a loss may take for one operation.
     """
 
+    custom_seconds = custom.SECONDS
     custom = False
 
     def __init__(self, pool: Any, lanes: Lanes, losses: Losses, context: int, vocabulary: int) -> None:
@@ -105,7 +107,7 @@ class Training:
         except ValueError as error:
             raise UserError(str(error)) from error
         if spec is None:
-            loss: Any = custom.build(config, rows)
+            loss: Any = custom.build(config, rows, self.custom_seconds)
         else:
             loss = self._losses.build(spec, config, rows, lane=item.lane, number=item.number)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
