@@ -6,7 +6,7 @@ kept in the state folder of the user, one small file for each path, so that two 
 """
 
 # A run in a folder with such a file comes through here at its start, and os.path takes a tenth of pathlib's time.
-# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH111, PTH118, PTH120, PTH123
+# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH111, PTH117, PTH118, PTH120, PTH123, PTH208
 from __future__ import annotations
 
 import hashlib

@@ -6,7 +6,7 @@ lift what the user's own file says. See `folder_trust`.
 """
 
 # This runs at every start, and pathlib would be a quarter of what it costs.
-# ruff: noqa: PTH100, PTH111, PTH113, PTH123
+# ruff: noqa: PTH100, PTH111, PTH113, PTH121, PTH123
 from __future__ import annotations
 
 import os

@@ -45,7 +45,8 @@ def refuse_unlocked(asked: str, lock: Lock) -> None:
     """Raise `NotTrusted` if this run is frozen; called for code that no lock lists."""
     if is_frozen():
         raise NotTrusted(
-            f"{asked}: this run is frozen, and {lock.lacks('it')}; add it with 'twinkle plugins add' where it is not frozen, or "
+            f"{asked}: this run is frozen, and {lock.lacks('it')}; "
+            f"add it with 'twinkle plugins add' where it is not frozen, or "
             f"name the right lock by {LOCK_VARIABLE}"
         )
 

@@ -140,7 +140,8 @@ def trust_table(file: ConfigFile) -> dict[str, Any]:
             raise SettingsError(f"{path}: [trust] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
     for key in ("allow", "only", "deny"):
         _check_patterns(f"{path}: [trust] {key}", table.get(key, []))
-    sources = sources_from_table(f"{path}: [[trust.revoked]]", table.get("revoked", []), os.path.dirname(path))  # noqa: PTH120
+    where, folder = f"{path}: [[trust.revoked]]", os.path.dirname(path)  # noqa: PTH120
+    sources = sources_from_table(where, table.get("revoked", []), folder)
     return {**table, "signed": _signed(f"{path}: [trust.signed]", table.get("signed", {})), "revoked": sources}
 
 
@@ -179,5 +180,6 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
         return ""
     return (
         f"nobody has allowed code from {origin.place}{moved} to run here, neither by [trust] allow in twinkle.toml nor "
-        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}{and_untrusted()}"
+        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
+        f"{and_untrusted()}"
     )
