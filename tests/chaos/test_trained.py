@@ -135,7 +135,7 @@ def alone(folder: Path, seed: int, kills: int) -> Killer:
     return fate
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_kills_while_a_model_trains_alone_change_no_bit(tmp_path: Path) -> None:
     alone(tmp_path, 0, 2)
 
@@ -148,7 +148,7 @@ def test_ten_kills_while_a_model_trains_alone_change_no_bit(tmp_path: Path, seed
     assert fate.fastest <= READY_SECONDS  # torch is most of it, and takes what the machine has left for it
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_models_that_shared_passes_are_made_again_to_the_bit(tmp_path: Path) -> None:
     """No snapshot is there: all that they learned together is done again from the log, which says with whom."""
     model = tiny_model(tmp_path / "tiny" / "v1", "qwen3")
