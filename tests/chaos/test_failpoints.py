@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from server_failpoints import REACH, SOURCE, failpoints
+from server_failpoints import REACH, SOURCE, failpoints, served_failpoints
 
 # Functions that rename or link without a failpoint, and why none is needed.
 WITHOUT = {
     "observe/presence.py:announce": "tells where a server listens; without it, status reads the database",
     "checkpoints/copying.py:_place": "fills a draft, between files.before_write and files.before_manifest",
 }
+OWN_TESTS = ("checkpoints/test_trash.py", "store/test_lost_database.py")
 METHODS = ("rename", "hardlink_to", "link_to", "symlink_to")
 FUNCTIONS = {"os": ("rename", "renames", "replace", "link", "symlink"), "shutil": ("move",)}
 
@@ -96,3 +97,9 @@ def is_act(node: ast.AST) -> bool:
     if isinstance(owner, ast.Name) and owner.id in FUNCTIONS:
         return name in FUNCTIONS[owner.id]
     return name in METHODS or (name == "replace" and len(node.args) == 1 and not node.keywords)
+
+
+def test_what_requests_do_not_reach_is_killed_by_tests_of_its_own() -> None:
+    tests = SOURCE.parents[1] / "tests"
+    texts = "".join((tests / path).read_text("utf-8") for path in OWN_TESTS)
+    assert [name for name in set(failpoints()) - set(served_failpoints()) if f'"{name}' not in texts] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_failpoints import failpoints
+from server_failpoints import served_failpoints
 from server_history import read_ledger
 from server_raw import Failed, Raw, RawModel, row
 from serving import Served, ledger
@@ -15,7 +15,7 @@ from serving import Served, ledger
 POISON, ONCE, HANGING, GOOD = 66, 67, 68, 5
 # Behind a commit that worked nothing is written: a disk that fails there is no disk that there is.
 NO_DISKS = ("outcomes.", "secret.", "store.after_commit")
-DISKS = [name for name in failpoints() if not name.startswith(NO_DISKS)]
+DISKS = [name for name in served_failpoints() if not name.startswith(NO_DISKS)]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from server_failpoints import failpoints
+from server_failpoints import served_failpoints
 from server_fates import Fate, Killer, counting_service, survive, survive_all
 from serving import Served
 
@@ -20,7 +20,7 @@ AT_THE_START = {"secret.before_link"}
 
 
 @pytest.mark.parametrize(
-    ("name", "visit"), [(name, visit) for name in failpoints() for visit in VISITS.get(name, (1,))]
+    ("name", "visit"), [(name, visit) for name in served_failpoints() for visit in VISITS.get(name, (1,))]
 )
 def test_a_death_at_any_failpoint_loses_nothing(tmp_path: Path, name: str, visit: int) -> None:
     area = name.partition(".")[0]
@@ -60,7 +60,7 @@ def started(service: Served) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", failpoints())
+@pytest.mark.parametrize("name", served_failpoints())
 def test_a_death_at_twenty_visits_loses_nothing(tmp_path: Path, name: str) -> None:
     programs = [PROGRAM * 2, PROGRAM[3:] * 2]
     reached = sum(any(die_at(tmp_path / str(visit), name, visit, programs)) for visit in range(1, 21))
