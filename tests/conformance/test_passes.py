@@ -141,7 +141,7 @@ def bad_rows() -> dict[str, tuple[Any, str, str]]:
     return {
         "unknown loss": (ok, "no_such_loss", "no_such_loss"),
         "no targets": (datum([1, 2], weights=[1.0, 1.0]), "cross_entropy", "target_tokens"),
-        "no weights": (datum([1, 2], target_tokens=[2, 3]), "cross_entropy", "weights"),
+        "no input of any loss": (datum([1, 2], **plain, reward=[1.0, 1.0]), "cross_entropy", "reward"),
         "no advantages": (datum([1, 2], **{k: v for k, v in rl.items() if k != "advantages"}), "ppo", "advantages"),
         "no logprobs": (
             datum([1, 2], **{k: v for k, v in rl.items() if k != "logprobs"}), "importance_sampling", "logprobs"

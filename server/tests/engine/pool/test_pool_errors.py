@@ -13,7 +13,7 @@ from twinkle.errors import CapacityError
 from twinkle.loss import Loss
 from twinkle_registry import ComponentSpec
 from twinkle_server.engine.backend import Fatal, Pass, UserError
-from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.engine.pool.losses import OWN, PUBLISHED, Losses
 from twinkle_server.payloads import Create, OptimStep
 from twinkle_server.wire import tinker_pb2 as pb
 
@@ -292,8 +292,8 @@ def test_weights_reach_a_plugin_that_reads_them(shared):
 
 def test_an_operator_chooses_which_plugins_there_are(monkeypatch):
     plugin(monkeypatch)
-    assert Losses(()).names() == ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-    assert Losses(("Fraction",)).names()[6:] == ("Fraction",)
+    assert Losses(()).names() == (*PUBLISHED, *OWN)
+    assert Losses(("Fraction",)).names() == (*PUBLISHED, *OWN, "Fraction")
 
 
 def test_a_device_that_fails_ends_everything(shared, monkeypatch):
