@@ -321,9 +321,9 @@ def test_processes_that_are_killed_from_outside_are_replaced(base, tmp_path):
         lambda: tree.plugins["acme-rogue"].process.pid,
         lambda: tree.first.pid,
     ):
-        pid = victim()
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda pid=pid: not alive(pid))
+        worker = tree.workers["a", "acme-rogue"].process.pid
+        os.kill(victim(), signal.SIGKILL)
+        wait_for(lambda pid=worker: not alive(pid))  # it ends with those that it was forked from
         again = bench.run("a", [plain_row()], "AcmePlain", forward=True)
         assert again[1] == before[1]
     workers(bench).close()
