@@ -27,7 +27,7 @@ def round_by_rows(units: float = 2.0) -> None:
     """
     if _LIBRARY:
         return
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     aten = torch.ops.aten
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def round_by_rows(units: float = 2.0) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces the override, which is the purpose
         for function in (mm, addmm, bmm, baddbmm):
-            library.impl(function.__name__, function, "CPU", allow_override=True)
+            library.impl(function.__name__, function, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
     _LIBRARY.append(library)
 
 

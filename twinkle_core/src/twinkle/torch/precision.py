@@ -20,7 +20,7 @@ _ROUNDS = frozenset({
 _ROUNDS_TOO = "_scaled_dot_product"
 
 
-class RoundingNoise(TorchDispatchMode):
+class RoundingNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
     r"""Adds noise of one rounding error to the result of every product, reduction and attention operator.
 
     For a result row y with root mean square s, each element becomes `y + eps * (|y| + s) * u` with u uniform in
@@ -33,7 +33,7 @@ class RoundingNoise(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
@@ -64,7 +64,7 @@ def _rounds(func: Any) -> bool:
     return name in _ROUNDS or name.startswith(_ROUNDS_TOO) or func.namespace not in ("aten", "prim", "prims")
 
 
-class InFloat64(TorchDispatchMode):
+class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operator in float64: each floating-point argument is converted when the operator needs it.
 
     Operators that have no float64 kernel raise their own error.
@@ -75,13 +75,13 @@ class InFloat64(TorchDispatchMode):
     """
 
     def __init__(self, kept_bytes: int = 2 << 30) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._free = kept_bytes
         self._kept: dict[Tensor, Tensor] = {}
 
     def __exit__(self, *exception: Any) -> None:
         """Leave the block, and drop the converted weights."""
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._kept.clear()
 
     def __torch_dispatch__(

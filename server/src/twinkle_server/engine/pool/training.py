@@ -73,7 +73,6 @@ class Training:
 
         self._pool.between = guarded
 
-
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations, each of which succeeds or fails whole.
 
