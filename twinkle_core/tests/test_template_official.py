@@ -333,9 +333,8 @@ def test_truncation_keeps_the_labels_of_what_it_keeps(family: str, strategy: Any
 def test_a_loss_scale_by_role_weights_what_is_trained_and_nothing_else(family: str, name: str) -> None:
     plain: Any = build(*FAMILIES[family]).encode(row(name))
     for weight in (1.0, 0.25):
-        scaled: Any = build(
-            *FAMILIES[family], loss_scale=registry().build("RoleLossScale", "loss_scale", weights={"assistant": weight})
-        ).encode(row(name))
+        scale = registry().build("RoleLossScale", "loss_scale", weights={"assistant": weight})
+        scaled: Any = build(*FAMILIES[family], loss_scale=scale).encode(row(name))
         assert scaled["labels"] == plain["labels"]
         assert scaled["loss_scale"] == [weight if label != -100 else 0.0 for label in plain["labels"]]
 

@@ -7,7 +7,8 @@ from families import CALLS, EVERY, FAMILIES, TOOLS, TWO_TURNS, call, talk, templ
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from twinkle.template.turns import _place, _prompt, _Prompts, find_turns, turn_span
+from twinkle.template.starts import Prompts, _prompt
+from twinkle.template.turns import _place, find_turns, turn_span
 from twinkle.testing import tiny_tokenizer
 
 # Work grows with the conversation, not with its square
@@ -99,8 +100,8 @@ def test_turns_found_at_once_are_those_found_one_by_one(family: str, says: list[
     chat = encoder.renderer({"messages": messages})
     text = chat.render(adapted)
     turns = [index for index, message in enumerate(adapted) if message["role"] == "assistant"]
-    prompts = _Prompts(chat, adapted, text)
-    starts = [prompts.measured(index, _place(chat, adapted, index, text)) for index in turns]
+    prompts = Prompts(chat, adapted, text)
+    starts = [prompts.measured(index, _place(chat, adapted, index, text).first) for index in turns]
     ends = [turn_span(chat, adapted, index, text)[1] for index in turns]
     found = find_turns(chat, adapted, turns, text)
     assert [parts[-1][1] for parts in found] == ends

@@ -112,7 +112,9 @@ class ChatRenderer:
         """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""
         try:
             text = self.render(messages)
-        except EncodeError:
+        except EncodeError as error:
+            if isinstance(error.__cause__, RecursionError):
+                raise  # too deep in any form
             return None
         for message in messages:
             for call in message.get("tool_calls") or ():

@@ -112,7 +112,7 @@ def _largest(weight: TurnWeight) -> float:
 def _shared(
     turns: Sequence[int], spans: Sequence[Sequence[Span]], weights: Sequence[TurnWeight]
 ) -> list[tuple[int, TurnWeight]]:
-    """Return turn and weight of each turn's spans; if the chat template marks more or fewer, all must weigh alike."""
+    """Return turn and weight of each turn's spans; where it marks more or fewer, all must weigh alike."""
     told: list[tuple[int, TurnWeight]] = [(index, weights[index]) for index in turns]
     if len(spans) == len(turns):
         return told
