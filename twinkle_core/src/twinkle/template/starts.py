@@ -40,7 +40,7 @@ class Prompts:
         before, plain = self._text[:first], self._chat.render(self._messages[:index]) if index else ""
         if not prompt:
             return first
-        if not before.startswith(prompt):
+        if not self._text.startswith(prompt):
             shared = _whole_tags(prompt, common_start(prompt, self._text))
             return min(shared, first) if shared > common_start(prompt, plain) else first
         if before[len(prompt) :].strip() and not _knows_prompts(self._chat, self._messages):
