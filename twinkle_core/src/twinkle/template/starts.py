@@ -30,9 +30,7 @@ class Prompts:
             return self.measured(index, first)
         length, prompted = lead
         start = first - length
-        opened = _whole_tags(prompted, common_start(prompted, self._text[start : start + len(prompted)]))
-        whole = opened == len(prompted) or re.match(r"\s*[<\[]/", prompted[opened:])  # or all but what closes a thought
-        return start + opened if whole and prompted[:opened].strip() else start
+        return start + len(prompted) if prompted.strip() and self._text.startswith(prompted, start) else start
 
     def measured(self, index: int, first: int) -> int:
         """Return where turn `index` starts by its own generation prompt, whatever the other turns have."""
