@@ -30,9 +30,7 @@ class Prompts:
             return self.measured(index, first)
         length, prompted = lead
         start = first - length
-        opened = _whole_tags(prompted, common_start(prompted, self._text[start : start + len(prompted)]))
-        whole = opened == len(prompted) or re.match(r"\s*[<\[]/", prompted[opened:])  # or all but what closes a thought
-        return start + opened if whole and prompted[:opened].strip() else start
+        return start + len(prompted) if prompted.strip() and self._text.startswith(prompted, start) else start
 
     def measured(self, index: int, first: int) -> int:
         """Return where turn `index` starts by its own generation prompt, whatever the other turns have."""
@@ -40,7 +38,7 @@ class Prompts:
         before, plain = self._text[:first], self._chat.render(self._messages[:index]) if index else ""
         if not prompt:
             return first
-        if not before.startswith(prompt):
+        if not self._text.startswith(prompt):
             shared = _whole_tags(prompt, common_start(prompt, self._text))
             return min(shared, first) if shared > common_start(prompt, plain) else first
         if before[len(prompt) :].strip() and not _knows_prompts(self._chat, self._messages):
