@@ -44,7 +44,7 @@ def load(model_id, count, batch_size):
 
 def train(model_id, steps, prompts, group, max_tokens, lr):
     # the prompt of a group goes through the model once
-    model = TransformersModel(model_id=model_id, share_prefixes=True)
+    model = TransformersModel(model_id=model_id, share_prefixes="auto")
     model.add_adapter_to_model("default", LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     model.set_template("Template", model_id=model_id)
     model.set_loss("GRPOLoss", epsilon=0.2, epsilon_high=0.28)

@@ -5,7 +5,7 @@ order of their numbers, without gaps, whatever the order of arrival; creation is
 lane numbers only tell a repeated request from a new one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -185,6 +185,8 @@ class ModelInfo:
         architecture: of the model class.
         tokenizer: where clients find its tokenizer; "" if it has none.
         losses: names that a request may use.
+        paths: for each fast path of training and sampling what was measured: `path`, `exact`, `reason`, `summary`, and
+            the numbers behind them.
     """
 
     name: str
@@ -193,3 +195,4 @@ class ModelInfo:
     architecture: str = ""
     tokenizer: str = ""
     losses: tuple[str, ...] = field(default=())
+    paths: tuple[Mapping[str, Any], ...] = field(default=())

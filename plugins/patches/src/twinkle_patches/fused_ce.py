@@ -107,7 +107,7 @@ def _refusal(model: Any, forward: Callable[..., Any]) -> str:
         return _loss(model, hidden, _targets(ids, -100), None, -100).reshape(1, 1)
 
     def own(ids: "Tensor") -> "Tensor":
-        loss = forward(input_ids=ids, labels=ids, use_cache=False).loss
+        loss: Tensor = forward(input_ids=ids, labels=ids, use_cache=False).loss
         return loss.to(torch.promote_types(loss.dtype, torch.float32)).reshape(1, 1)
 
     with evaluating(model):

@@ -146,7 +146,7 @@ def _judge(model: Any) -> "Evidence":
     positions = torch.cat([torch.arange(length, device=device) for length in _TRIED])[None]
 
     def packed(ids: "Tensor") -> "Tensor":
-        hidden: Any = body(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
+        hidden: Tensor = body(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
         return hidden
 
     def alone(ids: "Tensor") -> "Tensor":

@@ -61,7 +61,7 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
         if keeper.is_finished():
             return keeper.summary()
-        opening.write()
+        opening.write(model)
         reference = build_reference(config, model, run.folder, (training, held_out))
         opening.stop.check()
 

@@ -63,7 +63,7 @@ def embedding(config: EmbeddingConfig, run: Run) -> dict[str, Any]:
         keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
         if keeper.is_finished():
             return keeper.summary()
-        opening.write()
+        opening.write(model)
         with keeper:
             for step, groups in keeper.batches(training):
                 metrics = update(model, flat(groups), config, run.folder, time.monotonic(), task="embedding")

@@ -63,7 +63,7 @@ def gkd(config: DistillationConfig, run: Run) -> dict[str, Any]:
         student = Student(config, model) if config.on_policy > 0 else None
         if student is not None:
             student.check_room((training, held_out))
-        opening.write()
+        opening.write(model) if student is None else opening.write(model, student.sampler)
         if held_out is not None and keeper.first == 1:
             keeper.begin(evaluate(model, held_out, teacher, student, config))
         with keeper:

@@ -52,7 +52,7 @@ def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
         check_room(sampler, (prompts, held_out), config.data)
         syncing = CheckpointEngineManager(model=model, sampler=sampler)
         scorer, logps = Scorer(config), Logps(config, model)
-        opening.write()
+        opening.write(model, sampler)
         completions = Completions(run.folder, config, opening.show, first_step=keeper.first)
         if held_out is not None and keeper.first == 1:
             keeper.begin(evaluate(sampler, syncing, scorer, held_out, config))

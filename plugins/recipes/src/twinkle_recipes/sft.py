@@ -14,7 +14,7 @@ from twinkle_recipes.run.building import build_model
 from twinkle_recipes.run.checkpoints import Checkpoints
 from twinkle_recipes.run.interrupt import StopRequest
 from twinkle_recipes.run.keeping import keep_rows
-from twinkle_recipes.run.plan import base_models, check_early, make_plan, write_plan
+from twinkle_recipes.run.plan import base_models, check_early, make_plan, measured_paths, say_paths, write_plan
 from twinkle_recipes.run.questions import Interview
 from twinkle_recipes.run.ranks import agree_to_stop, check_stop, ranks_of_this_run
 from twinkle_recipes.run.results import is_finished, result_name, summary, told_of
@@ -78,9 +78,11 @@ def sft(config: SFTConfig, run: Run) -> dict[str, Any]:
         check_stop(stop, ranks)
 
         if ranks.is_first:
-            write_plan(plan, run.folder)
+            paths = measured_paths(model)
+            write_plan({**plan, "paths": paths}, run.folder)
             write_config(whole, run.folder)
-        show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+            show.say(f"run: {run.folder} ({len(plan['parts'])} parts, see plugins.json)")
+            say_paths(show, paths)
         interview = Interview(config, run.folder, show, ranks)
         interview.before(model)
         check_stop(stop, ranks)

@@ -178,6 +178,9 @@ def _status_lines(said: dict[str, Any]) -> list[str]:
     for name, value in said.items():
         if name in ("running", "silent", "pid", "url", "model", "started"):
             continue
+        if name == "paths":
+            lines += [f"fast path {path['summary']}" for path in value]
+            continue
         lines.append(f"{name}: {_plain(value)}")
     return lines
 

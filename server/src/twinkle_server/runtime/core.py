@@ -84,7 +84,9 @@ class Runtime:
         self.outcomes.unwritten = self._unwritten
         self._answers = Answers(self.dispatcher, journal, self.outcomes, effects, self._postponing)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
-        self.facts = Facts(self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause)
+        self.facts = Facts(
+            self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause, lambda: self.info
+        )
         self.queue_state, self.ready = self.facts.queue_state, self.facts.ready
         if figures is not None:
             self.facts.show(figures)

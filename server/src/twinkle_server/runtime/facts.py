@@ -6,7 +6,7 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.operations import Outcome
+from twinkle_server.operations import ModelInfo, Outcome
 from twinkle_server.ports import Figures
 from twinkle_server.runtime.dispatch import Dispatcher
 from twinkle_server.runtime.futures import Futures
@@ -31,16 +31,19 @@ class Facts:
         dispatcher: the lanes.
         supervisor: the engine.
         gap_pause: seconds after which a missing number is told as the reason.
+        info: returns what the base model is.
     """
 
     def __init__(
-        self, futures: Futures, outcomes: Outcomes, dispatcher: Dispatcher, supervisor: Supervisor, gap_pause: float
-    ) -> None:
+        self, futures: Futures, outcomes: Outcomes, dispatcher: Dispatcher, supervisor: Supervisor, gap_pause: float,
+        info: Callable[[], ModelInfo],
+    ) -> None:  # fmt: skip
         self._futures = futures
         self._outcomes = outcomes
         self._dispatcher = dispatcher
         self._supervisor = supervisor
         self._gap_pause = gap_pause
+        self._info = info
         self._began = time.time()
         self._count: Callable[[Mapping[str, Any]], None] = lambda figures: None
         self.last_pass = LastPass()
@@ -91,6 +94,7 @@ class Facts:
             "last_pass": troubled or "worked",
             "store": store or "writable",
             "draining": self.draining,
+            "paths": [dict(path) for path in self._info().paths],
         }
 
     def status(self) -> dict[str, Any]:

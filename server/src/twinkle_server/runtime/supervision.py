@@ -143,7 +143,10 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._times.start):
                 ready = await child.receive()
-            self._ready(child, ModelInfo(**{**ready.head["info"], "losses": tuple(ready.head["info"]["losses"])}))
+            info = ready.head["info"]
+            self._ready(
+                child, ModelInfo(**{**info, "losses": tuple(info["losses"]), "paths": tuple(info.get("paths", ()))})
+            )
             watch = asyncio.create_task(self._watch(child))
             while True:
                 self._hear(await child.receive())

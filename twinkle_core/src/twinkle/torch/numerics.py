@@ -64,8 +64,8 @@ class Evidence:
     dtype: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes by name, for JSON."""
-        return asdict(self)
+        """Return the attributes by name, and the one line of `str()` as `summary`, for JSON."""
+        return {**asdict(self), "summary": str(self)}
 
     def __str__(self) -> str:
         """Return one line: what is on or off, and the numbers."""

@@ -71,12 +71,12 @@ class Student:
 
     def __init__(self, config: DistillationConfig, model: Any) -> None:
         self._config = config
-        self._sampler = build_sampler(config, config.sampling, model)
-        self._syncing = CheckpointEngineManager(model=model, sampler=self._sampler)
+        self.sampler = build_sampler(config, config.sampling, model)
+        self._syncing = CheckpointEngineManager(model=model, sampler=self.sampler)
 
     def check_room(self, loaders: Iterable[Any]) -> None:
         """Find out whether there is room for an answer behind every prompt: see `rollouts.check_room`."""
-        check_room(self._sampler, loaders, self._config.data, _prompt, _prompt_length)
+        check_room(self.sampler, loaders, self._config.data, _prompt, _prompt_length)
 
     def answers(self, rows: Sequence[Mapping[str, Any]], step: int) -> list[Any]:
         """Return the student's answers to the prompts of some rows, with its weights as they are now.
@@ -86,9 +86,9 @@ class Student:
         """
         settings = self._config.sampling
         self._syncing.sync_weights(merge_and_sync=settings.merge_and_sync)
-        self._sampler.reset_prefix_cache()
+        self.sampler.reset_prefix_cache()
         params = params_of(settings, seed=seed_of(self._config.seed, step))
-        responses = self._sampler.sample([_prompt(row) for row in rows], params)
+        responses = self.sampler.sample([_prompt(row) for row in rows], params)
         sampled = [response.sequences[0].new_input_feature for response in responses]
         return [row for row in sampled if row is not None]
 

@@ -11,7 +11,7 @@ from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.rows.loading import loaders
 from twinkle_recipes.run.interrupt import StopRequest
 from twinkle_recipes.run.keeper import Curves, Keeper
-from twinkle_recipes.run.plan import base_models, check_early, make_plan, write_plan
+from twinkle_recipes.run.plan import base_models, check_early, make_plan, measured_paths, say_paths, write_plan
 from twinkle_recipes.run.ranks import check_alone
 from twinkle_recipes.run.results import told_of
 from twinkle_recipes.run.resuming import resume, say_how_to_resume, write_config
@@ -64,12 +64,18 @@ class Opening(Generic[Config]):
         self.stop.check()
         return Keeper(self.config, self.run, self.show, self.stop, resumed, steps, curves, **decides)
 
-    def write(self) -> None:
-        """Write down how the run is configured, and which parts it has."""
+    def write(self, *components: Any) -> None:
+        """Write down how the run is configured, which parts it has, and which of their fast paths are on.
+
+        Args:
+            *components: models and samplers that compute the run.
+        """
         self.stop.check()
-        write_plan(self.plan, self.run.folder)
+        paths = measured_paths(*components)
+        write_plan({**self.plan, "paths": paths}, self.run.folder)
         write_config(self.whole, self.run.folder)
         self.show.say(f"run: {self.run.folder} ({len(self.plan['parts'])} parts, see plugins.json)")
+        say_paths(self.show, paths)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from twinkle.run import fingerprints_of, parts_of
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.rows.streams import check_stream
 from twinkle_recipes.run.checkpoints import find_checkpoint
+from twinkle_recipes.show.progress import Display
 from twinkle_registry import ComponentSpec, check_keywords
 from twinkle_registry.references import parse_reference
 
@@ -125,6 +126,19 @@ def _check_loss_inputs(config: RunConfig) -> None:
     given = dict.fromkeys(config.loss_inputs)
     what = f"the recipe {config.recipe} gives its loss {', '.join(given)}, but {config.loss.name!r}"
     check_keywords(found.__call__ if isinstance(found, type) else found, given, what=what, partial=True)
+
+
+def measured_paths(*components: Any) -> list[dict[str, Any]]:
+    """Return what was measured about the fast paths of models and samplers, for the plan; others have none."""
+    return [found.as_dict() for one in components if hasattr(one, "evidence") for found in one.evidence()]
+
+
+def say_paths(show: Display, paths: Sequence[Mapping[str, Any]]) -> None:
+    """Show which fast paths are on, and why others are off; their numbers are in `plugins.json`."""
+    on = [path["path"] for path in paths if path["exact"]]
+    off = [path["summary"] for path in paths if not path["exact"]]
+    if paths:
+        show.say("; ".join([f"fast paths on: {', '.join(on) or 'none'}", *off]))
 
 
 def write_plan(plan: dict[str, Any], folder: Path) -> None:

@@ -1,6 +1,7 @@
 """`PoolBackend`: one base model in this process, its adapters, and the sampler that shares its weights."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ class PoolBackend:
         self._checkpoints = Checkpoints(self.model, self._lanes, options.name)
         together = {"max_batch_size": 256 if torch.cuda.is_available() else 32}
         self._sampling = Sampling(self.model, self._info, together | dict(options.extra.get("sampler", {})))
+        measured = [*self.model.evidence(), *self._sampling.evidence()]
+        self._info = replace(self._info, paths=tuple(found.as_dict() for found in measured))
 
     @property
     def pass_tokens(self) -> int:

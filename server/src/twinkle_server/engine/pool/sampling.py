@@ -49,6 +49,11 @@ class Sampling:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def evidence(self) -> list[Any]:
+        """Return what was measured about sampling step by step."""
+        found: list[Any] = self._sampler.evidence()
+        return found
+
     def submit(self, key: int, sample: Sample, source: Path | None) -> None:
         """Take a request; see `Backend.sample`."""
         params, targets = read_sample(sample, self._info)
