@@ -152,6 +152,8 @@ def test_the_plan_names_the_plugin_behind_every_part(values: dict[str, Any]) -> 
         values, max_steps=1, questions=["hello"], loss={"name": "./losses.py:Eventful", "args": {"at": 0, "event": ""}}
     )
     plan = json.loads((folder / "plugins.json").read_text())
+    assert {path["path"]: path["exact"] for path in plan["paths"]} == {"packing": True, "prefixes": True}
+    assert all(path["method"] in ("equal bits", "rounding") and path["dtype"] == "float32" for path in plan["paths"])
     parts = {part["kind"]: part for part in plan["parts"]}
     assert {
         "recipe",

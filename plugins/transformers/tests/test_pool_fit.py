@@ -224,7 +224,7 @@ def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog
     before = trained(model)
     with caplog.at_level(logging.WARNING):
         model.apply_patch(Running)
-    assert re.search(r"its sequences see each other: .* Each sequence goes through it alone", caplog.text)
+    assert re.search(r"its sequences see each other: .* Each sequence goes through the model alone", caplog.text)
     together = model.forward_only(inputs=ROWS, adapter_name=["a", None])
     alone = [
         model.forward_only(inputs=[row], adapter_name=[who])[0] for row, who in zip(ROWS, ["a", None], strict=True)
@@ -293,3 +293,21 @@ def test_sequences_go_alone_where_rows_share_a_long_prefix_too(tmp_path: Path) -
     for row, output in zip(rows, together, strict=True):
         alone = model.forward_only(inputs=[row], adapter_name=["a"])[0]
         torch.testing.assert_close(output["logps"], alone["logps"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", ["fused", "prefixes", "packing", "all"])
+def test_a_pool_computes_the_same_without_fast_paths(folder: Path, monkeypatch: pytest.MonkeyPatch, off: str) -> None:
+    def logps() -> list[torch.Tensor]:
+        model = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no", dtype="float64")
+        for number, name in enumerate("ab"):
+            model.add_adapter_to_model(name, {"r": 4, "init_lora_weights": False}, seed=number)
+        prompt = list(range(3, 15))
+        rows = [
+            {"input_ids": ids, "labels": [*ids[1:], -100]} for ids in ([*prompt, 20, 21], [*prompt, 30], [*prompt, 40])
+        ]
+        return [row for name in "ab" for row in model.forward_only(inputs=rows, adapter_name=name)["logps"]]
+
+    fast = logps()
+    monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", off)
+    for ours, plain in zip(fast, logps(), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-6)  # weights of adapters are float32, their sums too

@@ -7,6 +7,7 @@ import pytest
 import torch
 from threads import one_thread  # noqa: F401 - a fixture
 
+from twinkle.errors import ArgumentError, Unsupported
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
 
@@ -30,7 +31,7 @@ def group() -> list[Any]:
     return rows
 
 
-def build(folder: Path, shares: bool, gradient_checkpointing: bool = False) -> TransformersModel:
+def build(folder: Path, shares: Any, gradient_checkpointing: bool = False) -> TransformersModel:
     torch.manual_seed(0)
     model = TransformersModel(
         model_id=str(folder), dtype="float64", mixed_precision="no", share_prefixes=shares,
@@ -106,8 +107,16 @@ def test_a_model_that_keeps_a_state_along_the_row_computes_rows_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = build(folder, False).forward_only(inputs=group())["logps"]
-    model = build(folder, True)
+    model = build(folder, "auto")
     monkeypatch.setattr(type(model._backbone.segmenter), "check_prefixes", lambda self: "it carries a state")
     seen = tokens_seen(model)
     assert torch.equal(model.forward_only(inputs=group())["logps"], plain)
     assert sum(seen) == 8 * 45
+
+
+def test_sharing_by_name_is_an_error_on_a_model_that_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", "prefixes")
+    with pytest.raises(Unsupported, match=r'prefixes is disabled by TWINKLE_DISABLE_FAST_PATHS.*share_prefixes="auto"'):
+        build(folder, True).forward_only(inputs=group())
+    with pytest.raises(ArgumentError, match=r'share_prefixes must be True, False or "auto", got \'always\''):
+        build(folder, "always")
