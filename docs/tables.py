@@ -257,7 +257,7 @@ LIMITS = {
     "a payload or result in the database": "{small_bytes}; a larger one is a file",
     "a missing sequence number": (
         "what waits for it says so after {gap_pause}, and fails after {gap_fail}; while its request may still come (a "
-        "slow upload, one that was turned away for the moment, a restart), after {gap_limit} at the latest"
+        "slow upload, a restart, {resend} after one that was turned away), after {gap_limit} at the latest"
     ),
     "a loss graph of a client": "{graph_seconds} seconds for all rows of a request, backward included",
     "a sequence number above the next one of its model": "{farthest}; one that is further away is answered with 422",
@@ -268,6 +268,8 @@ LIMITS = {
     "a model after its session ended": "its state is kept for {kept_run}",
     "an entry of the audit log": "kept for {kept_audit}",
     "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
+    "an engine that gives no sign of life": "is reported as not responding after {silent}",
+    "a plugin that is revoked while the service runs": "dropped within {revocations}",
     "a pass": "{deadline}, then the engine is started anew",
     "the loss of a plugin, for one operation": "{loss}, and {loss_bytes} of memory",
     "the import of a plugin with a loss": "{loss_start}",
