@@ -215,10 +215,10 @@ def test_a_torch_whose_kernel_is_another_one_is_found_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         parts, "_forward", lambda *given, scale: (forward(*given, scale=scale)[0], torch.zeros(1, 2, 3))
     )
-    assert not parts._known.__wrapped__()
+    assert not parts.has_kernel.__wrapped__()
     monkeypatch.setattr(parts, "_NAME", "_of_another_version")
     monkeypatch.setattr(parts, "_forward", forward)
-    assert not parts._known.__wrapped__()
+    assert not parts.has_kernel.__wrapped__()
 
 
 def bottom_right(
