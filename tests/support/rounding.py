@@ -1,12 +1,13 @@
 """What rounding does on this machine to a computation of a test: the limit for another way to compute the same."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from twinkle.testing.other_machine import VARIABLE
+from twinkle.testing.other_machine import VARIABLE, RoundsByRows
 from twinkle.torch.precision import RoundingNoise, distance
 
 FACTOR = 6.0
@@ -63,3 +64,10 @@ def rounds_alike(weights: Sequence[Tensor], few: int, many: int) -> bool:
             if not torch.equal((rows @ matrix.t())[:few], rows[:few] @ matrix.t()):
                 return False
     return True
+
+
+@pytest.fixture
+def rounds_by_rows() -> Iterator[None]:
+    """Let products of a test round by their number of rows."""
+    with RoundsByRows():
+        yield
