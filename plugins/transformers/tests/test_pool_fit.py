@@ -224,7 +224,7 @@ def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog
     before = trained(model)
     with caplog.at_level(logging.WARNING):
         model.apply_patch(Running)
-    assert re.search(r"its sequences see each other: .* Each sequence goes through it alone", caplog.text)
+    assert re.search(r"its sequences see each other: .* Each sequence goes through the model alone", caplog.text)
     together = model.forward_only(inputs=ROWS, adapter_name=["a", None])
     alone = [
         model.forward_only(inputs=[row], adapter_name=[who])[0] for row, who in zip(ROWS, ["a", None], strict=True)
