@@ -1,4 +1,4 @@
-"""Runs the numeric suites as other processors would compute them: fewer instruction sets, other threads, other rounding.
+"""Runs the numeric suites as other processors compute them: fewer instruction sets, other threads, other rounding.
 
 Each variant is a process of its own, since the libraries read their switches when they are loaded.
 """
@@ -37,7 +37,8 @@ _SETS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ),
     (
         "AVX512_BF16", "avx512_bf16",
-        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY": "avx512", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+        {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+         "ATEN_CPU_CAPABILITY": "avx512", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
     ),
     (
         "AVX512", "avx512f",
@@ -78,13 +79,18 @@ def run(variant: Variant, suites: Sequence[str]) -> bool:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["no output"]
     passed = done.returncode == 0
-    print(f"{label:<22}{'passed' if passed else 'FAILED':<8}{time.monotonic() - began:6.0f} s  {lines[-1]}", flush=True)
+    _show(f"{label:<22}{'passed' if passed else 'FAILED':<8}{time.monotonic() - began:6.0f} s  {lines[-1]}")
     if not passed:
         log = Path(tempfile.mkdtemp(prefix="instruction-sets-")) / "output.txt"
         log.write_text(done.stdout + done.stderr)
         failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        print("\n".join([*(f"    {line[:200]}" for line in failures), f"    the whole output is in {log}"]), flush=True)
+        _show("\n".join([*(f"    {line[:200]}" for line in failures), f"    the whole output is in {log}"]))
     return passed
+
+
+def _show(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main(suites: Sequence[str] = ()) -> int:
@@ -96,10 +102,10 @@ def main(suites: Sequence[str] = ()) -> int:
     path = Path("/proc/cpuinfo")
     cpuinfo = path.read_text("utf-8", "replace") if path.is_file() else ""
     name, present = processor(cpuinfo)
-    print(f"{name}: {', '.join(present) or 'no instruction set that can be switched'}", flush=True)
+    _show(f"{name}: {', '.join(present) or 'no instruction set that can be switched'}")
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         results = list(pool.map(lambda variant: run(variant, suites or SUITES), variants(cpuinfo)))
-    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
+    _show(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if all(results) else 1
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from rounding import FACTOR, rounds_alike, units
 
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
+from twinkle.torch.precision import RoundingNoise
 from twinkle_transformers.loading import load_model
 
 GENERATOR = torch.Generator().manual_seed(5)

@@ -18,7 +18,6 @@ from pools import (
     VOCABULARY,
     Alone,
     Row,
-    distance,
     flat_of,
     folder,  # noqa: F401 - a fixture
     lora,
@@ -104,7 +103,9 @@ class Trace:
         self.counts: list[Any] = []
         self.rates: list[float] = []
 
-    def add_round(self, round_: int, logps: list[torch.Tensor], losses: list[float], gradient: Any, norm: float) -> None:
+    def add_round(
+        self, round_: int, logps: list[torch.Tensor], losses: list[float], gradient: Any, norm: float
+    ) -> None:
         self.tensors["logps", round_] = torch.cat(logps).detach().clone()
         self.tensors["loss", round_] = torch.tensor(losses)
         self.tensors["gradient", round_] = gradient.clone()
@@ -302,7 +303,9 @@ def train_beside_peft(folder: Path, config: Any, seed: int = 5, steps: int = 5) 
         output = model.forward_backward(inputs=rows, adapter_name="a")
         scalars.append(output["loss"])
         if step == 0:
-            values += [torch.cat([logps[: len(row["labels"])] for logps, row in zip(output["logps"], rows, strict=True)])]
+            values += [
+                torch.cat([logps[: len(row["labels"])] for logps, row in zip(output["logps"], rows, strict=True)])
+            ]
             gradients = model.pool.tenants["a"].views()
             values += [gradients[name].grad.clone() for name in names]
         model.clip_grad_and_step(0.7, adapter_name="a")

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from samplers import PROMPTS, adapters, folder, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import (
+    PROMPTS,
+    adapters,  # noqa: F401 - a fixture
+    assert_same_scores,
+    folder,  # noqa: F401 - a fixture
+    rows,
+    sampler_of,
+    tokens_of,
+)
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import NonFiniteError

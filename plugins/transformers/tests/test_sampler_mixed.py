@@ -7,7 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from samplers import LENGTHS, PROMPTS, adapters, folder, module, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import (
+    LENGTHS,
+    PROMPTS,
+    adapters,  # noqa: F401 - a fixture
+    assert_same_scores,
+    folder,  # noqa: F401 - a fixture
+    module,  # noqa: F401 - a fixture
+    rows,
+    sampler_of,
+    tokens_of,
+)
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
