@@ -11,7 +11,7 @@ PACKAGES := $(notdir $(wildcard registry/src/twinkle* twinkle_core/src/twinkle* 
 SETTINGS := requirements.txt constraints.txt $(wildcard registry/pyproject.toml twinkle_core/pyproject.toml hub/pyproject.toml plugins/*/pyproject.toml server/pyproject.toml templates/pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart serve-demo grpo-demo test soak gpu lint format bench docs clean
+.PHONY: help install quickstart serve-demo grpo-demo test test-all soak gpu lint format bench docs clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -36,6 +36,9 @@ grpo-demo: .venv/members  ## Let a small real model learn to add from rewards al
 
 test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)
+
+test-all: install  ## Run the numeric tests as other processors round: each instruction set, 1 and 2 threads, 20 minutes
+	$(BIN)/python scripts/instruction_sets.py
 
 soak: install  ## Run the tests with larger numbers
 	$(PYTEST) -m soak $(TESTS) || [ $$? -eq 5 ]  # 5: there are none

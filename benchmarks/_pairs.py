@@ -1,6 +1,7 @@
 """How every benchmark here measures: contestants in turn, CPU time, median of paired ratios."""
 
 import platform
+import re
 import resource
 import statistics
 import time
@@ -8,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
+"""Those that change the kernels of a product, as `twinkle doctor` lists them; not every benchmark imports Twinkle."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,15 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def describe_machine(packages: Sequence[str]) -> str:
-    """Return Python, package versions and processor in one line."""
+    """Return Python, package versions, processor and its instruction sets in one line."""
+    path = Path("/proc/cpuinfo")
+    cpuinfo = path.read_text("utf-8", "replace") if path.is_file() else ""
+    name = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.M)
+    flags = set((re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.M) or [""])[0].split())
+    sets = " ".join(flag for flag in _INSTRUCTION_SETS if flag in flags) or "no known instruction set"
+    processor = f"{name[1] if name else 'unnamed processor'} ({platform.machine()}, {sets})"
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return f"Python {platform.python_version()}, {versions}; {platform.machine()}"
+    return f"Python {platform.python_version()}, {versions}; {processor}"
 
 
 def peak_kib() -> int:

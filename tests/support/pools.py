@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rounding import gap
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -65,9 +66,7 @@ def moments_of(model: Any, name: str) -> dict[str, Tensor]:
 
 def distance(one: Tensor, other: Tensor) -> float:
     """Return how far two tensors are apart, relative to the second one's norm."""
-    one, other = one.detach(), other.detach()
-    gap = torch.linalg.vector_norm(one.double() - other.double())
-    return float(gap / torch.linalg.vector_norm(other.double()).clamp(min=1e-30))
+    return gap(one, other)
 
 
 class Alone:

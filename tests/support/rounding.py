@@ -1,46 +1,54 @@
-"""What rounding does on this machine, measured; and a processor on which each product rounds by its number of rows."""
+"""What rounding does on this machine to a computation of a test: the limit for another way to compute the same."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
-from pools import distance
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-FACTOR = 4.0
-"""Two results of float32 that should be equal may be this many times as far apart as one was from float64: each has an
-error of its own, and that of other row counts may be about twice the one that was measured."""
+from twinkle.testing.other_machine import VARIABLE, RoundsByRows
+from twinkle.torch.precision import RoundingNoise, distance
 
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_"})
-_STEPS = 7
-
-
-class RoundsByRows(TorchDispatchMode):
-    """Moves the result of each product by 0 to 6 units in the last place, a function of its number of rows."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in _PRODUCTS:
-            found.mul_(1.0 + torch.finfo(found.dtype).eps * (found.shape[-2] % _STEPS))
-        return found
+FACTOR = 6.0
+"""Two ways to compute the same may differ by this many times the measured rounding. Each way has an error of its own,
+which gives 2; the error of a product is at most twice what the noise has on average, which gives 4; and the largest of
+two draws may be two thirds of what other draws give."""
+USELESS = 1e-2
+"""A limit above this relative difference could hide a fault, so that no test may rely on one."""
 
 
-def measured_rounding(compute: Callable[..., Sequence[Tensor]]) -> list[float]:
+def units() -> float:
+    """Return by how many units in the last place products of this process may differ between numbers of rows."""
+    return max(1.0, float(os.environ.get(VARIABLE, 1.0)))
+
+
+def rounding_of(compute: Callable[[], Sequence[Tensor]], *, draws: int = 2) -> list[float]:
     """Return how far rounding moves each tensor that a computation returns, relative to its norm.
 
-    That is the larger of two distances from float64: of float32 as it is here, and of float32 where products round by
-    their number of rows.
-
     Args:
-        compute: takes `dtype=torch.float64`, or nothing for float32; returns tensors.
+        compute: deterministic; may train, so that the movement includes what the updates amplify.
+        draws: number of runs with noise of the size of rounding.
     """
-    exact = compute(dtype=torch.float64)
     plain = compute()
-    with RoundsByRows():
-        moved = compute()
-    return [max(distance(p, e), distance(m, e)) for p, m, e in zip(plain, moved, exact, strict=True)]
+    limits = [torch.finfo(value.dtype).eps for value in plain]
+    for seed in range(draws):
+        with RoundingNoise(seed, units=units()):
+            noisy = compute()
+        limits = [max(limit, gap(one, other)) for limit, one, other in zip(limits, noisy, plain, strict=True)]
+    return limits
+
+
+def gap(one: Tensor, other: Tensor) -> float:
+    """Return how far two tensors are apart, relative to the norm of the second one."""
+    return float(distance(one.reshape(1, -1), other.reshape(1, -1)))
+
+
+def assert_near(ours: Sequence[Tensor], theirs: Sequence[Tensor], limits: Sequence[float], message: str = "") -> None:
+    """Demand that rounding explains how far tensors are apart, and that the limits can tell a fault from it."""
+    for at, (one, other, limit) in enumerate(zip(ours, theirs, limits, strict=True)):
+        assert FACTOR * limit < USELESS, f"{message}, tensor {at}: its rounding is {limit}"
+        assert gap(one, other) <= FACTOR * limit, f"{message}, tensor {at}: rounding is {limit}"
 
 
 def rounds_alike(weights: Sequence[Tensor], few: int, many: int) -> bool:
@@ -60,6 +68,6 @@ def rounds_alike(weights: Sequence[Tensor], few: int, many: int) -> bool:
 
 @pytest.fixture
 def rounds_by_rows() -> Iterator[None]:
-    """Let products round so for a test."""
+    """Let products of a test round by their number of rows."""
     with RoundsByRows():
         yield

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from rounding import FACTOR, rounds_alike, units
 
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
+from twinkle.torch.precision import RoundingNoise
 from twinkle_transformers.loading import load_model
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -70,3 +72,21 @@ def sampler_of(folder: Path, **kwargs: Any) -> Any:
     sampler: Any = TorchSampler(folder, **kwargs)
     assert sampler._service.engine is not None
     return sampler
+
+
+def assert_same_scores(model: Any, prompt: list[int], one: Any, other: Any) -> None:
+    """Demand equal bits of two samples' log-probabilities where products round alike, else what rounding explains."""
+    weights = [value for value in model.parameters() if value.ndim == 2]
+    if all(rounds_alike(weights, 8, rows) for rows in (16, 64)):
+        assert one.logprobs == other.logprobs
+        return
+    ids = torch.tensor([[*prompt, *one.tokens]])
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits.double().log_softmax(-1)
+        with RoundingNoise(0, units=units()):
+            moved = model(input_ids=ids).logits.double().log_softmax(-1)
+    limit = FACTOR * float((moved - plain).abs().max())
+    assert limit < 1e-3, "a fault would be as small"
+    for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], rel=0, abs=limit)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import SettingsError
+from twinkle.testing.other_machine import RoundsByRows
 from twinkle.torch.numerics import FAST_PATHS, disabled, judge, probe_tokens
 from twinkle.torch.precision import InFloat64, RoundingNoise, measured_rounding
 
@@ -158,3 +159,43 @@ def test_paths_are_disabled_by_name_or_all(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", "packign")
     with pytest.raises(SettingsError, match=r"must list some of packing, prefixes, steps, fused.*got packign"):
         disabled("packing")
+
+
+OLD_RULE = 1e-4
+"""A constant relative difference per token, which once decided whether packing was used."""
+
+
+def amplifying(x: Tensor) -> Tensor:
+    """Compute many layers, each of which makes what rounding moved larger."""
+    w = weights(x.dtype)
+    for _ in range(12):
+        x = torch.nn.functional.layer_norm(torch.tanh(x @ w) + 0.3 * x, (SIZE,))
+    return x
+
+
+def test_packing_stays_on_where_another_machine_differs_by_more_than_a_constant_allows() -> None:
+    def packed(x: Tensor) -> Tensor:
+        return amplifying(x)
+
+    def one_by_one(x: Tensor) -> Tensor:
+        return torch.cat([amplifying(x[:6]), amplifying(x[6:])])
+
+    x = inputs(torch.float32)
+    with RoundsByRows(2.0):
+        found = judge("packing", packed, one_by_one, x, changed(x))
+    assert found.difference > OLD_RULE
+    assert found.exact, found.reason
+
+
+def test_a_leak_is_refused_on_another_machine_too() -> None:
+    def leaks(x: Tensor) -> Tensor:
+        return amplifying(x + 0.01 * x.mean(0))
+
+    def one_by_one(x: Tensor) -> Tensor:
+        return torch.cat([amplifying(x[:6]), amplifying(x[6:])])
+
+    x = inputs(torch.float32)
+    with RoundsByRows(2.0):
+        found = judge("packing", leaks, one_by_one, x, changed(x))
+    assert not found.exact
+    assert "its sequences see each other" in found.reason

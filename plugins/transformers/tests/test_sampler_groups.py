@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from rounding import FACTOR, RoundsByRows
+from rounding import FACTOR, units
 from samplers import PROMPTS, folder, module, rows, tokens_of  # noqa: F401 - fixtures
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
 from twinkle.errors import Unsupported
 from twinkle.sampler import TorchSampler
+from twinkle.torch.precision import RoundingNoise
 from twinkle_transformers.drawing import draw, drawn_log_probs
 from twinkle_transformers.engine.runner import Runner
 
@@ -49,7 +50,7 @@ def rounding_of(module: Any, exact: Any, tokens: list[int], drawn: dict[str, Any
     with torch.no_grad():
         ids = torch.tensor([tokens])
         near, far = (each(input_ids=ids).logits[0].double() for each in (module, exact))
-        with RoundsByRows():
+        with RoundingNoise(0, units=units()):
             moved = module(input_ids=ids).logits[0].double()
     cold = max(1.0, 1.0 / (drawn["temperature"] or 1.0)) * drawn.get("repetition_penalty", 1.0)
     return cold * max(float((one.log_softmax(-1) - far.log_softmax(-1)).abs().max()) for one in (near, moved))

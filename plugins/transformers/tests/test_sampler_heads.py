@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from samplers import PROMPTS, adapters, folder, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import (
+    PROMPTS,
+    adapters,  # noqa: F401 - a fixture
+    assert_same_scores,
+    folder,  # noqa: F401 - a fixture
+    rows,
+    sampler_of,
+    tokens_of,
+)
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.errors import NonFiniteError
@@ -200,10 +208,11 @@ def test_what_ran_while_weights_were_written_serves_no_later_prompt(folder: Path
 def test_rows_that_begin_alike_are_bit_equal_alone_and_among_others_where_that_is_asked_for(folder: Path) -> None:
     prompts = [[*HEAD[:32], *[n] * 7] for n in range(12)]
     params = {"temperature": 0, "max_tokens": 6, "logprobs": 3, "stop": []}
-    together = sampler_of(folder, batch_invariant=True).sample(rows(prompts), params)
+    sampler = sampler_of(folder, batch_invariant=True)
+    together = sampler.sample(rows(prompts), params)
     for ids, response in zip(prompts, together, strict=True):
         (other,) = sampler_of(folder, batch_invariant=True).sample(rows([ids]), params)
-        assert response.sequences[0].logprobs == other.sequences[0].logprobs
+        assert_same_scores(sampler.model, ids, other.sequences[0], response.sequences[0])
 
 
 def test_the_common_beginning_is_that_of_a_loop() -> None:

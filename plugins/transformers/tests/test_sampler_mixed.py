@@ -7,7 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from samplers import LENGTHS, PROMPTS, adapters, folder, module, rows, sampler_of, tokens_of  # noqa: F401 - fixtures
+from samplers import (
+    LENGTHS,
+    PROMPTS,
+    adapters,  # noqa: F401 - a fixture
+    assert_same_scores,
+    folder,  # noqa: F401 - a fixture
+    module,  # noqa: F401 - a fixture
+    rows,
+    sampler_of,
+    tokens_of,
+)
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
@@ -288,4 +298,4 @@ def test_rows_of_equal_length_are_bit_equal_alone_and_among_others_where_that_is
     together = sampler.sample(rows(prompts), params)
     for ids, response in zip(prompts, together, strict=True):
         (alone,) = sampler.sample(rows([ids]), params)
-        assert alone.sequences[0].logprobs == response.sequences[0].logprobs
+        assert_same_scores(sampler.model, ids, alone.sequences[0], response.sequences[0])

@@ -142,7 +142,9 @@ def test_models_that_keep_no_state_at_the_end_of_a_prefix_are_refused(name: str)
     segmenter = Segmenter(made(name))
     assert segmenter.check() is None
     assert not segmenter.shares_prefixes()
-    with pytest.raises(Unsupported, match=rf"{MIXERS[name]} knows at the end.*give each sequence its prefix"):
+    with pytest.raises(
+        Unsupported, match=rf"{MIXERS[name]} at the end of a prefix is not kept.*give each sequence its prefix"
+    ):
         segmenter.within(Segments.of([3, 2], parents=[-1, 0]))
     with segmenter.within(Segments.of([3, 2])):
         pass

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _LIBRARY: list[torch.library.Library] = []
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 VARIABLE = "TWINKLE_TEST_ROUND_BY_ROWS"
 """Environment variable with the units in the last place; the pytest plugin of the repository's tests reads it."""
 
@@ -49,6 +51,25 @@ def round_by_rows(units: float = 2.0) -> None:
         for function in (mm, addmm, bmm, baddbmm):
             library.impl(function.__name__, function, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
     _LIBRARY.append(library)
+
+
+class RoundsByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
+    """Does for one `with` block, in this thread, what `round_by_rows` does for the process.
+
+    Args:
+        units: see `round_by_rows`.
+    """
+
+    def __init__(self, units: float = 2.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._units = units
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and move what a product computed."""
+        out = func(*args, **(kwargs or {}))
+        return _moved(out, self._units) if func.overloadpacket.__name__ in _PRODUCTS else out
 
 
 def _result(like: Tensor, *shape: int) -> Tensor:

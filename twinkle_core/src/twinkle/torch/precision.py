@@ -30,10 +30,12 @@ class RoundingNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     Args:
         seed: of the noise, which depends on nothing else.
+        units: size of the noise in rounding errors.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, units: float = 1.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._units = units
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
@@ -56,7 +58,7 @@ class RoundingNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         wide = y if y.dtype == torch.float64 else y.float()
         size = wide.abs() + wide.square().mean(-1, keepdim=True).sqrt() if y.ndim else wide.abs()
         noise = torch.rand(wide.shape, generator=self._generator, dtype=wide.dtype).mul_(2).sub_(1).to(y.device)
-        return (wide + torch.finfo(y.dtype).eps * size * noise).to(y.dtype)
+        return (wide + self._units * torch.finfo(y.dtype).eps * size * noise).to(y.dtype)
 
 
 def _rounds(func: Any) -> bool:
