@@ -19,7 +19,7 @@ from twinkle_server.store.tables import TENANTS_TABLES, metadata
 
 Run = Callable[[Awaitable[Any]], Any]
 MODULES = (sessions, models, samplers, checkpoints, keys, audit, usage)
-EVERYBODYS = {"meta", "lease", "tenants", "payloads", "results", "folders"}
+EVERYBODYS = {"meta", "lease", "tenants", "compositions", "payloads", "results", "folders"}
 """Tables without a tenant: of the whole directory, or keyed by an operation that has one."""
 OF_LANES = {
     "NEXT_NUMBER",
@@ -163,6 +163,7 @@ ELSEWHERE = {
     "journal.pending",
     "journal.after",
     "journal.payload",
+    "journal.composition",
 }
 ELSEWHERE |= {"journal.blame", "journal.snapshotted", "journal.snapshot", "journal.close"}
 """`future` is tested with the journal; the others are the runtime's."""

@@ -176,7 +176,7 @@ def test_the_likeliest_tokens_of_prompt_and_answer(shared, source):
     [sequence], prompt = shared.sample(
         PROMPT, source, max_tokens=4, seed=2, stop=[], topk_prompt_logprobs=3, topk_sample_logprobs=2
     )
-    assert prompt.logprobs is None
+    assert prompt.logprobs[1:] == pytest.approx(rescored(shared, PROMPT), abs=1e-4)
     table = other.logits([*PROMPT, *sequence.tokens.tolist()]).log_softmax(-1).detach()
     assert prompt.topk.tokens.shape == (len(PROMPT), 3)
     assert prompt.topk.tokens[0].tolist() == [0, 0, 0]
@@ -336,7 +336,7 @@ def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monk
     over = []
     pool = shared.backend.model.pool
     monkeypatch.setattr(pool, "between", pool.between)
-    monkeypatch.setattr(shared.backend._training._pace, "tokens", lambda training: 50)  # a row and a bit
+    monkeypatch.setattr(pool, "tokens_per_pass", 50)  # a row and a bit
 
     def between() -> None:
         if not over:  # it comes in the middle of the pass
