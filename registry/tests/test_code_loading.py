@@ -184,7 +184,7 @@ def test_what_is_locked_and_gone_or_forbidden_is_listed_with_its_reason(
     assert "twinkle plugins verify --fetch" in record.reason
     (tmp_path / "elsewhere").rename(tmp_path / "cache" / "code" / "trees")
     Path("twinkle.toml").write_text('[trust]\ndeny = ["hf://acme/*"]\n')
-    with pytest.raises(ComponentNotFound, match=r"\[trust\] deny has 'hf://acme/\*'"):
+    with pytest.raises(NotTrusted, match=r"\[trust\] deny has 'hf://acme/\*'"):
         house().resolve("Focal", "loss")
 
 

@@ -39,6 +39,21 @@ def rounding_of(compute: Callable[[], Sequence[Tensor]], *, draws: int = 2) -> l
     return limits
 
 
+def measured_rounding(compute: Callable[..., Sequence[Tensor]]) -> list[float]:
+    """Return how far rounding moves each tensor of a long computation, relative to its norm.
+
+    That is the larger of two distances from float64: of float32 as it is here, and of float32 where products round by
+    their number of rows.
+
+    Args:
+        compute: takes `dtype=torch.float64`, or nothing for float32; returns tensors.
+    """
+    exact, plain = compute(dtype=torch.float64), compute()
+    with RoundsByRows():
+        moved = compute()
+    return [max(gap(p, e), gap(m, e)) for p, m, e in zip(plain, moved, exact, strict=True)]
+
+
 def gap(one: Tensor, other: Tensor) -> float:
     """Return how far two tensors are apart, relative to the norm of the second one."""
     return float(distance(one.reshape(1, -1), other.reshape(1, -1)))

@@ -199,3 +199,18 @@ def test_a_leak_is_refused_on_another_machine_too() -> None:
         found = judge("packing", leaks, one_by_one, x, changed(x))
     assert not found.exact
     assert "its sequences see each other" in found.reason
+
+
+def test_float64_mode_computes_grouped_products() -> None:
+    draw = torch.Generator().manual_seed(3)
+    rows, wide, matrices = (
+        torch.randn(*shape, generator=draw).bfloat16() for shape in ((24, 16), (16, 24), (3, 16, 8))
+    )
+    ends = torch.tensor([8, 16, 24], dtype=torch.int32)
+    with torch.no_grad(), InFloat64():
+        product = torch._grouped_mm(rows, matrices, offs=ends)
+        outer = torch._grouped_mm(wide, rows, offs=ends)
+    spans = [(0, 8), (8, 16), (16, 24)]
+    whole = [rows[a:b].double() @ matrices[i].double() for i, (a, b) in enumerate(spans)]
+    torch.testing.assert_close(product, torch.cat(whole))
+    torch.testing.assert_close(outer, torch.stack([wide[:, a:b].double() @ rows[a:b].double() for a, b in spans]))

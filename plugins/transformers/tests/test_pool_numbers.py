@@ -18,6 +18,7 @@ from pools import (
     VOCABULARY,
     Alone,
     Row,
+    distance,
     flat_of,
     folder,  # noqa: F401 - a fixture
     lora,
@@ -25,7 +26,7 @@ from pools import (
     moments_of,
     open_pool,
 )
-from rounding import assert_near, rounding_of, rounds_alike
+from rounding import FACTOR, measured_rounding, rounds_alike
 from threads import one_thread  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,111 +96,71 @@ def together(tenants: list[Tenant], batches: list[list[Row]]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if any(entry is not None for entry in value)}
 
 
-class Trace:
-    """What an adapter's training returns and leaves, by kind and round."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, int], torch.Tensor] = {}
-        self.counts: list[Any] = []
-        self.rates: list[float] = []
-
-    def add_round(
-        self, round_: int, logps: list[torch.Tensor], losses: list[float], gradient: Any, norm: float
-    ) -> None:
-        self.tensors["logps", round_] = torch.cat(logps).detach().clone()
-        self.tensors["loss", round_] = torch.tensor(losses)
-        self.tensors["gradient", round_] = gradient.clone()
-        self.tensors["norm", round_] = torch.tensor(norm)
-
-    def finish(self, model: Any, tenant: Tenant, rounds: int) -> None:
-        group = model.optimizer_group[tenant.name]
-        assert group.updates == rounds // tenant.steps
-        self.rates = group.learning_rates()
-        self.tensors["weights", rounds] = flat_of(model, tenant.name).detach().clone()
-        for key, value in moments_of(model, tenant.name).items():
-            self.tensors[key, rounds] = value.clone()
-
-
-def train_alone(model: Any, tenant: Tenant, batches: list[list[Row]]) -> Trace:
-    """Train an adapter from its beginning, in a pool that holds no other, and remove it."""
-    trace = Trace()
-    tenant.join(model)
-    for round_, rows in enumerate(batches):
-        output = model.forward_backward(inputs=rows, adapter_name=tenant.name, **tenant.arguments(rows))
-        logps = [output["logps"][at, : len(row["labels"])] for at, row in enumerate(rows)]
-        gradient = flat_of(model, tenant.name).grad.clone()
-        model.clip_grad_and_step(0.5, adapter_name=tenant.name)
-        stepped = (round_ + 1) % tenant.steps == 0
-        norm = float(model.optimizer_group[tenant.name].last_grad_norm) if stepped else 0.0
-        trace.add_round(round_, logps, [output["loss"]] * len(rows), gradient, norm)
-        trace.counts.append([output["num_tokens"]] * len(rows))
-    trace.finish(model, tenant, len(batches))
-    model.remove_adapter(tenant.name)
-    return trace
-
-
-def train_together(folder: Path, tenants: list[Tenant], rounds: list[list[list[Row]]], **options: Any) -> list[Trace]:
-    model, traces, count = open_pool(folder, **options), [Trace() for _ in tenants], len(tenants)
-    for tenant in tenants:
-        tenant.join(model)
-    for round_, batches in enumerate(rounds):
-        outputs = model.forward_backward(**together(tenants, batches))
-        gradients = [flat_of(model, tenant.name).grad.clone() for tenant in tenants]
-        norms = model.clip_grad_and_step(0.5, adapter_name=[tenant.name for tenant in tenants])
-        for at, trace in enumerate(traces):
-            own = outputs[at::count]
-            logps, losses = [output["logps"] for output in own], [output["loss"] for output in own]
-            trace.add_round(round_, logps, losses, gradients[at], norms[at])
-            trace.counts.append([output["num_tokens"] for output in own])
-    for tenant, trace in zip(tenants, traces, strict=True):
-        trace.finish(model, tenant, len(rounds))
-    return traces
-
-
-def limits_of(trace: Trace, alone: Callable[[], Trace]) -> dict[tuple[str, int], float]:
-    """Return how far rounding moves what an adapter alone gets, updates included: for a round, so far.
-
-    A single number may move by nothing in a few draws, so that a loss has the limit of its log-probabilities at least,
-    and a norm that of its gradient.
-    """
-    keys = list(trace.tensors)
-    moved = dict(zip(keys, rounding_of(lambda: [alone().tensors[key] for key in keys], draws=1), strict=True))
-    for kind, round_ in keys:
-        others = [(kind, earlier) for earlier in range(round_)]
-        others += [{"loss": ("logps", round_), "norm": ("gradient", round_)}.get(kind, (kind, round_))]
-        moved[kind, round_] = max([moved[kind, round_], *(moved[key] for key in others if key in moved)])
-    return moved
+def bits(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return 0.0 for the same bits, and how far they are apart otherwise, which is never 0."""
+    return 0.0 if torch.equal(one, other) else max(distance(one, other), 1e-30)
 
 
 def compare_with_alone(
-    folder: Path, count: int, length: int | tuple[int, ...], *, same_bits: bool = False, **options: Any
+    folder: Path,
+    count: int,
+    length: int | tuple[int, ...],
+    gap: Callable[[Any, Any], float],
+    limit: float,
+    **options: Any,
 ) -> None:
     """Train tenants in one pass and each in a pool of its own, and compare everything at each round."""
     tenants = [Tenant(number) for number in range(count)]
-    rounds = [[tenant.rows(length, round_) for tenant in tenants] for round_ in range(ROUNDS if count <= 8 else 2)]
-    traces = train_together(folder, tenants, rounds, **options)
-    pool = open_pool(folder, **options)  # which judges its fast paths once, before any noise
-    for at, (tenant, ours) in enumerate(zip(tenants, traces, strict=True)):
-        alone = partial(train_alone, pool, tenant, [batches[at] for batches in rounds])
-        theirs = alone()
-        assert (ours.counts, ours.rates) == (theirs.counts, theirs.rates)
-        assert ours.tensors.keys() == theirs.tensors.keys()
-        limits = {} if same_bits else limits_of(theirs, alone)
-        for key, value in ours.tensors.items():
-            where = f"{tenant.name}, {key}, {VERSION}"
-            if same_bits:
-                assert torch.equal(value, theirs.tensors[key]), where
-            else:
-                assert_near([value], [theirs.tensors[key]], [limits[key]], where)
+    model = open_pool(folder, **options)
+    for tenant in tenants:
+        tenant.join(model)
+    seen: list[dict[str, Any]] = []
+    for round_ in range(ROUNDS if count <= 8 else 2):
+        batches = [tenant.rows(length, round_) for tenant in tenants]
+        outputs = model.forward_backward(**together(tenants, batches))
+        gradients = {t.name: flat_of(model, t.name).grad.clone() for t in tenants}
+        norms = model.clip_grad_and_step(0.5, adapter_name=[t.name for t in tenants])
+        seen.append({"outputs": outputs, "gradients": gradients, "norms": norms, "batches": batches})
+    for at, tenant in enumerate(tenants):
+        alone = open_pool(folder, **options)
+        tenant.join(alone)
+        for round_, now in enumerate(seen):
+            rows = now["batches"][at]
+            output = alone.forward_backward(inputs=rows, adapter_name=tenant.name, **tenant.arguments(rows))
+            where = f"{tenant.name}, round {round_}, {VERSION}"
+            for row in range(len(rows)):
+                mine = now["outputs"][row * count + at]
+                assert gap(mine["logps"], output["logps"][row, : len(mine["logps"])]) <= limit, where
+                assert gap(torch.tensor(mine["loss"]), torch.tensor(output["loss"])) <= limit, where
+                assert mine["num_tokens"] == output["num_tokens"]
+            assert gap(now["gradients"][tenant.name], flat_of(alone, tenant.name).grad) <= limit, where
+            alone.clip_grad_and_step(0.5, adapter_name=tenant.name)
+            norm = alone.optimizer_group[tenant.name].last_grad_norm
+            if now["norms"][at]:
+                assert gap(torch.tensor(now["norms"][at]), torch.tensor(norm)) <= limit, where
+        assert gap(flat_of(model, tenant.name).data, flat_of(alone, tenant.name).data) <= limit, (tenant.name, VERSION)
+        group, other = model.optimizer_group[tenant.name], alone.optimizer_group[tenant.name]
+        assert group.updates == other.updates == len(seen) // tenant.steps
+        assert group.learning_rates() == other.learning_rates()
+        moments = moments_of(alone, tenant.name)
+        for key, value in moments_of(model, tenant.name).items():
+            assert gap(value, moments[key]) <= limit, (tenant.name, key, VERSION)
 
 
 def compare_equal_lengths(folder: Path, count: int, length: int, **options: Any) -> None:
-    """Demand the same bits where products round alike, and otherwise what rounding explains."""
+    """Demand the same bits where products round alike, and otherwise what rounding allows after some updates."""
     model = open_pool(folder)
     weights = [site.module.weight for site in model.pool.sites.values()]
     rows = 2 * max(8, length)  # what an adapter alone has, padded to 8
-    alike = rounds_alike(weights, rows, count * rows)
-    compare_with_alone(folder, count, length, same_bits=alike, **options)
+    if rounds_alike(weights, rows, count * rows):
+        compare_with_alone(folder, count, length, bits, 0.0, **options)
+    else:
+        compare_with_alone(folder, count, length, distance, PACKED, **options)
+
+
+PACKED = 2e-6
+"""Relative to the norm, after up to ten updates of AdamW: a few units in the last place (6e-8), which the updates
+amplify where a gradient is small. Not measured in the test, since float64 takes other updates by as much."""
 
 
 @pytest.mark.parametrize("length", [8, 13])
@@ -218,7 +179,7 @@ def test_rows_of_fewer_than_eight_tokens_have_the_bits_that_they_have_alone(fold
 
 
 def test_packed_rows_of_mixed_lengths_are_as_near_to_those_alone_as_rounding_allows(folder: Path) -> None:
-    compare_with_alone(folder, 5, (5, 31, 2, 9, 17))
+    compare_with_alone(folder, 5, (5, 31, 2, 9, 17), distance, PACKED)
 
 
 def test_a_chunk_of_the_head_is_never_left_with_a_few_rows_that_take_another_kernel(folder: Path) -> None:
@@ -231,17 +192,11 @@ def test_a_chunk_of_the_head_is_never_left_with_a_few_rows_that_take_another_ker
     model.forward_backward(inputs=[rows[name][0] for name in names], adapter_name=names)
     fused = {name: flat_of(model, name).grad.clone() for name in names}
     alike = rounds_alike([site.module.weight for site in model.pool.sites.values()], 86, 3 * 87)
-
-    def alone() -> list[torch.Tensor]:
-        for name in names:
-            model.zero_grad(adapter_name=name, flush=True)
-            model.forward_backward(inputs=rows[name], adapter_name=name)
-        return [flat_of(model, name).grad.clone() for name in names]
-
-    if alike:
-        assert all(torch.equal(one, fused[name]) for name, one in zip(names, alone(), strict=True)), VERSION
-    else:
-        assert_near(alone(), list(fused.values()), rounding_of(alone), VERSION)
+    for name in names:
+        model.zero_grad(adapter_name=name, flush=True)
+        model.forward_backward(inputs=rows[name], adapter_name=name)
+        gap = distance(flat_of(model, name).grad, fused[name])
+        assert torch.equal(flat_of(model, name).grad, fused[name]) if alike else gap <= PACKED, (name, VERSION)
 
 
 class Products(TorchDispatchMode):
@@ -280,39 +235,29 @@ def test_a_pass_multiplies_with_each_base_weight_once_each_way_whatever_the_numb
     assert products.counts == expected | {"lm_head": 3}  # the base's row, which has no metrics, is scored apart
 
 
-def train_beside_peft(folder: Path, config: Any, seed: int = 5, steps: int = 5) -> None:
+def train_beside_peft(
+    folder: Path, config: Any, seed: int = 5, steps: int = 5, architecture: str | None = None
+) -> None:
     model = open_pool(folder)
     model.add_adapter_to_model("a", config, seed=seed)
     model.set_optimizer("AdamW", lr=1e-2, adapter_name="a")
-    initial = {name: value.clone() for name, value in model.get_state_dict(adapter_name="a").items()}
-    batches = [make_rows(3, (9, 4, 12), seed=step) for step in range(steps)]
-
-    def peft() -> list[torch.Tensor]:
-        alone, values, scalars = Alone(folder, config, initial, lr=1e-2, weight_decay=0.01), [], []
-        for step, rows in enumerate(batches):
-            scalars.append(alone.backward(rows))
-            if step == 0:
-                values += [torch.cat([alone.logps(row).detach() for row in rows])]
-                values += [grad.clone() for grad in alone.gradients().values()]
-            scalars.append(alone.step(0.7))
-        # The numbers of all steps are one tensor: a single number may move by nothing in a few draws.
-        return [*values, torch.tensor(scalars), *(value.clone() for value in alone.weights().values())]
-
-    names, values, scalars = list(initial), [], []
-    for step, rows in enumerate(batches):
+    alone = Alone(folder, config, model.get_state_dict(adapter_name="a"), lr=1e-2, weight_decay=0.01)
+    for step in range(steps):
+        rows = make_rows(3, (9, 4, 12), seed=step)
         output = model.forward_backward(inputs=rows, adapter_name="a")
-        scalars.append(output["loss"])
+        loss = alone.backward(rows)
+        assert output["loss"] == pytest.approx(loss, rel=1e-5 if step == 0 else 1e-4)
         if step == 0:
-            values += [
-                torch.cat([logps[: len(row["labels"])] for logps, row in zip(output["logps"], rows, strict=True)])
-            ]
+            for mine, row in zip(output["logps"], rows, strict=True):
+                logps = alone.logps(row).detach()
+                torch.testing.assert_close(mine[: len(logps)], logps, rtol=0, atol=2e-5)
             gradients = model.pool.tenants["a"].views()
-            values += [gradients[name].grad.clone() for name in names]
+            for name, grad in alone.gradients().items():
+                assert distance(gradients[name].grad, grad) < 1e-5, name
         model.clip_grad_and_step(0.7, adapter_name="a")
-        scalars.append(float(model.optimizer_group["a"].last_grad_norm))
-    weights = model.get_state_dict(adapter_name="a")
-    values += [torch.tensor(scalars), *(weights[name] for name in names)]
-    assert_near(values, peft(), rounding_of(peft))
+        assert alone.step(0.7) == pytest.approx(model.optimizer_group["a"].last_grad_norm, rel=2e-4)
+    for name, value in model.get_state_dict(adapter_name="a").items():
+        assert distance(value, alone.weights()[name]) < 2e-4, name  # Adam divides small gradients by their own size
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -373,18 +318,20 @@ def gradients_of(
 def test_numbers_do_not_depend_on_the_tokens_of_a_pass(folder: Path, budget: int) -> None:
     rows = make_rows(6, (9, 4, 21, 1, 13), seed=3)
     whole = gradients_of(folder, rows, share_prefixes=False)
-    limits = rounding_of(partial(gradients_of, folder, rows, share_prefixes=False))
+    limits = measured_rounding(partial(gradients_of, folder, rows, share_prefixes=False))
     cut = gradients_of(folder, rows, share_prefixes=False, tokens_per_pass=budget)
-    assert_near(cut, whole, limits)
+    for one, other, limit in zip(cut, whole, limits, strict=True):
+        assert distance(one, other) <= FACTOR * limit
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_numbers_do_not_depend_on_the_micro_batch_size(folder: Path, size: int) -> None:
     rows = make_rows(6, (9, 4, 21, 1, 13), seed=3)
     whole = gradients_of(folder, rows)
-    limits = rounding_of(partial(gradients_of, folder, rows))
+    limits = measured_rounding(partial(gradients_of, folder, rows))
     cut = gradients_of(folder, rows, {"micro_batch_size": size})
-    assert_near(cut, whole, limits)
+    for one, other, limit in zip(cut, whole, limits, strict=True):
+        assert distance(one, other) <= FACTOR * limit
 
 
 def test_recomputation_changes_no_bit(folder: Path) -> None:
@@ -407,7 +354,9 @@ def test_shared_prefixes_change_nothing_beyond_rounding(tmp_path: Path, architec
     rows.append({"input_ids": rows[0]["input_ids"][:-2], "labels": [*rows[0]["labels"][:-3], -100]})
     alone = gradients_of(folder, rows, share_prefixes=False)
     shared = gradients_of(folder, rows, share_prefixes=True)
-    assert_near(shared, alone, rounding_of(partial(gradients_of, folder, rows, share_prefixes=False)))
+    limits = measured_rounding(partial(gradients_of, folder, rows, share_prefixes=False))
+    for one, other, limit in zip(shared, alone, limits, strict=True):
+        assert distance(one, other) <= FACTOR * limit
 
 
 def test_shared_prefixes_are_computed_once(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_name_that_could_be_a_path_fails_and_uses_up_its_number(served, client
     [
         ("/save_weights", {"ttl_seconds": 10}, "3600"),
         ("/save_weights", {"overwrite": "perhaps"}, "overwrite"),
-        ("/save_weights_external", {"age_encryption_recipients": ["age1"]}, "does not encrypt"),
+        ("/save_weights_external", {"age_encryption_recipients": ["age1"]}, "age_encryption_recipients[0] must be"),
         ("/save_weights_for_sampler", {"sampling_session_seq_id": 1}, "send path"),
         ("/save_weights_for_sampler", {"kind": "other"}, "kind"),
         ("/save_weights_for_sampler", {"kind": "inflight"}, "inflight"),

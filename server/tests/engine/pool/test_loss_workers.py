@@ -106,7 +106,7 @@ def test_many_rows_that_go_through_the_model_in_pieces_give_the_same_bits(shared
     rows = [rich_row(5 + number % 7, number) for number in range(24)]
     found = []
     for bench in (shared, inside):
-        monkeypatch.setattr(bench.backend._training, "_most", 32)
+        monkeypatch.setattr(bench.backend.model.pool, "tokens_per_pass", 32)
         _, metrics = bench.run("a", rows, "AcmeRich")
         found.append((metrics, gradient(bench, "a")))
     assert found[0][0] == found[1][0]

@@ -178,7 +178,8 @@ class _Trial(Generic[Given]):
         if not bool(ours.isfinite().all()):
             return found.evidence(self.path, "rounding", "its results are not finite")
         found.rounding = measured_rounding(lambda: self.plain(self.given), first=theirs)
-        if found.within and float(found.rounding.max()) * TOKEN_FACTOR <= _SHARP:
+        sharp = float(found.rounding.max()) * TOKEN_FACTOR <= _SHARP
+        if found.within and (sharp or float(found.most.max()) <= torch.finfo(ours.dtype).eps):
             return found.evidence(self.path, "rounding")
         return self._decide_in_float64(found, theirs)
 
@@ -192,7 +193,8 @@ class _Trial(Generic[Given]):
 
     def _decide_in_float64(self, found: "_Measured", theirs: Tensor) -> Evidence:
         try:
-            with InFloat64():
+            # Autocast would convert weights to half precision again, and keep converted ones for later calls.
+            with torch.autocast(theirs.device.type, enabled=False), InFloat64():
                 ours, reference = self.fast(self.given), self.plain(self.given)
                 wide = self._measure(ours, reference, moves=bool(found.moved.any()))
                 wide.rounding = measured_rounding(lambda: self.fast(self.given), draws=1, first=ours)
@@ -222,9 +224,14 @@ class _Measured:
     dtype: str
 
     @property
+    def most(self) -> Tensor:
+        """The larger of difference and movement."""
+        return torch.maximum(self.difference, self.moved)
+
+    @property
     def units(self) -> Tensor:
-        """The larger of difference and movement, in units of rounding."""
-        return torch.maximum(self.difference, self.moved) / self.rounding
+        """The same in units of rounding."""
+        return self.most / self.rounding
 
     @property
     def within(self) -> bool:

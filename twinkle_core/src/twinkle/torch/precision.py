@@ -5,6 +5,7 @@ backward. Neither changes the model, and neither needs a copy of its weights.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_view(func) and not any(isinstance(value, nn.Parameter) for value in args):
             return func(*args, **(kwargs or {}))  # a view of a caller's buffer must stay one: it may be written to
         given, named = tree_map(self._widened, args), tree_map(self._widened, kwargs or {})
-        out = tree_map(_wider, func(*given, **named))
+        compute = _grouped_mm if func.overloadpacket.__name__ == "_grouped_mm" else func
+        out = tree_map(_wider, compute(*given, **named))
         if func._schema.is_mutable:
             return self._write_back(func, args, given, out)
         return out
@@ -119,6 +121,23 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if out is after:
                     out = before
         return out
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **rest: Any) -> Tensor:
+    """Compute `torch._grouped_mm`, which has no float64 kernel, one group after the other."""
+    if offs is None:
+        out = torch.bmm(a, b)
+    else:
+        starts = [0, *offs.tolist()]
+        spans = list(pairwise(starts))
+        if a.ndim == 2 and b.ndim == 3:
+            parts = [a[start:stop] @ b[group] for group, (start, stop) in enumerate(spans)]
+            out = torch.cat([*parts, a.new_zeros(len(a) - starts[-1], b.shape[-1])])
+        elif a.ndim == 3:
+            out = torch.cat([a[group] @ b[:, start:stop] for group, (start, stop) in enumerate(spans)], 1)
+        else:
+            out = torch.stack([a[:, start:stop] @ b[start:stop] for start, stop in spans])
+    return out if bias is None else out + bias
 
 
 def _is_view(func: Any) -> bool:
