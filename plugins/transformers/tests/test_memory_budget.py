@@ -263,7 +263,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", ["padded", "prefixes", "prefixes off"])
 def test_the_estimate_is_that_of_the_path_that_runs(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = opened(folder, share_prefixes=path != "padded")
+    model = opened(folder, share_prefixes=False if path == "padded" else "auto")
     if path == "prefixes off":
         monkeypatch.setattr(model._backbone.segmenter.__class__, "check", lambda self: "the test says so")
     rows = rows_of(path)
