@@ -16,6 +16,8 @@ from twinkle_server.store.tables import metadata
 
 DATABASE: Final = "twinkle.db"
 SIDES: Final = ("twinkle.db-wal", "twinkle.db-shm", "twinkle.db-journal")
+_INDEX: Final = "twinkle.db-shm"
+"""SQLite's index of the write-ahead log, which it makes again from the log: no content of its own."""
 PLACES: Final = ("checkpoints", "snapshots", "payloads", "results", "trash")
 _MAGIC: Final = b"SQLite format 3\0"
 _FIRST: Final = ("meta", "lease", "keys", "checkpoints", "models")
@@ -100,8 +102,8 @@ def describe(data: Path) -> list[str]:
             found.append(f"{count} in {place}/")
     if (data / "secret").exists():
         found.append("the file secret")
-    found += [name for name in SIDES if (data / name).exists() and (data / name).stat().st_size]
-    return found
+    kept = [name for name in SIDES if name != _INDEX]  # a start that was killed before its first commit leaves an index
+    return found + [name for name in kept if (data / name).exists() and (data / name).stat().st_size]
 
 
 def _look(path: Path) -> tuple[Found, str]:
