@@ -14,7 +14,7 @@ from serving import Served, ledger
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A service with keys, for two tenants; a decode step takes a moment."""
     times = {"poll": 2.0, "gap_pause": 0.3, "gap_fail": 30.0}
-    settings = {"auth": True, "times": times, "extra": {"seconds_per_decode": 0.02}}
+    settings = {"auth": True, "local_metrics": True, "times": times, "extra": {"seconds_per_decode": 0.02}}
     service = ledger(tmp_path_factory.mktemp("two") / "data", settings).start()
     yield service
     service.stop()
