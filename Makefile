@@ -37,7 +37,7 @@ grpo-demo: .venv/members  ## Let a small real model learn to add from rewards al
 test: install  ## Run all tests that this machine can run
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak" $(TESTS)
 
-test-all: install  ## Run the numeric tests as other processors round: each instruction set, 1 and 2 threads, 20 minutes
+test-all: install  ## Run the numeric tests as other processors round: each instruction set, 1 and 2 threads
 	$(BIN)/python scripts/instruction_sets.py
 
 soak: install  ## Run the tests with larger numbers
