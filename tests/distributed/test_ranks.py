@@ -241,19 +241,22 @@ def test_unequal_numbers_of_steps_end_with_a_message(folder: Path, two: dict[str
     assert "the ranks made unequal numbers of calls, for example of steps" in done.stderr
 
 
-def test_a_rank_that_is_killed_stops_the_others_within_ten_seconds(folder: Path) -> None:
-    process = subprocess.Popen(
+def test_a_rank_that_is_killed_stops_the_others(folder: Path) -> None:
+    with subprocess.Popen(
         command(WORKER, "killed", folder, ranks=2),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (folder / "pid-1").exists():
-        assert time.monotonic() < deadline, "the ranks did not start"
-        time.sleep(0.05)
-    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
-    _, text = process.communicate(timeout=60)
+    ) as process:
+        try:
+            deadline = time.monotonic() + 400  # a busy machine needs minutes to start two ranks
+            while not (folder / "pid-1").exists():
+                assert time.monotonic() < deadline, "the ranks did not start"
+                time.sleep(0.05)
+            os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+            _, text = process.communicate(timeout=120)
+        finally:
+            process.terminate()  # torchrun ends its ranks
     assert process.returncode != 0
     assert "Signal 9 (SIGKILL)" in text
 
