@@ -15,11 +15,19 @@ HEAD = "# The components of our own distributions; scripts/own_index.py writes t
 
 def index() -> str:
     """Return the text of the file."""
-    entries = []
+    entries, exports = [], []
     for path in (path for depth in ("*", "plugins/*") for path in ROOT.glob(f"{depth}/src/*/twinkle-plugin.toml")):
         manifest = tomllib.loads(path.read_text("utf-8"))
         entries += [(manifest["name"], component) for component in manifest.get("component", ())]
-    return HEAD + "".join(entry(*pair) for pair in sorted(entries, key=lambda e: (e[0], e[1]["kind"], e[1]["name"])))
+        exports += [(row["module"], row["name"], manifest["name"]) for row in manifest.get("export", ())]
+    components = [entry(*pair) for pair in sorted(entries, key=lambda e: (e[0], e[1]["kind"], e[1]["name"]))]
+    return HEAD + "".join([*components, *(export(*row) for row in sorted(exports))])
+
+
+def export(module: str, name: str, package: str) -> str:
+    """Return the table of one attribute that a plugin adds to a namespace of core."""
+    values = {"module": module, "name": name, "package": package}
+    return "\n".join(["", "[[export]]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""])
 
 
 def entry(package: str, component: dict[str, str]) -> str:

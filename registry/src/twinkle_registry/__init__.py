@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TwinkleError,
     )
     from .lifecycle import HookCall, HookResult
-    from .manifest import CommandSpec, ComponentSpec, HooksSpec, Manifest, PluginRecord, read_manifest
+    from .manifest import CommandSpec, ComponentSpec, ExportSpec, HooksSpec, Manifest, PluginRecord, read_manifest
     from .markers import hookimpl, hookspec
     from .naming import nearest
     from .registry import Registry
@@ -50,7 +50,15 @@ _HOMES = {
         "TwinkleError",
     ),
     "lifecycle": ("HookCall", "HookResult"),
-    "manifest": ("CommandSpec", "ComponentSpec", "HooksSpec", "Manifest", "PluginRecord", "read_manifest"),
+    "manifest": (
+        "CommandSpec",
+        "ComponentSpec",
+        "ExportSpec",
+        "HooksSpec",
+        "Manifest",
+        "PluginRecord",
+        "read_manifest",
+    ),
     "markers": ("hookimpl", "hookspec"),
     "naming": ("nearest",),
     "registry": ("Registry",),
@@ -68,6 +76,7 @@ __all__ = [
     "ComponentNotFound",
     "ComponentSpec",
     "ComponentTypeError",
+    "ExportSpec",
     "HookCall",
     "HookResult",
     "HooksSpec",

@@ -16,6 +16,7 @@ from .errors import ManifestError, PluginBroken, TwinkleError
 from .manifest import (
     CommandSpec,
     ComponentSpec,
+    ExportSpec,
     Manifest,
     PluginRecord,
     manifest_from_rows,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 MANIFEST_NAME = "twinkle-plugin.toml"
-_SHAPE = repr((ComponentSpec.__slots__, CommandSpec.__slots__, Manifest.__slots__))
+_SHAPE = repr((ComponentSpec.__slots__, CommandSpec.__slots__, ExportSpec.__slots__, Manifest.__slots__))
 
 
 def installed_plugins(core_version: str = "") -> list[PluginRecord]:

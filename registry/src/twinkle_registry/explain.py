@@ -72,6 +72,17 @@ def not_found(
     return ComponentNotFound(f"{kind} {asked!r}: " + "; ".join(hints))
 
 
+def export_not_found(module: str, name: str, records: Iterable[PluginRecord], elsewhere: str) -> TwinkleError:
+    """Return the error for an attribute of a namespace that no usable plugin exports; see `Registry.export`."""
+    for record in records:
+        exports = record.manifest.exports if record.manifest and record.status != "ok" else ()
+        if any((export.module, export.name) == (module, name) for export in exports):
+            return _unusable(record, f"{module}.{name}", offers=True)
+    return ComponentNotFound(
+        f"{module}.{name}: no installed plugin exports it" + (f"; {elsewhere}" if elsewhere else "")
+    )
+
+
 def unknown_kind(kind: str, kinds: Iterable[str]) -> ComponentNotFound:
     """Return the error for a kind that core does not have."""
     return ComponentNotFound(f"there is no kind {kind!r}; {nearest_or_all(kind, kinds)}")

@@ -66,7 +66,7 @@ def read_index(path: Path) -> list[IndexEntry]:
     """
     problems: list[str] = []
     top = Table(read_toml(path), "", problems)
-    top.refuse_unknown(("schema", "component"))
+    top.refuse_unknown(("schema", "component", "export"))
     top.take("schema", _schema)
     entries = [_entry(table) for table in top.tables("component")]
     seen: set[tuple[str, str, str]] = set()
@@ -77,6 +77,29 @@ def read_index(path: Path) -> list[IndexEntry]:
     if problems:
         raise ManifestError("\n  ".join([f"{path}: {len(problems)} wrong", *problems]))
     return entries
+
+
+@dataclass(frozen=True, slots=True)
+class IndexExport:
+    """One attribute that a published plugin adds to a namespace of core."""
+
+    module: str
+    name: str
+    package: str
+
+
+@cache
+def index_exports() -> tuple[IndexExport, ...]:
+    """Return every `[[export]]` of the index files; read once."""
+    exports = []
+    for path in sorted(index_folder().glob("*.toml")):
+        problems: list[str] = []
+        for table in Table(read_toml(path), "", problems).tables("export"):
+            values = [table.take(key, matches(_LINE, "one line of text"), "") for key in ("module", "name", "package")]
+            exports.append(IndexExport(*values))
+        if problems:
+            raise ManifestError("\n  ".join([f"{path}: {len(problems)} wrong", *problems]))
+    return tuple(exports)
 
 
 @cache
@@ -109,7 +132,9 @@ def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] |
     return sorted(found, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
 
 
-def where_to_get(name: str, kind: str = "", dist: str = "", *, installed: Iterable[str] = ()) -> str:
+def where_to_get(
+    name: str, kind: str = "", dist: str = "", *, installed: Iterable[str] = (), exact: bool = False
+) -> str:
     """Return a sentence that says which package or repository has a component, or an empty text.
 
     Args:
@@ -117,12 +142,14 @@ def where_to_get(name: str, kind: str = "", dist: str = "", *, installed: Iterab
         kind: Its kind, or empty where any will do.
         dist: The plugin that it was asked from, or empty.
         installed: Distributions and repositories that are here, so that they are no answer.
+        exact: Ignore entries whose names differ in case.
     """
     try:
         entries = index_entries()
     except TwinkleError:  # this is about another error, which must not be lost
         return ""
     found = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
+    found = [entry for entry in found if entry.name == name or not exact]
     here = {canonical(place) for place in installed}
     found = [entry for entry in found if canonical(entry.place) not in here]
     if dist:
@@ -134,6 +161,15 @@ def where_to_get(name: str, kind: str = "", dist: str = "", *, installed: Iterab
     note = "look at it first" if first.repository else "run"
     spelt = "" if first.name == name else f" as {first.name!r}"
     return f"the index lists it{spelt} in {quoted(places)}; {note}: {first.command}"
+
+
+def where_to_get_export(module: str, name: str) -> str:
+    """Return a sentence that says which package exports `module.name`, or an empty text."""
+    try:
+        packages = [e.package for e in index_exports() if (e.module, e.name) == (module, name)]
+    except TwinkleError:  # this is about another error, which must not be lost
+        return ""
+    return f"it is part of {packages[0]}, run: pip install {packages[0]}" if packages else ""
 
 
 def _entry(table: Table) -> IndexEntry:

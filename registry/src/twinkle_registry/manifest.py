@@ -63,6 +63,23 @@ class CommandSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportSpec:
+    """One function or class that a plugin adds to a public namespace of core, imported when it is first used.
+
+    Attributes:
+        module: The namespace, such as `twinkle.kernel`.
+        name: The attribute of that module.
+        ref: Where the object is defined: `package.module:Attr`.
+        dist: The name of the plugin.
+    """
+
+    module: str
+    name: str
+    ref: str
+    dist: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class HooksSpec:
     """The lifecycle hooks of a plugin: the module that holds them, imported when the first of them fires."""
 
@@ -80,6 +97,7 @@ class Manifest:
     components: tuple[ComponentSpec, ...] = ()
     hooks: HooksSpec | None = None
     commands: tuple[CommandSpec, ...] = ()
+    exports: tuple[ExportSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +160,18 @@ def manifest_to_rows(manifest: Manifest) -> list[Any]:
 
 def manifest_from_rows(rows: Sequence[Any]) -> Manifest:
     """Rebuild a manifest that `manifest_to_rows` wrote, without any check."""
-    schema, core, name, components, hooks, commands = rows
+    schema, core, name, components, hooks, commands, exports = rows
     specs = tuple(
         ComponentSpec(kind, label, ref, summary, tuple(requires), tuple(runtimes), *rest)
         for kind, label, ref, summary, requires, runtimes, *rest in components
     )
     lifecycle = HooksSpec(hooks[0], tuple(hooks[1])) if hooks else None
-    return Manifest(schema, core, name, specs, lifecycle, tuple(CommandSpec(*row) for row in commands))
+    return Manifest(
+        schema,
+        core,
+        name,
+        specs,
+        lifecycle,
+        tuple(CommandSpec(*row) for row in commands),
+        tuple(ExportSpec(*row) for row in exports),
+    )

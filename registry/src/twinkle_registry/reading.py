@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ManifestError
-from .manifest import CommandSpec, ComponentSpec, HooksSpec, Manifest
+from .manifest import CommandSpec, ComponentSpec, ExportSpec, HooksSpec, Manifest
 from .naming import nearest_or_all, quoted
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ NAME = re.compile(r"\w[\w.+-]*")
 _WORD = re.compile(r"[A-Za-z][\w-]*")
 _COMMAND_NAME = re.compile(r"(plugins )?[A-Za-z][\w-]*")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
+_PUBLIC = re.compile(r"[^\W\d_]\w*")
+_NAMESPACE = re.compile(r"twinkle(\.[^\W\d_]\w*)+")
 _MODULE = re.compile(r"\.?([^\W\d]\w*(\.[^\W\d]\w*)*)?")
 _REF = re.compile(r"(\.|\.?[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -70,9 +72,11 @@ def parse_manifest(
         components=tuple(_component(table, place) for table in top.tables("component")),
         hooks=_hooks(top, place),
         commands=tuple(_command(table, place) for table in top.tables("command")),
+        exports=tuple(_export(table, place) for table in top.tables("export")),
     )
     _refuse_twins(problems, "component", ((c.kind, c.name) for c in manifest.components))
     _refuse_twins(problems, "command", ((c.name,) for c in manifest.commands))
+    _refuse_twins(problems, "export", ((e.module, e.name) for e in manifest.exports))
     if problems:
         of = f" (of {dist})" if dist else ""
         raise ManifestError(with_problems(f"{where}{of}: 0 problems", problems), manifest)
@@ -184,6 +188,16 @@ def _command(table: Table, place: _Place) -> CommandSpec:
     )
 
 
+def _export(table: Table, place: _Place) -> ExportSpec:
+    table.refuse_unknown(_EXPORT)
+    return ExportSpec(
+        module=table.take("module", matches(_NAMESPACE, "a module of core, such as 'twinkle.kernel'"), ""),
+        name=table.take("name", matches(_PUBLIC, "a public identifier"), ""),
+        ref=place.absolute(table.take("ref", _ref, "")),
+        dist=place.name,
+    )
+
+
 def _hooks(top: Table, place: _Place) -> HooksSpec | None:
     value = top.raw.get("hooks")
     if value is None:
@@ -286,9 +300,10 @@ def _is_requirement(text: str) -> bool:
     return True
 
 
-_TOP = ("schema", "core", "name", "hooks", "component", "command")
+_TOP = ("schema", "core", "name", "hooks", "component", "command", "export")
 _HOOKS = ("module", "implements")
 _COMMAND = ("name", "ref", "summary")
+_EXPORT = ("module", "name", "ref")
 _COMPONENT = (
     "kind",
     "name",

@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from . import explain
 from .contracts import check_contract, missing_methods
-from .errors import ArgumentError, ComponentConflict, ComponentNotFound, ComponentTypeError, NotTrusted, PluginBroken
+from .errors import (
+    ArgumentError,
+    ComponentConflict,
+    ComponentNotFound,
+    ComponentTypeError,
+    NotTrusted,
+    PluginBroken,
+    RequirementMissing,
+)
 from .importing import import_failed, import_object
 from .judging import House, broken, lifecycle_hooks, pretenders, taken, unusable
 from .locked import is_frozen
-from .manifest import CommandSpec, ComponentSpec, PluginRecord
+from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
@@ -245,6 +253,56 @@ class Registry:
         for name, specs in self._commands_by_name().items():
             commands.update({name: specs[0]} if len(specs) == 1 else {f"{s.dist}/{name}": s for s in specs})
         return dict(sorted(commands.items()))
+
+    def exports(self, module: str) -> dict[str, list[ExportSpec]]:
+        """Return what usable plugins add to a namespace of core, by name; nothing is imported."""
+        by_name: dict[str, list[ExportSpec]] = {}
+        for record in self.records:
+            for export in record.manifest.exports if record.status == "ok" and record.manifest else ():
+                if export.module == module:
+                    by_name.setdefault(export.name, []).append(export)
+        return by_name
+
+    def export(self, module: str, name: str) -> Any:
+        """Return the function or class that a plugin adds to a namespace of core as `module.name`.
+
+        Raises:
+            ComponentNotFound: No usable plugin adds it; the text names the package that does, where it is known.
+            ComponentConflict: Several plugins add it.
+            PluginBroken: The module that defines it cannot be imported.
+        """
+        specs = self.exports(module).get(name, [])
+        if len(specs) > 1:
+            dists = quoted(spec.dist for spec in specs)
+            raise ComponentConflict(f"{module}.{name} is exported by {dists}; disable one: TWINKLE_PLUGINS_DISABLE")
+        if not specs:
+            from .index import where_to_get_export
+
+            raise explain.export_not_found(module, name, self.records, where_to_get_export(module, name))
+        self._check_frozen(specs[0].dist)
+        return import_object(specs[0].ref, asked=f"{module}.{name}", promised_by=f"the manifest of {specs[0].dist}")
+
+    def attribute(self, module: str, name: str, kind: str = "") -> Any:
+        """Return what `module.name` is: what a plugin exports there, or the component of that name and kind.
+
+        Raises:
+            RequirementMissing: No installed plugin offers it, and the index knows a package that does.
+            ComponentNotFound: Nothing is known of it.
+        """
+        from .index import where_to_get, where_to_get_export
+
+        if name in self.exports(module):
+            return self.export(module, name)
+        try:
+            return self.resolve(name, kind) if kind else self.export(module, name)
+        except ComponentNotFound as error:
+            installed = [record.dist for record in self.records]
+            where = where_to_get_export(module, name)
+            where = where or (where_to_get(name, kind, installed=installed, exact=True) if kind else "")
+            if not where:
+                raise
+            # Not an AttributeError: `from module import name` would hide its text.
+            raise RequirementMissing(f"{module}.{name} is not installed: {where}") from error
 
     # From a name to a component
 

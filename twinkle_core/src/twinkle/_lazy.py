@@ -1,14 +1,19 @@
-"""The lazy namespace of a room: `from twinkle.loss import X` finds X in whichever installed plugin offers it."""
+"""The lazy namespaces of core: `from twinkle.loss import X` loads X from whichever installed plugin offers it."""
 
 from collections.abc import Callable
 from typing import Any
 
 
-def room(module: str, kind: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the module-level `__getattr__` and `__dir__` (PEP 562) of the room `module` for components of `kind`.
+def room(module: str, kind: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` (PEP 562) of a public module of core.
 
-    A name that no plugin offers is an AttributeError whose text is the registry's explanation; a plugin that fails
-    keeps its own error.
+    An attribute is, in this order: what a plugin's manifest exports to the module (`[[export]]`), the component of that
+    name and kind. A name that no plugin offers is an AttributeError with the registry's explanation; a plugin that
+    fails keeps its own error.
+
+    Args:
+        module: the public module, `__name__`.
+        kind: the kind of component whose names the module shows; empty where it shows exports only.
     """
     import sys
 
@@ -21,7 +26,7 @@ def room(module: str, kind: str) -> tuple[Callable[[str], Any], Callable[[], lis
         from twinkle.errors import ComponentNotFound
 
         try:
-            value = registry().resolve(name, kind)
+            value = registry().attribute(module, name, kind)
         except ComponentNotFound as error:
             raise AttributeError(f"module {module!r}: {error}", name=name) from error
         namespace[name] = value
@@ -30,6 +35,7 @@ def room(module: str, kind: str) -> tuple[Callable[[str], Any], Callable[[], lis
     def __dir__() -> list[str]:
         from twinkle._registry import registry
 
-        return sorted({*namespace.get("__all__", ()), *registry().names(kind)})
+        names = registry().names(kind) if kind else ()
+        return sorted({*namespace.get("__all__", ()), *registry().exports(module), *names})
 
     return __getattr__, __dir__
