@@ -38,8 +38,8 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from twinkle.model.pool import Operation, OperationResult
-from twinkle.torch.flat_step import clip_and_step
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.flat_step import clip_and_step
 from twinkle_transformers.group import new_group
 from twinkle_transformers.pool.pool import LoraPool
 from twinkle_transformers.recompute import Recompute

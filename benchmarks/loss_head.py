@@ -7,7 +7,7 @@ and backward to the hidden states. Contestants:
 
 - naive: logits, their log-softmax in float32, the targets' entries
 - checkpoint: the same in chunks of 256 positions, recomputed in the backward
-- ours: `twinkle.torch.head.score_tokens`
+- ours: `twinkle_torch.head.score_tokens`
 - ours, sparse: the same where 70 % of the positions have weight 0 and are left out
 
 Goals: ours <= 1.05 x naive, checkpoint >= 1.5 x ours, naive >= 3 x ours sparse, extra memory of ours <= 2 x 256 x V x 4
@@ -28,7 +28,7 @@ from _pairs import describe_machine, in_turn, peak_kib, ratio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from twinkle.torch.head import CHUNK_TOKENS, score_tokens
+from twinkle_torch.head import CHUNK_TOKENS, score_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEPT = 0.3

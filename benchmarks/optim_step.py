@@ -30,7 +30,7 @@ from _pairs import Ratio, describe_machine, in_turn, ratio
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from twinkle.torch.flat_step import clip_and_step
+from twinkle_transformers.flat_step import clip_and_step
 
 Shape = tuple[int, ...]
 Call = Callable[[], object]

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from twinkle.testing import tiny_tokenizer
-from twinkle.torch.segments import Segments, segment_attention
+from twinkle_torch.segments import Segments, segment_attention
 from twinkle_transformers.model import TransformersModel
 
 LENGTHS = (454, 12, 96, 38, 210, 60, 20, 80, 150, 26, 52, 120, 16, 72, 32, 44)

@@ -39,8 +39,8 @@ from transformers.utils import logging
 import twinkle
 from twinkle import DeviceMesh, Platform
 from twinkle.dataloader import DataLoader
-from twinkle.torch.reduce import BUCKET_BYTES, sum_over_ranks
 from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.reduce import BUCKET_BYTES, sum_over_ranks
 
 ALL_REDUCE, BALANCE, SCALING = 5.0, 1.02, 0.9
 BATCHES, ROWS, BEST_OF = 100, 8, 3

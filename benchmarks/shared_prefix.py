@@ -23,9 +23,9 @@ from _pairs import describe_machine, paired
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from twinkle.torch.prefixes import plan_prefixes
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 from twinkle_transformers.segments import Segmenter
+from twinkle_transformers.shared_prefixes import plan_prefixes
 
 SHAPES = ((512, 64, 8), (256, 128, 8), (128, 256, 8))
 VOCABULARY = 8192

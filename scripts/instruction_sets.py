@@ -15,9 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SUITES = (
-    "twinkle_core/tests/test_numerics.py",
-    "twinkle_core/tests/test_head.py",
-    "twinkle_core/tests/test_head_targets.py",
+    "plugins/torch/tests/test_numerics.py",
+    "plugins/torch/tests/test_head.py",
+    "plugins/torch/tests/test_head_targets.py",
     "plugins/transformers/tests/test_single.py",
     "plugins/transformers/tests/test_updates.py",
     "plugins/transformers/tests/test_packing_models.py",

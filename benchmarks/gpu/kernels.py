@@ -21,8 +21,8 @@ import torch
 from _events import arguments, distance, extra_mib, faster, in_turn, that_fit
 from torch import Tensor, nn
 
-from twinkle.torch.head import score_tokens
-from twinkle.torch.segments import Segments, segment_attention
+from twinkle_torch.head import score_tokens
+from twinkle_torch.segments import Segments, segment_attention
 
 LENGTHS = (2048, 32, 512, 96, 1024, 256, 64, 384, 128, 768, 48, 192, 640, 80, 320, 160) * 2
 TOLERANCE = 2e-2

@@ -9,7 +9,7 @@ import pytest
 
 from twinkle.testing import tiny_model
 from twinkle.testing.other_machine import VARIABLE
-from twinkle.torch.numerics import FAST_PATHS
+from twinkle_torch.numerics import FAST_PATHS
 from twinkle_transformers.doctor.command import evidence_of
 
 ROOT = Path(__file__).parents[2]

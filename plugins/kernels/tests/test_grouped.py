@@ -12,7 +12,7 @@ from twinkle.kernel import kernelize, unkernelize
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.testing import tiny_model
 
-PLACE = "twinkle.torch.grouped.grouped_product"
+PLACE = "twinkle_transformers.lowrank.grouped.grouped_product"
 
 
 class OneByOne:

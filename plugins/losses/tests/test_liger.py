@@ -117,7 +117,7 @@ def test_a_liger_too_old_to_return_predictions_is_not_used(installed: type[Stand
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_real_kernel_gives_the_heads_numbers(softcap: float | None) -> None:
     pytest.importorskip("liger_kernel")
-    from twinkle.torch.head import LogitTransform, score_tokens
+    from twinkle_torch.head import LogitTransform, score_tokens
 
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 1000, bias=False, device="cuda")

@@ -8,7 +8,7 @@ import torch
 
 from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.testing import tiny_model
-from twinkle.torch.pooling import last_tokens
+from twinkle_torch.pooling import last_tokens
 from twinkle_transformers.model import TransformersModel
 
 ROWS: list[Any] = [

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM
 
 from twinkle.errors import TrainingStateError, Unsupported
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 from twinkle_transformers.segments import NAME, Segmenter, recompute_contexts
 
 LENGTHS = (11, 4, 9, 4, 1, 17)

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle.torch.grouped import Groups
-from twinkle.torch.layout import Layout, Shape
-from twinkle.torch.lowrank import Cohort, Routing
-from twinkle.torch.precision import RoundingNoise
-from twinkle.torch.segments import Segments
+from twinkle_torch.layout import Layout, Shape
+from twinkle_torch.precision import RoundingNoise
+from twinkle_torch.segments import Segments
+from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.products import Cohort, Routing
 from twinkle_transformers.pool.expert_files import as_peft_reads, expert_views, from_peft, match_experts, to_peft
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts, uninstall_experts
 from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now

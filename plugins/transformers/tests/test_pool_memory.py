@@ -17,7 +17,7 @@ from twinkle.errors import CapacityError
 from twinkle.loss import Loss
 from twinkle.model.pool import Operation, OperationError, OperationResult, Usage
 from twinkle.testing import tiny_model
-from twinkle.torch.layout import Layout, Shape
+from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.memory import saved_bytes
 from twinkle_transformers.pool.accounting import Costs
 from twinkle_transformers.pool.passes import Flight

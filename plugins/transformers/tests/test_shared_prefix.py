@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twinkle.errors import Unsupported
-from twinkle.torch.prefixes import plan_prefixes
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 from twinkle_transformers.segments import Segmenter, recompute_contexts
+from twinkle_transformers.shared_prefixes import plan_prefixes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

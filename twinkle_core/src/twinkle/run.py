@@ -157,8 +157,8 @@ def _agreed(root: Path, name: str) -> Path:
 
     if Platform.get_world_size() == 1:
         return _fresh(root, name)
+    from twinkle.mesh.ranks import Ranks
     from twinkle.runtime.current import current_runtime
-    from twinkle.torch.ranks import Ranks
 
     return Ranks.of(current_runtime().mesh).on_first(f"making a run folder in {root}", lambda: _fresh(root, name))
 
@@ -170,7 +170,7 @@ def _on_first(what: str, function: Callable[[], None]) -> None:
 
     mesh = current_runtime().mesh
     if Platform.get_world_size() > 1 and mesh is not None:
-        from twinkle.torch.ranks import Ranks
+        from twinkle.mesh.ranks import Ranks
 
         Ranks.of(mesh).on_first(what, function)
     elif Platform.is_master():

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from twinkle.torch.trained import Trained
 from twinkle_losses.grpo import GRPOLoss
 from twinkle_losses.options import whole
+from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:
     from torch import Tensor

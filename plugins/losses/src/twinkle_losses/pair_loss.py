@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.loss import Loss
-from twinkle.torch.trained import Trained
 from twinkle_losses.outputs import output
 from twinkle_losses.pairs import Pairs, logp_numbers, weigh
+from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import InputBatch
 from twinkle.errors import ArgumentError, DataError
-from twinkle.torch.trained import Trained
+from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:
     from torch import Tensor

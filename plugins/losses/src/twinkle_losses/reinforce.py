@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Literal, get_args
 
 from twinkle.errors import ArgumentError
-from twinkle.torch.trained import Trained
 from twinkle_losses.options import flag
 from twinkle_losses.policy_gradient import PolicyGradientLoss
+from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:
     from torch import Tensor

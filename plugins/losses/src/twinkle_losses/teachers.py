@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, DataError
-from twinkle.torch import tables
-from twinkle.torch.logits import wide
-from twinkle.torch.trained import Trained
 from twinkle_losses.divergence import Events
 from twinkle_losses.options import Rest
+from twinkle_torch import tables
+from twinkle_torch.logits import wide
+from twinkle_torch.trained import Trained
 
 
 @dataclass(frozen=True, slots=True)

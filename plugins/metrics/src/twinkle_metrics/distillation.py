@@ -48,8 +48,8 @@ class GKDMetric(Metric):
         predictions = outputs.get("predictions")
         if predictions is None or inputs["labels"].ndim != 2 or any(kwargs.get(name) is None for name in _TEACHER):
             return
-        from twinkle.torch.tables import trained_lines
-        from twinkle.torch.trained import Trained
+        from twinkle_torch.tables import trained_lines
+        from twinkle_torch.trained import Trained
 
         where = Trained.of(inputs, predictions, self.ignore_index, self)
         if not (count := sum(where.counts)):

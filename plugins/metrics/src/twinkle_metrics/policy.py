@@ -10,7 +10,7 @@ from twinkle.metric import Metric
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twinkle.torch.trained import Trained
+    from twinkle_torch.trained import Trained
 
 _LIMIT = 20.0  # as in the losses: e^20 says no less than a larger number, and nothing overflows
 
@@ -104,7 +104,7 @@ class GRPOMetric(Metric):
         labels, logps = inputs.get("labels"), outputs.get("logps")
         if logps is None or labels is None or labels.ndim != 2:
             return
-        from twinkle.torch.trained import Trained
+        from twinkle_torch.trained import Trained
 
         new = logps.detach().double()
         where = Trained.of(inputs, new, self.ignore_index, self)

@@ -10,7 +10,7 @@ from twinkle.metric import Metric
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twinkle.torch.trained import Trained
+    from twinkle_torch.trained import Trained
 
 
 class DPOMetric(Metric):
@@ -63,7 +63,7 @@ class DPOMetric(Metric):
             return
         import torch
 
-        from twinkle.torch.trained import Trained
+        from twinkle_torch.trained import Trained
 
         where = Trained.of(inputs, logps, self.ignore_index, self)
         counts = torch.tensor(where.counts, device=logps.device)

@@ -35,8 +35,8 @@ class TransformersEmbeddingPatch(Patch):
 
 
 def _embed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from twinkle.torch.pooling import embed
     from twinkle_patches.outputs import EmbeddingOutput
+    from twinkle_torch.pooling import embed
 
     model = model_of(forward)
     given = arguments(forward, args, kwargs)

@@ -73,8 +73,8 @@ def _targets(labels: "Tensor", ignored: int) -> "Tensor":
 
 def _loss(model: Any, hidden: "Tensor", targets: "Tensor", count: Any, ignored: int) -> "Tensor":
     """Return the sum of `-log p(target)` over the trained positions, divided by `count` or by their number."""
-    from twinkle.torch.head import score_tokens
-    from twinkle.torch.logits import transform_of
+    from twinkle_torch.head import score_tokens
+    from twinkle_torch.logits import transform_of
 
     targets = targets.reshape(-1).to(hidden.device)
     where = (targets != ignored).nonzero().squeeze(-1)
@@ -92,7 +92,7 @@ def _refusal(model: Any, forward: Callable[..., Any]) -> str:
     """Return why the model's loss cannot be computed like this, after trying it on a few tokens."""
     import torch
 
-    from twinkle.torch.numerics import evaluating, judge, probe_tokens
+    from twinkle_torch.numerics import evaluating, judge, probe_tokens
 
     if model.get_output_embeddings() is None:
         return "has no head"

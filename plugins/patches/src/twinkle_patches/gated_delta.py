@@ -11,7 +11,7 @@ from twinkle_patches.models import arguments, check_whole, hugging_face, model_o
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from twinkle.torch.numerics import Evidence
+    from twinkle_torch.numerics import Evidence
 
 _MIXER = re.compile(r"Delta(Net|Attention)$")
 _OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -88,7 +88,7 @@ def _tell_lengths(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def _each_alone(forward: Callable[..., Any], hidden_states: "Tensor", *args: Any, **kwargs: Any) -> Any:
     """Run a mixer on each sequence of a row `[1, T, H]`; those of one length together."""
-    from twinkle.torch.segments import Segments, by_segment
+    from twinkle_torch.segments import Segments, by_segment
 
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None:
@@ -139,7 +139,7 @@ def _judge(model: Any) -> "Evidence":
     """Compare packed sequences with each alone, and change each sequence in turn."""
     import torch
 
-    from twinkle.torch.numerics import evaluating, judge, probe_tokens
+    from twinkle_torch.numerics import evaluating, judge, probe_tokens
 
     body, device = model.base_model, model.device
     vocabulary = model.config.get_text_config().vocab_size

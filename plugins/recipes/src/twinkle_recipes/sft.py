@@ -25,7 +25,7 @@ from twinkle_recipes.show.plots import write_loss_curve
 from twinkle_recipes.show.progress import Silent, display
 
 if TYPE_CHECKING:
-    from twinkle.torch.ranks import Ranks
+    from twinkle.mesh.ranks import Ranks
 
 
 def sft(config: SFTConfig, run: Run) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.head import wide
-from twinkle.torch.logits import LogitTransform, transform_of
-from twinkle.torch.numerics import Evidence, evaluating, judge, probe_tokens
-from twinkle.torch.pooling import embed, pool
+from twinkle_torch.head import wide
+from twinkle_torch.logits import LogitTransform, transform_of
+from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens
+from twinkle_torch.pooling import embed, pool
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import PackedBatch
 from twinkle_transformers.scores import IGNORE, check_top, has_targets, score_hidden, score_logits

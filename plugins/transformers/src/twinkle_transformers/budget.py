@@ -7,7 +7,7 @@ from typing import Any
 
 from twinkle.errors import CapacityError
 from twinkle.logging import get_logger
-from twinkle.torch.head import CHUNK_TOKENS
+from twinkle_torch.head import CHUNK_TOKENS
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.packing import Size, positions

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from twinkle.errors import CheckpointError
 from twinkle.logging import get_logger
-from twinkle.torch.ranks import Ranks
+from twinkle.mesh.ranks import Ranks
 from twinkle_transformers import plain
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.parallel import Replicated

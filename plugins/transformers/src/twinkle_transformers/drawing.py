@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twinkle.torch.head import wide
+from twinkle_torch.head import wide
 
 
 def uniform(seed: int, row: int, sample: int, position: int) -> float:

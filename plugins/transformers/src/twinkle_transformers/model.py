@@ -12,7 +12,7 @@ from twinkle.errors import TrainingStateError
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.model.base import Inputs
 from twinkle.platform import Platform
-from twinkle.torch.numerics import Evidence
+from twinkle_torch.numerics import Evidence
 from twinkle_transformers import adapters, loop
 from twinkle_transformers.checkpoints import Checkpoints
 from twinkle_transformers.describe import describe

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twinkle.errors import Unsupported
 from twinkle.processor.packing import Layout, Side, unpack
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 
 
 class PackedBatch(dict[str, Any]):

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
 from twinkle.mesh import DeviceMesh
+from twinkle.mesh.ranks import Ranks, group_of
 from twinkle.platform import Platform
-from twinkle.torch.ranks import Ranks, group_of
-from twinkle.torch.reduce import BUCKET_BYTES, sum_over_ranks
 from twinkle_registry import nearest
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.reduce import BUCKET_BYTES, sum_over_ranks
 
 _RUN = "twinkle_run"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

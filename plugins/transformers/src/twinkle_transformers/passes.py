@@ -10,7 +10,7 @@ import torch
 from twinkle import get_logger
 from twinkle.data_format import ModelOutput
 from twinkle.model.base import Inputs
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import IGNORE, check_batch
 from twinkle_transformers.budget import Budget, Group

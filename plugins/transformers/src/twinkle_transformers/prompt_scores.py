@@ -9,8 +9,8 @@ from torch import Tensor
 
 from twinkle.data_format import SamplingParams
 from twinkle.errors import DataError
-from twinkle.torch.noise import uniform
 from twinkle_transformers.drawing import draw_several, log_probs, most_probable
+from twinkle_transformers.noise import uniform
 
 _NOTHING = -1
 

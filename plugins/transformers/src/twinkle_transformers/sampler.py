@@ -14,7 +14,7 @@ from twinkle.data_format import InputFeature, SampledSequence, SampleResponse, S
 from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
-from twinkle.torch.numerics import Evidence
+from twinkle_torch.numerics import Evidence
 from twinkle_transformers.engine.handle import SampleHandle
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import HeadProduct
-from twinkle.torch.head import (
+from twinkle_torch.head import (
     CHUNK_TOKENS,
     LogitTransform,
     TokenScores,

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from twinkle.errors import TrainingStateError, Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.excerpts import excerpt
-from twinkle.torch.lowrank import Routing
-from twinkle.torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
-from twinkle.torch.segments import Segments, by_segment, segment_attention
+from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
+from twinkle_torch.segments import Segments, by_segment, segment_attention
+from twinkle_transformers.lowrank.excerpts import excerpt
+from twinkle_transformers.lowrank.products import Routing
 
 NAME = "twinkle_segments"
 _PACKED = (5, 3, 5)

@@ -11,7 +11,7 @@ import torch
 from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.numerics import Evidence
+from twinkle_torch.numerics import Evidence
 from twinkle_transformers.engine.engine import Engine
 from twinkle_transformers.engine.handle import Server
 from twinkle_transformers.engine.requests import Request

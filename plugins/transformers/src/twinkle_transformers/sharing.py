@@ -9,10 +9,10 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.prefixes import PrefixPlan, plan_prefixes
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 from twinkle_transformers.packing import PackedBatch
 from twinkle_transformers.segments import Segmenter
+from twinkle_transformers.shared_prefixes import PrefixPlan, plan_prefixes
 
 _TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 

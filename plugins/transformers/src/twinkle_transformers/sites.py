@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from twinkle.errors import Unsupported
-from twinkle.torch import lowrank
-from twinkle.torch.numerics import judge
+from twinkle_torch.numerics import judge
+from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.segments import body_of, routing_now, routing_of
 
 _FORWARD = nn.Linear.forward

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.logging import get_logger
-from twinkle.torch.numerics import evaluating
+from twinkle_torch.numerics import evaluating
 from twinkle_transformers import adapters
 from twinkle_transformers.engine.adapters import LiveAdapters, Spare, read_version, sites_of
 from twinkle_transformers.engine.modes import active_adapters, has_adapters, silent, with_adapter

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle.torch.flat_step import measure
 from twinkle_transformers import loop
+from twinkle_transformers.flat_step import measure
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.parallel import Replicated

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from twinkle.errors import NonFiniteError
-from twinkle.torch.layout import Layout
+from twinkle_torch.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

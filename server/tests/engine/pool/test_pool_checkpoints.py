@@ -11,9 +11,9 @@ from server_pool import Bench, datum
 from server_reference import Reference
 
 from twinkle.testing import tiny_model
-from twinkle.torch.layout import Layout
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Create, Load, Save
+from twinkle_torch.layout import Layout
 from twinkle_transformers.pool import config as pool_config
 
 

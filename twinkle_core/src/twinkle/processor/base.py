@@ -173,7 +173,7 @@ class InputProcessor:
         Raises:
             ArgumentError: the batch has padding.
         """
-        from twinkle.torch.segments import Segments
+        from twinkle_torch.segments import Segments
 
         if inputs["input_ids"].shape[0] != 1 or "attention_mask" in inputs:
             raise ArgumentError(f"{type(self).__name__}.add_extra_padding_free_args: the batch is not without padding")

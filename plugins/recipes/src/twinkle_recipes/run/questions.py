@@ -12,7 +12,7 @@ from twinkle_recipes.config.sft import SFTConfig
 from twinkle_recipes.show.progress import Display
 
 if TYPE_CHECKING:
-    from twinkle.torch.ranks import Ranks
+    from twinkle.mesh.ranks import Ranks
 
 
 class Interview:

@@ -8,12 +8,12 @@ from twinkle.runtime.current import current_runtime
 from twinkle_recipes.run.interrupt import StopRequest
 
 if TYPE_CHECKING:
-    from twinkle.torch.ranks import Ranks
+    from twinkle.mesh.ranks import Ranks
 
 
 def ranks_of_this_run() -> "Ranks":
     """Return the ranks of the mesh that `twinkle.initialize` was given; collective."""
-    from twinkle.torch.ranks import Ranks
+    from twinkle.mesh.ranks import Ranks
 
     return Ranks.of(current_runtime().mesh)
 

@@ -44,7 +44,7 @@ def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
 
     from twinkle.platform import Platform
     from twinkle.testing import tiny_model
-    from twinkle.torch.prefix_attention import has_kernel
+    from twinkle_torch.prefix_attention import has_kernel
     from twinkle_transformers.doctor.machine import machine_facts
 
     device = torch.device(Platform.get_local_device())
@@ -67,7 +67,7 @@ def evidence_of(model: str, dtype: str) -> Iterator[Any]:
         dtype: name of a torch dtype.
     """
     from twinkle.errors import Unsupported
-    from twinkle.torch.numerics import Evidence
+    from twinkle_torch.numerics import Evidence
     from twinkle_transformers.model import TransformersModel
     from twinkle_transformers.pool.multi import MultiLoraTransformersModel
     from twinkle_transformers.sampler import TorchSampler

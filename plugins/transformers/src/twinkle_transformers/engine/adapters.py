@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle.torch.layout import Layout, Shape
+from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.adapters import CONFIG, WEIGHTS, read_config, tuned_places
 from twinkle_transformers.pool.files import shapes_in
 from twinkle_transformers.reading import read_tensors

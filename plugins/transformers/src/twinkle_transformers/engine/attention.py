@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from twinkle.torch.head import wide
-from twinkle.torch.lowrank import Routing
-from twinkle.torch.segments import Segments, segment_attention
+from twinkle_torch.head import wide
+from twinkle_torch.segments import Segments, segment_attention
 from twinkle_transformers.engine.reach import Reach, Span, Stretch
 from twinkle_transformers.engine.store import Store
+from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import Scope, Switch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 
 _GAP = 8  # slots without a token that one call may pass over
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch import lowrank
-from twinkle.torch.head import is_plain, product_of, wide
-from twinkle.torch.lowrank import Routing
-from twinkle.torch.numerics import Evidence, judge, probe_tokens, turned_off
+from twinkle_torch.head import is_plain, product_of, wide
+from twinkle_torch.numerics import Evidence, judge, probe_tokens, turned_off
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.engine.adapters import sites_of
 from twinkle_transformers.engine.attention import CacheScope
 from twinkle_transformers.engine.banks import Banks
 from twinkle_transformers.engine.store import LayerShape, Store
 from twinkle_transformers.engine.stream import Piece, Stream, lay_out, route
+from twinkle_transformers.lowrank import products as lowrank
+from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
 from twinkle_transformers.versions import AdapterVersion
@@ -242,14 +242,14 @@ class _Probe(Scope):
     """Sees what the layers keep of a token."""
 
     def __init__(self, switch: Switch) -> None:
-        from twinkle.torch.segments import Segments
+        from twinkle_torch.segments import Segments
 
         super().__init__(Segments.of([1]), switch)
         self.layers: list[LayerShape] = []
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Note the shapes, and attend."""
-        from twinkle.torch.segments import Segments
+        from twinkle_torch.segments import Segments
 
         kind = q.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype

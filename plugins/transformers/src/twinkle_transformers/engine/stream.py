@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twinkle.torch.grouped import Groups, runs
-from twinkle.torch.lowrank import Cohort, Routing
 from twinkle_transformers.engine.reach import Reach, Stretch
+from twinkle_transformers.lowrank.grouped import Groups, runs
+from twinkle_transformers.lowrank.products import Cohort, Routing
 from twinkle_transformers.versions import AdapterVersion
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from twinkle.errors import CapacityError
-from twinkle.torch.lowrank import Routing
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
 from twinkle_transformers.cached import CachedModel, SequenceBytes, Within
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.generation import Prompt, generate
+from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import Scope
 from twinkle_transformers.sites import install
 from twinkle_transformers.versions import AdapterVersion

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from twinkle.model.pool import Usage
-from twinkle.torch.layout import Layout
+from twinkle_torch.layout import Layout
 from twinkle_transformers.pool.passes import Flight
 from twinkle_transformers.pool.work import Part
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from twinkle.errors import ArgumentError
 from twinkle.model.pool import AdapterRef, Operation
-from twinkle.torch.layout import Layout, Shape
+from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.pool.config import AdapterPlan

@@ -15,8 +15,8 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle.torch.layout import Layout, Shape
 from twinkle_registry import check_keywords
+from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.pool.expert_files import as_peft_reads, match_experts
 from twinkle_transformers.pool.experts import ExpertSite
 from twinkle_transformers.pool.memory import host_zeros

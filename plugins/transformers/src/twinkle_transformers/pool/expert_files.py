@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
-from twinkle.torch.layout import Entry
+from twinkle_torch.layout import Entry
 from twinkle_transformers.pool.experts import ExpertSite
 
 _PREFIX = "base_model.model."

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
-from twinkle.torch import experts
-from twinkle.torch.dispatch import Dispatch
-from twinkle.torch.lowrank import Routing
+from twinkle_transformers.lowrank import experts
+from twinkle_transformers.lowrank.dispatch import Dispatch
+from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import routing_now
 
 _TOLD = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "_is_expert_parallel")

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.grouped import Groups
-from twinkle.torch.layout import Layout, Shape
-from twinkle.torch.lowrank import Cohort, Routing
-from twinkle.torch.numerics import Evidence, judge, probe_tokens
-from twinkle.torch.segments import Segments
+from twinkle_torch.layout import Layout, Shape
+from twinkle_torch.numerics import Evidence, judge, probe_tokens
+from twinkle_torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.products import Cohort, Routing
 from twinkle_transformers.pool.stream import Stream
 from twinkle_transformers.segments import Scope, is_routed, routing_now
 from twinkle_transformers.sites import Site, decoder_of, uninstall

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from twinkle.torch.head import CHUNK_TOKENS
+from twinkle_torch.head import CHUNK_TOKENS
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.stream import pieces_of
 from twinkle_transformers.pool.work import Part

@@ -13,10 +13,10 @@ from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.model.base import Inputs
 from twinkle.model.pool import Operation, OperationError, OperationResult
-from twinkle.torch.flat_step import is_elementwise
-from twinkle.torch.numerics import Evidence
+from twinkle_torch.numerics import Evidence
 from twinkle_transformers.adapters import CONFIG, WEIGHTS
 from twinkle_transformers.describe import describe
+from twinkle_transformers.flat_step import is_elementwise
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.optimizers import DEFAULT_WEIGHT_DECAY, build_optimizer

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError, TwinkleError
-from twinkle.torch import lowrank
-from twinkle.torch.grouped import Groups
-from twinkle.torch.head import CHUNK_TOKENS, TokenScores, score_tokens
-from twinkle.torch.logits import LogitTransform
-from twinkle.torch.lowrank import Cohort, Routing
-from twinkle.torch.pooling import embed
+from twinkle_torch.head import CHUNK_TOKENS, TokenScores, score_tokens
+from twinkle_torch.logits import LogitTransform
+from twinkle_torch.pooling import embed
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import Pass
+from twinkle_transformers.lowrank import products as lowrank
+from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.products import Cohort, Routing
 from twinkle_transformers.needs import Needs
 from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
 from twinkle_transformers.pool.work import Part, Scoring

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from twinkle.logging import get_logger
-from twinkle.torch.grouped import Groups
-from twinkle.torch.layout import Layout
-from twinkle.torch.lowrank import Cohort, Routing
-from twinkle.torch.numerics import Evidence, turned_off
-from twinkle.torch.segments import Segments
+from twinkle_torch.layout import Layout
+from twinkle_torch.numerics import Evidence, turned_off
+from twinkle_torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.products import Cohort, Routing
 from twinkle_transformers.pool.fit import judge_adapters
 from twinkle_transformers.pool.load import Load, Scales
 from twinkle_transformers.pool.outputs import Outputs

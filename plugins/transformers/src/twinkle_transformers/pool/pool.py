@@ -27,7 +27,7 @@ from twinkle.model.pool import (
     StepResult,
     Usage,
 )
-from twinkle.torch.layout import Layout, Shape
+from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
-from twinkle.torch.numerics import evaluating, judge, probe_tokens, turned_off
+from twinkle_torch.numerics import evaluating, judge, probe_tokens, turned_off
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.stream import Stream
 from twinkle_transformers.segments import Scope, is_routed

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from twinkle.errors import NonFiniteError, OperationsFailed, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle.torch.flat_step import clip_and_step
 from twinkle_transformers import loop
+from twinkle_transformers.flat_step import clip_and_step
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_clipping
 from twinkle_transformers.parallel import Replicated

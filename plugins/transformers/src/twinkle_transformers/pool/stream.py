@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinkle.torch.grouped import Groups, runs
-from twinkle.torch.lowrank import Cohort, Routing, stack
-from twinkle.torch.noise import masks_from, token_keys
-from twinkle.torch.prefixes import plan_prefixes
-from twinkle.torch.segments import Segments
+from twinkle_torch.segments import Segments
+from twinkle_transformers.lowrank.grouped import Groups, runs
+from twinkle_transformers.lowrank.products import Cohort, Routing, stack
+from twinkle_transformers.noise import masks_from, token_keys
 from twinkle_transformers.pool.work import Part
+from twinkle_transformers.shared_prefixes import plan_prefixes
 
 SCRATCH_BYTES = 256 << 20
 LEAST_ROWS = 8

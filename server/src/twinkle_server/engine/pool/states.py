@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from twinkle.torch.layout import Layout, Shape
 from twinkle_server.engine.backend import UserError
 from twinkle_server.payloads import Create
+from twinkle_torch.layout import Layout, Shape
 
 TENSORS: Final = "state.safetensors"
 STATE: Final = "state.json"

@@ -1,0 +1,1 @@
+"""Tensor code that several plugins use: the loss head, packed attention, numerics."""

@@ -1,0 +1,260 @@
+"""Decides by evidence whether a fast path computes what the plain path computes, on this model, dtype and machine.
+
+Two things can be wrong with a fast path that lays several sequences into one pass. Sequences may see each other: change
+one of them, and others move. Or each sequence is computed wrongly by itself (positions, masks): it differs from the
+plain path. Neither is ever decided by a constant tolerance, since rounding differs by orders of magnitude between
+models, tokens, dtypes and processors: the bound is the rounding that was measured on these very tokens, and where that
+bound is too wide to tell, as in bfloat16, both paths run in float64.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.errors import SettingsError
+from twinkle_torch.precision import InFloat64, distance, measured_rounding
+
+FAST_PATHS = ("packing", "prefixes", "steps", "fused")
+"""Paths that `TWINKLE_DISABLE_FAST_PATHS` can turn off: several sequences in one row; prefixes that are computed once;
+sampling step by step with requests joining at any time; adapters of several tenants in one pass."""
+DISABLE = "TWINKLE_DISABLE_FAST_PATHS"
+
+TOKEN_FACTOR = 16.0
+"""How far one token may differ, in units of its measured rounding. Differences between paths were 1.4 units at most,
+and float32 against float64 4.7 units (SmolLM2-135M, AMD with AVX2); a mask that leaks is off by 1,000 and more."""
+MEAN_FACTOR = 4.0
+"""How far tokens may differ in the root mean square, in the same units."""
+_SHARP = 0.05
+"""A bound that allows more than this relative difference cannot tell a leak from rounding."""
+_ROUTED_SHARE = 0.75
+"""Share of tokens within the bound where tokens choose experts: rounding may send one to another expert."""
+
+Given = TypeVar("Given")
+_ERRORS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was measured about a fast path, and what follows from it.
+
+    Attributes:
+        path: name of the fast path.
+        exact: whether it computes what the plain path computes, so that it may be used.
+        method: what decided: "equal bits", "rounding", "float64", "disabled", "structure" (the model lacks what the
+            path needs) or "undecided".
+        reason: why the path is off; empty where it is on.
+        difference: largest relative difference of a token to the plain path.
+        moved: largest relative movement of a token when a sequence that it must not see was changed.
+        rounding: measured rounding of the token that differs most in units of it.
+        dtype: of the model's results.
+    """
+
+    path: str
+    exact: bool
+    method: str
+    reason: str = ""
+    difference: float = 0.0
+    moved: float = 0.0
+    rounding: float = 0.0
+    dtype: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attributes by name, and the one line of `str()` as `summary`, for JSON."""
+        return {**asdict(self), "summary": str(self)}
+
+    def __str__(self) -> str:
+        """Return one line: what is on or off, and the numbers."""
+        if not self.exact:
+            return f"{self.path} off: {self.reason}"
+        if self.method == "equal bits":
+            return f"{self.path} on: equal bits in {self.dtype}"
+        return (
+            f"{self.path} on ({self.method}, {self.dtype}): differs by {max(self.difference, self.moved):.1e} where "
+            f"rounding is {self.rounding:.1e}"
+        )
+
+
+def disabled(path: str) -> bool:
+    """Return whether `TWINKLE_DISABLE_FAST_PATHS` turns a fast path off: its name in a list with commas, or `all`.
+
+    Raises:
+        SettingsError: the variable holds a name that is no fast path.
+    """
+    names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    if unknown := [name for name in names if name not in (*FAST_PATHS, "all")]:
+        raise SettingsError(
+            f"{DISABLE} must list some of {', '.join(FAST_PATHS)}, or be `all`; got {', '.join(unknown)}"
+        )
+    return path in names or "all" in names
+
+
+def turned_off(path: str) -> Evidence | None:
+    """Return the evidence of a path that `TWINKLE_DISABLE_FAST_PATHS` turns off; None for a path that it leaves on."""
+    return Evidence(path, False, "disabled", f"{path} is disabled by {DISABLE}") if disabled(path) else None
+
+
+def probe_tokens(count: int, vocabulary: int, *, changed: bool = False) -> list[int]:
+    """Return token ids that are spread over the lower half of a vocabulary, where special tokens are rare.
+
+    Args:
+        count: number of tokens.
+        vocabulary: size of the vocabulary.
+        changed: return other tokens for every position.
+    """
+    span = max(vocabulary // 2, 2)
+    shift = max(span // 2, 1) if changed else 0
+    return [min((101 + 7919 * i + shift) % span + 1, vocabulary - 1) for i in range(count)]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode for the duration of a block, and each of its parts back as it was."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def judge(
+    path: str,
+    fast: Callable[[Given], Tensor],
+    plain: Callable[[Given], Tensor],
+    given: Given,
+    changes: Sequence[tuple[Given, Sequence[int]]] = (),
+    *,
+    routed: bool = False,
+) -> Evidence:
+    """Measure whether a fast path is exact, without gradients.
+
+    Args:
+        path: name of the fast path.
+        fast: computes `[T, H]` by the fast path; deterministic.
+        plain: computes the same by the plain path.
+        given: what both compute from.
+        changes: other inputs of the same shape, each with the rows of the result that must not move.
+        routed: whether tokens choose experts.
+
+    Returns:
+        The evidence. An error of either path becomes its reason; running out of memory is raised.
+    """
+    with torch.no_grad():
+        try:
+            return _Trial(path, fast, plain, given, changes, routed).decide()
+        except _ERRORS as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return Evidence(path, False, "structure", str(error) or type(error).__name__)
+
+
+@dataclass(frozen=True)
+class _Trial(Generic[Given]):
+    """A fast path, its plain path and what both compute from; see `judge`."""
+
+    path: str
+    fast: Callable[[Given], Tensor]
+    plain: Callable[[Given], Tensor]
+    given: Given
+    changes: Sequence[tuple[Given, Sequence[int]]]
+    routed: bool
+
+    def decide(self) -> Evidence:
+        """Try the cheapest evidence first: equal bits, then measured rounding, then float64."""
+        ours, theirs = self.fast(self.given), self.plain(self.given)
+        if ours.shape != theirs.shape:
+            shapes = f"{tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+            return Evidence(self.path, False, "structure", f"its results have the shape {shapes}")
+        found = self._measure(ours, theirs)
+        if not found.units.any():
+            return found.evidence(self.path, "equal bits")
+        if not bool(ours.isfinite().all()):
+            return found.evidence(self.path, "rounding", "its results are not finite")
+        found.rounding = measured_rounding(lambda: self.plain(self.given), first=theirs)
+        sharp = float(found.rounding.max()) * TOKEN_FACTOR <= _SHARP
+        if found.within and (sharp or float(found.most.max()) <= torch.finfo(ours.dtype).eps):
+            return found.evidence(self.path, "rounding")
+        return self._decide_in_float64(found, theirs)
+
+    def _measure(self, ours: Tensor, theirs: Tensor, *, moves: bool = True) -> "_Measured":
+        moved = torch.zeros(len(ours), dtype=torch.float64)
+        for other, rows in self.changes if moves else ():
+            where = list(rows)
+            moved[where] = torch.maximum(moved[where], distance(self.fast(other), ours)[where])
+        rounding = torch.full_like(moved, torch.finfo(ours.dtype).eps)
+        return _Measured(distance(ours, theirs), moved, rounding, str(ours.dtype).removeprefix("torch."))
+
+    def _decide_in_float64(self, found: "_Measured", theirs: Tensor) -> Evidence:
+        try:
+            # Autocast would convert weights to half precision again, and keep converted ones for later calls.
+            with torch.autocast(theirs.device.type, enabled=False), InFloat64():
+                ours, reference = self.fast(self.given), self.plain(self.given)
+                wide = self._measure(ours, reference, moves=bool(found.moved.any()))
+                wide.rounding = measured_rounding(lambda: self.fast(self.given), draws=1, first=ours)
+        except _ERRORS as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            why = f"{found.fault}, which does not tell a fault from rounding, and it does not run in float64: {error}"
+            return found.evidence(self.path, "undecided", why)
+        if not wide.within:
+            return wide.evidence(self.path, "float64", f"{wide.fault} in float64")
+        # The path is right. What remains are the kernels of this dtype, whose own error is known now.
+        found.rounding = torch.maximum(found.rounding, distance(theirs, reference) / MEAN_FACTOR)
+        near = float((found.units <= TOKEN_FACTOR).double().mean())
+        if found.within or (self.routed and near >= _ROUTED_SHARE):
+            return found.evidence(self.path, "float64")
+        why = f"it is right in float64, but not with the kernels of {found.dtype}: {found.fault}"
+        return found.evidence(self.path, "float64", why)
+
+
+@dataclass
+class _Measured:
+    """Differences, movements and rounding of a result's rows, float64 `[T]` each, and the result's dtype."""
+
+    difference: Tensor
+    moved: Tensor
+    rounding: Tensor
+    dtype: str
+
+    @property
+    def most(self) -> Tensor:
+        """The larger of difference and movement."""
+        return torch.maximum(self.difference, self.moved)
+
+    @property
+    def units(self) -> Tensor:
+        """The same in units of rounding."""
+        return self.most / self.rounding
+
+    @property
+    def within(self) -> bool:
+        """Whether rounding explains every row, and all of them together."""
+        return float(self.units.max()) <= TOKEN_FACTOR and float(self.units.square().mean().sqrt()) <= MEAN_FACTOR
+
+    @property
+    def fault(self) -> str:
+        """The row that differs most, in words."""
+        leaks = self.moved / self.rounding
+        leaking = float(leaks.max()) > TOKEN_FACTOR
+        worst = int((leaks if leaking else self.units).argmax())
+        known = f"rounding is {float(self.rounding[worst]):.1e}"
+        if leaking:
+            moved = f"a token moves by {float(self.moved[worst]):.1e} when another sequence changes"
+            return f"its sequences see each other: {moved} ({known})"
+        return f"a token differs from the plain path by {float(self.difference[worst]):.1e} ({known})"
+
+    def evidence(self, path: str, method: str, reason: str = "") -> Evidence:
+        """Return what was measured; a path without a reason against it is exact."""
+        numbers = (
+            float(self.difference.max()),
+            float(self.moved.max()),
+            float(self.rounding[int(self.units.argmax())]),
+        )
+        return Evidence(path, not reason, method, reason, *numbers, self.dtype)

@@ -1,0 +1,149 @@
+"""Low-rank terms of many adapters on the experts of one base model, in one pass.
+
+What `lowrank.products` does for a linear layer, for layers of which each token meets only a few out of many.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.errors import Unsupported
+from twinkle_torch.layout import Entry
+from twinkle_transformers.lowrank.dispatch import Dispatch
+from twinkle_transformers.lowrank.grouped import has_kernel
+from twinkle_transformers.lowrank.products import Cohort, Routing
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dispatch: Dispatch,
+    routing: Routing,
+    name: str,
+    *,
+    transposed: bool = False,
+    shared: bool = False,
+) -> Tensor:
+    """Return `x W_e^T + b_e` of each pair's expert e, with the low-rank term of its token's own adapter.
+
+    Args:
+        x: `[T k, fan_in]`, in the order of the pairs.
+        weight: `[experts, fan_out, fan_in]`, frozen.
+        bias: `[experts, fan_out]`, frozen.
+        dispatch: which tokens go to which expert.
+        routing: of the pass.
+        name: of the place.
+        transposed: the weight is `[experts, fan_in, fan_out]` (GPT-OSS).
+        shared: x is `[T, fan_in]`: a token gives the same to all its experts.
+
+    Returns:
+        `[T k, fan_out]`, in the order of the pairs.
+
+    Raises:
+        Unsupported: an adapter wants dropout here.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if not transposed:
+        weight = weight.mT
+    terms = routing.at(name)
+    for cohort, _ in terms:
+        if cohort.dropout is not None:
+            raise Unsupported(f"dropout on {name}: adapters on experts have none, as in PEFT; set lora_dropout to 0")
+    if routing.trained and torch.is_grad_enabled():
+        out: Tensor = _Experts.apply(x, routing.anchor, weight, bias, dispatch, terms, shared)  # type: ignore[no-untyped-call]
+        return out
+    with torch.no_grad():
+        return _forward(x, weight, bias, dispatch, terms, shared)[0]
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch, terms: list[tuple[Cohort, Entry]], shared: bool
+) -> tuple[Tensor, list[Tensor]]:
+    rows = x.index_select(0, dispatch.tokens) if shared else x
+    y = _multiply(rows, weight, bias, dispatch)
+    inner = []
+    for cohort, entry in terms:
+        pieces = dispatch.pieces(cohort)
+        hidden = pieces.collect(rows, entry.down_of(cohort.weights))
+        pieces.spread(y, hidden, entry.up_of(cohort.weights), entry.scale)
+        inner.append(hidden)
+    return y, inner
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
+    if has_kernel(rows, weight):
+        y = nn.functional.grouped_mm(rows, weight, offs=dispatch.ends)
+        return y if bias is None else y.add_(bias[dispatch.experts_of_pairs])
+    y = rows.new_empty(len(rows), weight.shape[2])
+    for expert, start, length in dispatch.slices:
+        out, mine = y.narrow(0, start, length), rows.narrow(0, start, length)
+        if bias is None:
+            torch.mm(mine, weight[expert], out=out)
+        else:
+            torch.addmm(bias[expert], mine, weight[expert], out=out)
+    return y
+
+
+class _Experts(torch.autograd.Function):
+    """Frozen linear layers of experts and the low-rank terms on them; the formulas are those of `lowrank`, per pair."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch,
+        terms: list[tuple[Cohort, Entry]], shared: bool,
+    ) -> Tensor:  # fmt: skip
+        y, inner = _forward(x, weight, bias, dispatch, terms, shared)
+        ctx.save_for_backward(x if terms else None, weight, *inner)
+        ctx.dispatch, ctx.terms, ctx.shared = dispatch, terms, shared
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *inner = ctx.saved_tensors
+        dispatch: Dispatch = ctx.dispatch
+        g = grads[0].contiguous()
+        dx = _back_through(g, weight, dispatch) if ctx.needs_input_grad[0] else None
+        rows = x
+        if ctx.shared and x is not None:
+            rows = x.index_select(0, dispatch.tokens)
+        for (cohort, entry), hidden in zip(ctx.terms, inner, strict=True):
+            if cohort.grads is not None:
+                _add_term(cohort, entry, dispatch, g, rows, hidden, dx)
+        if dx is not None and ctx.shared:
+            dx = dispatch.sum(dx)
+        return dx, *[None] * 6
+
+
+def _back_through(g: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """Return the base's gradient of the rows: 0 for those that no gradient flows through."""
+    back = weight.mT
+    if not has_kernel(g, back):
+        dx = (
+            g.new_zeros(len(g), back.shape[2])
+            if dispatch.trained_places is not None
+            else g.new_empty(len(g), back.shape[2])
+        )
+        for expert, start, length in dispatch.trained:
+            torch.mm(g.narrow(0, start, length), back[expert], out=dx.narrow(0, start, length))
+        return dx
+    places = dispatch.trained_places
+    if places is None:
+        return nn.functional.grouped_mm(g, back, offs=dispatch.ends)
+    some = nn.functional.grouped_mm(g.index_select(0, places), back, offs=dispatch.trained_ends)
+    return g.new_zeros(len(g), back.shape[2]).index_copy_(0, places, some)
+
+
+def _add_term(
+    cohort: Cohort, entry: Entry, dispatch: Dispatch, g: Tensor, rows: Tensor, hidden: Tensor, dx: Tensor | None
+) -> None:
+    pieces, weights, totals = dispatch.pieces(cohort), cohort.weights, cohort.grads
+    assert totals is not None
+    inner = pieces.collect(g, entry.up_of(weights)).mul_(entry.scale)
+    pieces.outer(entry.up_of(totals), hidden, g, entry.scale)
+    pieces.outer(entry.down_of(totals), inner, rows)
+    if dx is not None:
+        pieces.spread(dx, inner, entry.down_of(weights))

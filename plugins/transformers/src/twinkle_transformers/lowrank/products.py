@@ -1,0 +1,179 @@
+"""Low-rank terms of many adapters in one pass over one base model.
+
+The rows of a pass lie in one stream `[T, ...]`, those of one operation next to each other and those of adapters with
+one layout next to each other. Each base product is then one product of the whole stream; the adapters' terms are
+grouped products of its parts. Gradients go straight into one buffer an operation, `[n, P]`, and never into a parameter,
+so that what an operation adds is known before any adapter has it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle_torch.layout import Entry, Layout
+from twinkle_transformers.lowrank.grouped import Groups
+
+Mask = Callable[[str, int, torch.dtype], Tensor]
+"""Returns the dropout factors `[L, features]` of a place, by its name, the number of features and the dtype."""
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Operations of adapters with one layout, which lie next to each other in the stream.
+
+    Attributes:
+        layout: where the matrices lie in a buffer.
+        groups: where each operation's rows lie.
+        weights: `[n, P]`, in the dtype of the products.
+        grads: float32 (float64 for float64 weights) `[n, P]`, what the operations add; None without training.
+        dropout: factors on what goes into A; None is no dropout.
+    """
+
+    layout: Layout
+    groups: Groups
+    weights: Tensor
+    grads: Tensor | None = None
+    dropout: Mask | None = None
+
+
+@dataclass(slots=True)
+class Routing:
+    """Which part of a pass's stream belongs to which adapter.
+
+    Attributes:
+        cohorts: in the order of the stream; rows that are in none of them see the base model alone.
+        total: rows of the stream.
+        trained: rows at its beginning that a gradient flows through; 0 for a pass without training.
+    """
+
+    cohorts: Sequence[Cohort]
+    total: int
+    trained: int = 0
+    anchor: Tensor | None = field(default=None)
+    """A leaf that wants a gradient, so that the graph begins with the first adapter and not with the embedding."""
+
+    def __post_init__(self) -> None:
+        if self.trained and self.anchor is None:
+            self.anchor = torch.zeros((), requires_grad=True)
+
+    def at(self, name: str) -> list[tuple[Cohort, Entry]]:
+        """Return the cohorts that adapt this place."""
+        return [(c, entry) for c in self.cohorts if (entry := c.layout.entries.get(name)) is not None]
+
+
+def stack(weights: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return the buffers `[P]` of several operations as one `[n, P]`; a single one of this dtype is not copied.
+
+    Args:
+        weights: of one layout.
+        dtype: of the products.
+        out: memory to use, `[n, P]` of this dtype.
+    """
+    if len(weights) == 1 and weights[0].dtype == dtype:
+        return weights[0].detach()[None]
+    if out is None:
+        out = torch.empty(len(weights), weights[0].numel(), dtype=dtype, device=weights[0].device)
+    torch._foreach_copy_(list(out.unbind()), [w.detach() for w in weights])
+    return out
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, name: str, *, transposed: bool = False
+) -> Tensor:
+    """Return `x W^T + b` with the low-rank term of each row's own adapter.
+
+    Args:
+        x: `[..., fan_in]` whose leading dimensions hold the rows of the stream.
+        weight: `[fan_out, fan_in]`, frozen.
+        bias: `[fan_out]`, frozen.
+        routing: of the pass.
+        name: of the place.
+        transposed: the weight is `[fan_in, fan_out]` (GPT-2).
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    terms = routing.at(name)
+    if routing.trained and torch.is_grad_enabled():
+        out: Tensor = _Linear.apply(x, routing.anchor, weight, bias, routing, terms, name, transposed)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(x, weight, bias, terms, name, transposed)[0]
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, terms: list[tuple[Cohort, Entry]], name: str, transposed: bool
+) -> tuple[Tensor, list[Tensor]]:
+    y = nn.functional.linear(x, weight.t() if transposed else weight, bias)
+    rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    inner = []
+    for cohort, entry in terms:
+        into = _into(cohort, entry, rows, name)
+        hidden = cohort.groups.multiply(into, entry.down_of(cohort.weights).mT)
+        cohort.groups.add_products(cohort.groups.cut(out), hidden, entry.up_of(cohort.weights), entry.scale)
+        inner.append(hidden)
+    return y, inner
+
+
+def _into(cohort: Cohort, entry: Entry, rows: Tensor, name: str) -> Tensor:
+    """Return what goes into A: the cohort's rows, after dropout."""
+    cut = cohort.groups.cut(rows)
+    return cut if cohort.dropout is None else cut * cohort.dropout(name, entry.fan_in, cut.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """A frozen linear layer and the low-rank terms on it.
+
+    For rows x with gradient g of y = x W^T + s (x A^T) B^T: dx = g W + s (g B) A, dA = s (g B)^T x, dB = s g^T (x A^T).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing,
+        terms: list[tuple[Cohort, Entry]], name: str, transposed: bool,
+    ) -> Tensor:  # fmt: skip
+        y, inner = _forward(x, weight, bias, terms, name, transposed)
+        ctx.save_for_backward(x if terms else None, weight, *inner)
+        ctx.routing, ctx.terms, ctx.name, ctx.transposed, ctx.shape = routing, terms, name, transposed, x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *inner = ctx.saved_tensors
+        g = grads[0].reshape(-1, grads[0].shape[-1])
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        dx = (
+            _back_through(g, weight.t() if ctx.transposed else weight, ctx.routing) if ctx.needs_input_grad[0] else None
+        )
+        for (cohort, entry), hidden in zip(ctx.terms, inner, strict=True):
+            if cohort.grads is not None:
+                _add_term(cohort, entry, g, rows, hidden, dx, ctx.name)
+        return None if dx is None else dx.view(ctx.shape), *[None] * 7
+
+
+def _back_through(g: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+    if routing.trained == len(g):
+        return g @ weight
+    dx = g.new_empty(len(g), weight.shape[1])
+    torch.mm(g[: routing.trained], weight, out=dx[: routing.trained])
+    dx[routing.trained :] = 0
+    return dx
+
+
+def _add_term(cohort: Cohort, entry: Entry, g: Tensor, rows: Any, hidden: Tensor, dx: Tensor | None, name: str) -> None:
+    groups, weights, totals = cohort.groups, cohort.weights, cohort.grads
+    assert totals is not None
+    mine = groups.cut(g)
+    inner = groups.multiply(mine, entry.up_of(weights).mT).mul_(entry.scale)
+    groups.add_outer(entry.up_of(totals), hidden, mine, entry.scale)
+    groups.add_outer(entry.down_of(totals), inner, _into(cohort, entry, rows, name))
+    if dx is None:
+        return
+    if cohort.dropout is None:
+        groups.add_products(groups.cut(dx), inner, entry.down_of(weights))
+    else:
+        back = groups.multiply(inner, entry.down_of(weights))
+        groups.cut(dx).add_(back.mul_(cohort.dropout(name, entry.fan_in, back.dtype)))
