@@ -11,13 +11,13 @@ from twinkle.data_format import SampledSequence, SampleResponse, SamplingParams
 from twinkle.errors import ArgumentError, DataError, EncodeError
 from twinkle.template import Template
 from twinkle.testing import tiny_tokenizer
-from twinkle.testing.examples import CLINE, DSML, HERMES, REACT, VCP
 from twinkle.tool import Tool
 from twinkle_agentic.envs import EnvTool
 from twinkle_agentic.examples import CountdownEnv, ScriptedSampler
 from twinkle_agentic.rollout import MultiTurnRollout, Rollout
 from twinkle_agentic.rollout.multi_turn import MultiTurnRollout as PublishedRollout
 from twinkle_agentic.tools import CalculatorTool, ToolManager
+from twinkle_chat.examples import CLINE, DSML, HERMES, REACT, VCP
 
 TEMPLATE = Template(tokenizer=tiny_tokenizer())
 SUM = '<tool_call>{"name": "calculator", "arguments": {"expression": "2 + 3"}}</tool_call>'

@@ -7,7 +7,7 @@ import pytest
 from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.errors import DataError
 from twinkle.preprocessor import ShareGPTProcessor
-from twinkle.template.messages import plain_messages
+from twinkle_chat.messages import plain_messages
 
 
 def turn(speaker: str, text: Any, **more: Any) -> dict[str, Any]:

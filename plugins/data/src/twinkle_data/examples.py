@@ -67,3 +67,44 @@ OLYMPIAD = {
         "images": [["a.png"], []],
     }
 }
+
+
+class Capacity:
+    """A template that only says how long a pack may be."""
+
+    max_length = 12
+
+    def batch_encode(self, trajectories: Any, add_generation_prompt: bool = False) -> Any:
+        """Return the rows, which are encoded already."""
+        return trajectories
+
+
+def _encoded() -> list[dict[str, Any]]:
+    rows = []
+    for number, length in enumerate((5, 9, 3, 7, 4, 2)):
+        tokens = [100 * number + place for place in range(length)]
+        rows.append({"input_ids": tokens, "labels": [*tokens[1:], -100], "length": length})
+    return rows
+
+
+def packing() -> dict[str, Any]:
+    """Six rows in packs of at most 12 tokens."""
+    from twinkle_data.dataset.packed import PackingDataset
+
+    return {"make": lambda: _packed(PackingDataset)}
+
+
+def packing_stream() -> dict[str, Any]:
+    """The same rows as a stream."""
+    from twinkle_data.dataset.packed_stream import IterablePackingDataset
+
+    return {"make": lambda: _packed(IterablePackingDataset)}
+
+
+def _packed(dataset: Any) -> Any:
+    from twinkle.dataset import DatasetMeta
+
+    made = dataset(DatasetMeta(data=_encoded()))
+    made.set_template(Capacity())
+    made.pack_dataset()
+    return made

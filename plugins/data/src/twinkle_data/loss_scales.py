@@ -5,10 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinkle.data_format import Message
+from twinkle.data_format import ROLES, Message, split_reasoning
 from twinkle.errors import ArgumentError
 from twinkle.loss_scale import LossScale, TurnWeight
-from twinkle.template.messages import ROLES, split_reasoning
 
 
 class RoleLossScale(LossScale):

@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 from twinkle.errors import ComponentNotFound, ModelLoadError
-from twinkle.hub.gguf import digest
 from twinkle.logging import get_logger
 from twinkle.paths import cache_dir
+from twinkle_data.gguf import digest
 
 _MINUTES = 30
 

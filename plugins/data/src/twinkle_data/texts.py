@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from twinkle.data_format import ROLES
 from twinkle.errors import ArgumentError, DataError
-from twinkle.template.messages import ROLES
 from twinkle_data.rows import shown
 
 _SIDES = ("positive", "negative", "chosen", "rejected")

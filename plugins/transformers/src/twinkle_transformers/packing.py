@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import Unsupported
-from twinkle.processor.packing import Layout, Side, unpack
+from twinkle_torch.packing import Layout, Side, unpack
 from twinkle_torch.segments import Segments
 
 

@@ -1,11 +1,22 @@
 """The shapes of data that travel between components: rows, tokens, samples and outputs. Plain dicts and dataclasses."""
 
-from twinkle.data_format.features import InputBatch, InputFeature, InputType
-from twinkle.data_format.messages import Message, Tool, ToolCall, Trajectory, pack_value, user_data_get
+from twinkle.data_format.features import IGNORE_INDEX, InputBatch, InputFeature, InputType
+from twinkle.data_format.messages import (
+    ROLES,
+    Message,
+    Tool,
+    ToolCall,
+    Trajectory,
+    pack_value,
+    split_reasoning,
+    user_data_get,
+)
 from twinkle.data_format.outputs import LossOutput, ModelOutput
 from twinkle.data_format.sampling import SampledSequence, SampleResponse, SamplingParams, StopReason
 
 __all__ = [
+    "IGNORE_INDEX",
+    "ROLES",
     "InputBatch",
     "InputFeature",
     "InputType",
@@ -20,5 +31,6 @@ __all__ = [
     "ToolCall",
     "Trajectory",
     "pack_value",
+    "split_reasoning",
     "user_data_get",
 ]

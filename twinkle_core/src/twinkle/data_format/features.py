@@ -6,6 +6,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+IGNORE_INDEX = -100
+"""The label of positions that are not trained."""
 InputType: TypeAlias = "list[list[int]] | list[int] | np.ndarray | torch.Tensor"
 
 

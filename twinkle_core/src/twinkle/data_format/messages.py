@@ -1,8 +1,13 @@
 """Conversations: messages, tools, trajectories, and the small values that ride along with them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
+
+ROLES = ("system", "user", "assistant", "tool")
+"""The roles of a message."""
+_THINKING = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 
 
 class Function(TypedDict, total=False):
@@ -99,3 +104,13 @@ def _decode(value: Any) -> Any:
         return json.loads(value)
     except json.JSONDecodeError:
         return value
+
+
+def split_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Move a `<think>...</think>` block that opens an assistant's content to `reasoning_content`."""
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return message
+    found = _THINKING.fullmatch(message["content"])
+    if found is None:
+        return message
+    return {**message, "reasoning_content": found[1].strip("\n"), "content": found[2]}

@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING
 
 from twinkle._lazy import room
 from twinkle.dataloader.protocol import DataLoaderLike
-from twinkle.dataloader.published import DeviceMeshIterableFetcher, DeviceMeshSampler, RetrySampler
 
-__all__ = ["DataLoaderLike", "DeviceMeshIterableFetcher", "DeviceMeshSampler", "RetrySampler"]
+__all__ = ["DataLoaderLike"]
 
 __getattr__, __dir__ = room(__name__, "dataloader")
 
 # Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
 if TYPE_CHECKING:
-    from twinkle.dataloader.base import DataLoader as DataLoader
+    from twinkle_data.dataloader.base import DataLoader as DataLoader

@@ -12,8 +12,8 @@ __getattr__, __dir__ = room(__name__, "dataset")
 
 # Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
 if TYPE_CHECKING:
-    from twinkle.dataset.base import Dataset as Dataset
-    from twinkle.dataset.iterable import IterableDataset as IterableDataset
-    from twinkle.dataset.lazy import LazyDataset as LazyDataset
-    from twinkle.dataset.packed import PackingDataset as PackingDataset
-    from twinkle.dataset.packed_stream import IterablePackingDataset as IterablePackingDataset
+    from twinkle_data.dataset.base import Dataset as Dataset
+    from twinkle_data.dataset.iterable import IterableDataset as IterableDataset
+    from twinkle_data.dataset.lazy import LazyDataset as LazyDataset
+    from twinkle_data.dataset.packed import PackingDataset as PackingDataset
+    from twinkle_data.dataset.packed_stream import IterablePackingDataset as IterablePackingDataset

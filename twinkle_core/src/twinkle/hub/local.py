@@ -188,9 +188,10 @@ def _folder(path: Path, asked: str) -> Path:
             return path
         path = _only_gguf(path, asked)
     if path.suffix.lower() == ".gguf":
-        from twinkle.hub.gguf import converted
+        from twinkle._registry import registry
 
-        return converted(path)
+        folder: Path = registry().export("twinkle.hub", "convert_gguf")(path)
+        return folder
     raise ModelLoadError(f"model {asked!r}: {path} is a file but no .gguf; give the folder that holds config.json")
 
 

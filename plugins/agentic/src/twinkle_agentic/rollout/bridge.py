@@ -4,11 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import DataError, EncodeError
-from twinkle.template import Template
-from twinkle.template.completion import append_tokens
-from twinkle.template.labels import IGNORE, turn_span
-from twinkle.template.rendering import ChatRenderer
+from twinkle.template import ChatRenderer, Template, append_tokens, turn_span
 
 _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\n<channel\|>")  # some show it in the last turn only
 
@@ -89,7 +87,7 @@ def _tokens(tokenizer: Any, ids: Sequence[int], closing: str, bridge: str) -> li
 def _untrained(row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
     joined = append_tokens(row, tokens)
     kept = len(joined["labels"]) - len(tokens) - 1  # the last of the old positions never had a target
-    joined["labels"] = [*joined["labels"][:kept], *[IGNORE] * (len(tokens) + 1)]
+    joined["labels"] = [*joined["labels"][:kept], *[IGNORE_INDEX] * (len(tokens) + 1)]
     joined["completion_mask"] = [*joined["completion_mask"][:kept], *[0] * (len(tokens) + 1)]
     if joined.get("loss_scale") is not None:
         joined["loss_scale"] = [*joined["loss_scale"][:kept], *[0.0] * (len(tokens) + 1)]

@@ -5,8 +5,8 @@ from random import Random
 from typing import Any
 
 from twinkle.checkpoint_engine import CheckpointEngineManager
+from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import ConfigError, EncodeError
-from twinkle.template.labels import IGNORE
 from twinkle_recipes.distillation.config import DistillationConfig
 from twinkle_recipes.policy.rollouts import build_sampler, check_room, params_of, seed_of
 from twinkle_recipes.rows.loading import encode_rows
@@ -134,9 +134,9 @@ def _prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def _prompt_length(row: Mapping[str, Any]) -> int:
     """Return how many tokens of a row stand before its last trained answer: all of them where nothing is trained."""
     labels = row.get("labels") or ()
-    first = max((place for place, label in enumerate(labels) if label != IGNORE), default=None)
+    first = max((place for place, label in enumerate(labels) if label != IGNORE_INDEX), default=None)
     if first is None:
         return len(row["input_ids"])
-    while first > 0 and labels[first - 1] != IGNORE:
+    while first > 0 and labels[first - 1] != IGNORE_INDEX:
         first -= 1
     return first + 1  # a label stands one place before its token

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import EncodeError
-from twinkle.template.labels import IGNORE
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.config.rows import DataConfig
 from twinkle_recipes.rows.loading import encode_rows
@@ -39,7 +39,7 @@ def _problem(row: Mapping[str, Any], data: DataConfig) -> str:
             "make them, as PreferenceProcessor does of prompt, chosen and rejected"
         )
     for side in SIDES:
-        if all(label == IGNORE for label in row[side]["labels"]):
+        if all(label == IGNORE_INDEX for label in row[side]["labels"]):
             return (
                 f"no token of {side!r} is trained: its answer is empty, or lies behind max_length {data.max_length} "
                 f"(truncation: {data.truncation}); give a larger data.max_length, data.truncation delete to leave such "

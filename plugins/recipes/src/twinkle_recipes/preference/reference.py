@@ -10,9 +10,9 @@ from zipfile import BadZipFile
 import numpy as np
 
 from twinkle._registry import registry
+from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import CheckpointError, ConfigError
 from twinkle.paths import new_directory, recovered
-from twinkle.template.labels import IGNORE
 from twinkle_recipes.config.parts import LossConfig
 from twinkle_recipes.preference.config import DPOConfig
 from twinkle_recipes.preference.pairs import SIDES
@@ -119,7 +119,7 @@ class Kept:
             batch = rows[start : start + size]
             table = reference(batch)["ref_logps"].float().cpu().numpy()
             for row, line in zip(batch, table, strict=True):
-                trained = np.array(row["labels"]) != IGNORE
+                trained = np.array(row["labels"]) != IGNORE_INDEX
                 logps[_digest(row)] = line[: len(trained)][trained]
         with new_directory(folder) as work:
             np.savez(

@@ -9,12 +9,12 @@ from itertools import count, islice
 from typing import Any, TypeVar, cast
 
 from twinkle._registry import registry
+from twinkle.data_format import IGNORE_INDEX
 from twinkle.dataset.protocol import StreamLike
 from twinkle.errors import DataError
 from twinkle.logging import get_logger
 from twinkle.mesh import DeviceMesh
 from twinkle.platform import Platform
-from twinkle.template.labels import IGNORE
 from twinkle_recipes.config.parts import RunConfig
 from twinkle_recipes.config.rows import DataConfig, parse_slice
 from twinkle_recipes.config.sft import SFTConfig
@@ -256,7 +256,7 @@ def _check_labels_of_stream(dataset: Any, data: DataConfig) -> None:
 
 
 def _teaches_nothing(row: Any) -> bool:
-    return "labels" in row and all(label == IGNORE for label in row["labels"])
+    return "labels" in row and all(label == IGNORE_INDEX for label in row["labels"])
 
 
 def _cause(data: DataConfig) -> str:

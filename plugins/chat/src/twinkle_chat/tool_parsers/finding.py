@@ -1,0 +1,31 @@
+"""Finds the installed parser that knows the tool calls in a text."""
+
+from collections.abc import Iterator
+
+from twinkle.tool_parser import BlockParser, ToolCallParser
+
+
+def parsers() -> Iterator[ToolCallParser]:
+    """Yield every installed parser, by name."""
+    from twinkle._registry import registry
+
+    for name, providers in sorted(registry().specs("tool_parser").items()):
+        for spec in providers:
+            yield registry().build(f"{spec.dist}/{name}", "tool_parser")
+
+
+def detect_first(text: str) -> ToolCallParser | None:
+    """Return the installed parser whose first call begins earliest in `text`, of several the first by name.
+
+    So a call that is quoted in the arguments of another, in another markup, is not taken for one. None if no parser
+    finds a call.
+    """
+    found = [(start, parser) for parser in parsers() if (start := _start(parser, text)) is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _start(parser: ToolCallParser, text: str) -> int | None:
+    """Return where the first call begins; None where there is none."""
+    if isinstance(parser, BlockParser):
+        return next((block.start for block in parser.blocks(text)), None)
+    return max(0, text.find(parser.open_marker)) if parser.detect(text) else None

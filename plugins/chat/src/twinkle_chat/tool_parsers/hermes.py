@@ -1,0 +1,54 @@
+"""The markup of Hermes and Qwen: `<tool_call>` around JSON, or around `<function=...>` with its parameters."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from twinkle.tool_parser import Block, BlockParser, between, elements, json_object, json_or_text, trimmed
+
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
+
+
+class HermesQwenParser(BlockParser):
+    """Tool calls of Hermes, Qwen2.5, Qwen3 (JSON) and Qwen3-Coder, Qwen3.5 (`<function=name><parameter=key>value`).
+
+    A parameter's value is read as JSON where it is some, except for strings, since the markup does not say its type.
+    """
+
+    name = "hermes"
+    open_marker = "<tool_call>"
+    close_marker = "</tool_call>"
+
+    def blocks(self, text: str) -> Iterator[Block]:
+        """Yield each `<tool_call>` that holds one call."""
+        for start, end, inside in between(text, self.open_marker, self.close_marker):
+            call = _from_json(inside) or _from_markup(inside)
+            if call is not None:
+                yield Block(start, end, [call])
+
+    def extract_tool_result(self, text: str) -> str | None:
+        """Return what stands in the first `<tool_response>`."""
+        found = next(between(text, "<tool_response>", "</tool_response>"), None)
+        return None if found is None else found[2].strip("\n")
+
+
+def _from_json(inside: str) -> tuple[str, Any] | None:
+    call = json_object(inside)
+    if call is None or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json_object(arguments)
+    return (call["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _from_markup(inside: str) -> tuple[str, Any] | None:
+    functions = elements(inside, _FUNCTION, "</function>")
+    if functions is None or len(functions) != 1:
+        return None
+    name, body = functions[0]
+    parameters = elements(body, _PARAMETER, "</parameter>")
+    if parameters is None:
+        return None
+    return name.strip(), {key.strip(): json_or_text(trimmed(value)) for key, value in parameters}

@@ -1,0 +1,32 @@
+"""The markup of VCP: a tool request in triple angle brackets, its parameters between 「始」 and 「末」."""
+
+import re
+from collections.abc import Iterator
+
+from twinkle.tool_parser import Block, BlockParser, between, elements
+
+_PARAMETER = re.compile(r"[\s,，]*([\w-]+)\s*[:：]\s*「始」")
+_RESULT = ("[[VCP调用结果信息汇总:", "VCP调用结果结束]]")
+
+
+class VCPParser(BlockParser):
+    """Tool calls as `<<<[TOOL_REQUEST]>>>` with `key:「始」value「末」`, the tool's name under `tool_name`."""
+
+    name = "vcp"
+    open_marker = "<<<[TOOL_REQUEST]>>>"
+    close_marker = "<<<[END_TOOL_REQUEST]>>>"
+
+    def blocks(self, text: str) -> Iterator[Block]:
+        """Yield each request that names its tool."""
+        for start, end, inside in between(text, self.open_marker, self.close_marker):
+            arguments = {
+                key: value.strip() for key, value in elements(inside.rstrip(" \n\t,，"), _PARAMETER, "「末」") or ()
+            }
+            name = arguments.pop("tool_name", "")
+            if name:
+                yield Block(start, end, [(name, arguments)])
+
+    def extract_tool_result(self, text: str) -> str | None:
+        """Return the summary of results."""
+        found = next(between(text, *_RESULT), None)
+        return None if found is None else found[2].strip()

@@ -1,0 +1,328 @@
+"""The data loader: global batches, each data rank its part, in an order that a checkpoint can continue."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from twinkle._arguments import refuse_unknown
+from twinkle.dataset.protocol import DatasetLike, NotSized, StreamLike
+from twinkle.errors import ArgumentError, DataError, MeshError
+from twinkle.logging import get_logger
+from twinkle.runtime import remote_class, remote_function
+from twinkle_data.dataloader.arguments import at_least, processor_of, rows_of, torch_options
+from twinkle_data.dataloader.balance import deal
+from twinkle_data.dataloader.batches import Batches, Collate, as_list
+from twinkle_data.dataloader.order import Order
+from twinkle_data.dataloader.retry import RetryingRows
+from twinkle_data.dataloader.stream import Cutter, shuffled, skip
+
+if TYPE_CHECKING:
+    from twinkle.mesh import DeviceMesh
+
+_remote = remote_function(dispatch="all", execute="first", collect="first")
+
+
+@remote_class(execute="first")
+class DataLoader:
+    """Yields batches as lists of rows, or as what the processor makes of them; each data rank gets its part of each.
+
+    Every iteration is a new epoch, in an order that depends on nothing but the seed and the number of the epoch. The
+    loader counts the rows that it handed out over all data ranks; `resume_from_checkpoint` with that count continues
+    with exactly the rows that come next. (The count says nothing of iterations that were left early: after such a one,
+    the epoch it belongs to cannot be told from it.)
+
+    Over a stream every data rank reads all rows and keeps its part of each global batch; resuming reads the rows again
+    that were consumed. A stream has no length, so `len(loader)` is an error there.
+
+    Attributes:
+        dataset: the rows, or a stream of them.
+        batch_size: rows of a global batch, over all data ranks.
+        min_batch_size: a last batch with fewer rows is dropped, and the log says so.
+        device_mesh: the mesh whose data ranks share a batch, or None for one.
+    """
+
+    def __init__(
+        self,
+        dataset: DatasetLike | StreamLike | Iterable[Any] | Callable[[], Any],
+        *,
+        batch_size: int,
+        min_batch_size: int | None = None,
+        device_mesh: "DeviceMesh | None" = None,
+        shuffle: bool = False,
+        seed: int = 42,
+        drop_last: bool = False,
+        balance: Literal["rows", "tokens"] = "rows",
+        shuffle_buffer: int | None = None,
+        max_retries: int = 20,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the sizes; no row is loaded yet.
+
+        Args:
+            dataset: anything with a length and an index; a stream (`IterableDataset`, one of `datasets` or of torch, or
+                whatever can be iterated again and again); or a function that returns one of these.
+            batch_size: rows of a global batch; the number of data ranks must divide it.
+            min_batch_size: at least the number of data ranks, which is the default.
+            device_mesh: by default the one given to `twinkle.initialize`.
+            shuffle: permute the rows, anew in each epoch; those of a stream through a buffer.
+            seed: of the permutations, of worker processes, and of the rows that stand in for failing ones.
+            drop_last: drop every last batch smaller than `batch_size`.
+            balance: how a global batch is divided among data ranks: `rows`, into consecutive parts of as many rows
+                (but for one); or `tokens`, so that the longest part has as few tokens as the largest differencing
+                method finds. Parts then have different numbers of rows, at least one.
+            shuffle_buffer: with `shuffle` over a stream, from how many rows the next is drawn; by default 1000.
+            max_retries: how often a row that raises is tried again, and how many other rows are tried in its place. A
+                stream cannot go back: there an error is raised at once.
+            collate_fn: makes a batch of this rank's rows; `set_processor` replaces it.
+            **kwargs: of `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, `persistent_workers`, ...
+
+        Raises:
+            ArgumentError: an unknown keyword, or a value outside its range.
+            MeshError: `batch_size` or `min_batch_size` does not fit the data ranks.
+            DataError: there is no row, or not enough for one batch; or `balance="tokens"` and rows are not encoded.
+            Unsupported: a keyword that does not go with a stream, or `balance="tokens"` with a `LazyDataset`.
+        """
+        self.dataset: Any = rows_of(dataset)
+        stream = self.dataset if isinstance(self.dataset, StreamLike) else None
+        own = set(inspect.signature(DataLoader.__init__).parameters) - {"self", "kwargs"}
+        self._torch_options = torch_options(kwargs, own, stream)
+        self.device_mesh = device_mesh
+        self._set_sizes(batch_size, min_batch_size, drop_last)
+        self.shuffle = bool(shuffle)
+        self.seed = at_least("seed", seed, 0)
+        self.shuffle_buffer = _buffer(shuffle_buffer, self.shuffle, stream)
+        if balance not in ("rows", "tokens"):
+            raise ArgumentError(f"balance is {balance!r}; use 'rows' or 'tokens'")
+        self.balance = balance
+        self.max_retries = at_least("max_retries", max_retries, 0)
+        self._collate: Callable[[list[Any]], Any] = collate_fn or as_list
+        self._sampler = Batches()
+        self._loader: Any = None
+        self._lengths: list[int] | None = None
+        self._told: int | None = None
+        self._epoch, self._done, self._consumed = 0, 0, 0
+        if stream is None:
+            self._order()
+            self._row_lengths()
+
+    @_remote
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch, without a last batch that is dropped.
+
+        Raises:
+            Unsupported: the rows are a stream, whose end is not known.
+        """
+        if isinstance(self.dataset, StreamLike):
+            raise NotSized("this loader reads a stream, which has no length; iterate over it, and stop when you want")
+        return self._order().batches_per_epoch
+
+    @_remote
+    def set_processor(self, processor_cls: Any, **kwargs: Any) -> None:
+        """Let a processor make each batch, in the worker process that loaded its rows (of a stream: in this one).
+
+        Args:
+            processor_cls: in any form of component argument, or any callable that takes a list of rows.
+            **kwargs: of its constructor; `device_mesh` is that of the loader unless given.
+
+        Raises:
+            ComponentTypeError: it is not a processor.
+            ArgumentError: its constructor does not take a keyword, or it is no class.
+        """
+        self._collate = processor_of(processor_cls, kwargs, self.device_mesh)
+        self._loader = None
+
+    @_remote
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this data rank's part of each global batch of the next epoch (after a resume, of the rest of one).
+
+        Raises:
+            DataError: a row cannot be loaded, nor any of those tried in its place; or a stream makes no batch.
+        """
+        if isinstance(self.dataset, StreamLike):
+            yield from self._stream_epoch(self.dataset)
+            return
+        epoch, done = self._epoch, self._done
+        self._epoch, self._done = epoch + 1, 0
+        order = self._order()
+        self._tell(order.size - order.rows_per_epoch)
+        batches = order.batches(epoch, done)
+        self._sampler.batches = [self._part(batch, self._lengths_of(batch)) for batch in batches]
+        loader = self._torch_loader()
+        if "generator" not in self._torch_options:
+            loader.generator.manual_seed(self.seed + epoch)
+        for number, rows in enumerate(loader):
+            self._consumed += len(batches[number])
+            yield rows
+
+    @_remote
+    def skip_consumed_samples(self, consumed_train_samples: int) -> None:
+        """Continue behind the first `consumed_train_samples` rows (over all data ranks and epochs)."""
+        consumed = at_least("consumed_train_samples", consumed_train_samples, 0)
+        stream = isinstance(self.dataset, StreamLike)
+        self._epoch, self._done = (0, consumed) if stream else self._order().position(consumed)
+        self._consumed = consumed
+
+    @_remote
+    def resume_from_checkpoint(self, consumed_train_samples: int, **kwargs: Any) -> None:
+        """Continue where `get_state` was taken: the same rows follow, in this epoch and in those after it.
+
+        Args:
+            consumed_train_samples: from `get_state`, of a loader with the same data set, batch sizes and seed.
+            **kwargs: none; an unknown name is an error.
+        """
+        refuse_unknown(DataLoader.resume_from_checkpoint, kwargs, what="resume_from_checkpoint")
+        self.skip_consumed_samples(consumed_train_samples)
+
+    @_remote
+    def get_state(self) -> dict[str, int]:
+        """Return `{"consumed_train_samples": n}`: how many rows were handed out so far, over all data ranks."""
+        return {"consumed_train_samples": self._consumed}
+
+    # Sizes
+
+    def _set_sizes(self, batch_size: Any, min_batch_size: Any, drop_last: bool) -> None:
+        self.batch_size = at_least("batch_size", batch_size, 1)
+        ranks = self._data_ranks
+        if batch_size % ranks:
+            raise MeshError(
+                f"batch_size {batch_size} does not divide by the {ranks} data ranks of {self.device_mesh}; give a "
+                f"multiple of {ranks}, such as {(batch_size // ranks + 1) * ranks}"
+            )
+        if drop_last and min_batch_size not in (None, batch_size):
+            raise ArgumentError(f"drop_last=True means min_batch_size={batch_size}, but {min_batch_size} was given")
+        smallest = batch_size if drop_last else ranks if min_batch_size is None else min_batch_size
+        self.min_batch_size = at_least("min_batch_size", smallest, 1)
+        if not ranks <= self.min_batch_size <= batch_size:
+            raise MeshError(
+                f"min_batch_size {self.min_batch_size} must lie between the number of data ranks, {ranks} (each needs "
+                f"a row), and batch_size, {batch_size}"
+            )
+
+    @property
+    def _data_ranks(self) -> int:
+        return 1 if self.device_mesh is None else int(self.device_mesh.data_world_size)
+
+    def _part(self, batch: list[Any], lengths: list[int] | None) -> list[Any]:
+        """Return this rank's part of the rows of a global batch, or of their numbers."""
+        if self.device_mesh is None:
+            return batch
+        if lengths is None:
+            return batch[self.device_mesh.get_slice(len(batch))]
+        return [batch[place] for place in deal(lengths, self._data_ranks)[self.device_mesh.data_rank]]
+
+    def _tell(self, left: int) -> None:
+        """Say once how many rows an epoch leaves out."""
+        if left and left != self._told:
+            get_logger(__name__).info(
+                "the last %d rows of an epoch are left out: a batch needs %d", left, self.min_batch_size
+            )
+            self._told = left
+
+    # Rows by number
+
+    def _order(self) -> Order:
+        """Return the order over the rows that the data set has now."""
+        size = len(self.dataset)
+        if size == 0:
+            raise DataError("the data set is empty: there is nothing to make batches of")
+        order = Order(size, self.batch_size, self.min_batch_size, self.shuffle, self.seed)
+        if order.batches_per_epoch == 0:
+            raise DataError(
+                f"{size} rows do not make one batch of batch_size {self.batch_size} (a smaller last batch needs "
+                f"{self.min_batch_size} rows); give a smaller batch_size or min_batch_size, or leave drop_last out"
+            )
+        return order
+
+    def _row_lengths(self) -> list[int] | None:
+        """Return the tokens of all rows, if the division among ranks goes by them."""
+        if self.balance == "rows" or self._data_ranks == 1:
+            return None
+        if self._lengths is None or len(self._lengths) != len(self.dataset):
+            own: Callable[[], list[int]] | None = getattr(self.dataset, "row_lengths", None)
+            self._lengths = _all_lengths(self.dataset) if own is None else own()
+        return self._lengths
+
+    def _lengths_of(self, batch: list[int]) -> list[int] | None:
+        lengths = self._row_lengths()
+        return None if lengths is None else [lengths[row] for row in batch]
+
+    def _torch_loader(self) -> Any:
+        if self._loader is not None and self._loader.persistent_workers:
+            return self._loader
+        import torch
+
+        options = {"generator": torch.Generator(), **self._torch_options}
+        rows = RetryingRows(self.dataset, self.max_retries, self.seed)
+        self._loader = torch.utils.data.DataLoader(
+            rows,  # type: ignore[arg-type]
+            batch_sampler=self._sampler,
+            collate_fn=Collate(self._collate),
+            **options,
+        )
+        return self._loader
+
+    # Streams
+
+    def _stream_epoch(self, stream: StreamLike) -> Iterator[Any]:
+        epoch, done = self._epoch, self._done
+        while True:
+            self._epoch, self._done = epoch + 1, 0
+            cutter, made = Cutter(self.batch_size, self.min_batch_size), 0
+            rows = self._stream_rows(stream, epoch)
+            read = skip(rows, done)
+            if read < done:  # the epoch ended within what was consumed, so now its length is known
+                self._check_made(cutter.rows_per_epoch(read), read)
+                epochs, done = divmod(done, cutter.rows_per_epoch(read))
+                epoch += epochs
+                continue
+            for batch in cutter.batches(rows):
+                made += 1
+                self._consumed += len(batch)
+                yield Collate(self._collate)(self._part(batch, self._stream_lengths(batch)))
+            self._tell(cutter.left)
+            if made or not done:
+                self._check_made(made, read + cutter.left)
+                return
+            epoch, done = epoch + 1, 0
+
+    def _stream_rows(self, stream: StreamLike, epoch: int) -> Iterator[Any]:
+        import torch
+
+        from twinkle_data.dataloader.torch_stream import Chunks
+
+        if self._loader is None or not self._loader.persistent_workers:
+            options = {"generator": torch.Generator(), **self._torch_options}
+            self._loader = torch.utils.data.DataLoader(Chunks(stream), batch_size=None, collate_fn=as_list, **options)
+        if "generator" not in self._torch_options:
+            self._loader.generator.manual_seed(self.seed + epoch)
+        rows = stream.in_order(self._loader)
+        return shuffled(rows, self.shuffle_buffer, self.seed, epoch) if self.shuffle else rows
+
+    def _stream_lengths(self, batch: list[Any]) -> list[int] | None:
+        if self.balance == "rows" or self._data_ranks == 1:
+            return None
+        return _all_lengths(batch)
+
+    def _check_made(self, made: int, rows: int) -> None:
+        if not made:
+            raise DataError(
+                f"the stream gave {rows} rows, which do not make one batch of batch_size {self.batch_size} (a smaller "
+                f"last batch needs {self.min_batch_size} rows); give more rows, or a smaller batch_size"
+            )
+
+
+def _all_lengths(rows: Any) -> list[int]:
+    from twinkle_data.dataset.lengths import row_length
+
+    return [row_length(rows[number], number) for number in range(len(rows))]
+
+
+def _buffer(size: int | None, shuffle: bool, stream: Any) -> int:
+    if size is None:
+        return 1000
+    if stream is None or not shuffle:
+        raise ArgumentError(
+            "shuffle_buffer goes with shuffle=True over a stream; rows by number are permuted as a whole"
+        )
+    return at_least("shuffle_buffer", size, 1)

@@ -1,0 +1,349 @@
+"""The streaming data set: rows that come one after the other, from files, functions or hubs, never all in memory."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinkle._arguments import refuse_unknown
+from twinkle.dataset.meta import DatasetMeta, all_readable, readable
+from twinkle.dataset.protocol import NotSized
+from twinkle.errors import ArgumentError, ComponentTypeError, DataError, TrainingStateError
+from twinkle.runtime import remote_class, remote_function
+from twinkle_data.dataset.component import template_for, template_from
+from twinkle_data.dataset.saving import Saving
+from twinkle_data.dataset.stages import (
+    Chunk,
+    FilterStage,
+    ImageStage,
+    Row,
+    Stage,
+    check_stage,
+    encode_stage,
+    filter_stage,
+    map_stage,
+    run_stages,
+)
+from twinkle_data.dataset.streaming import Source, open_stream
+
+CHUNK_ROWS = 64
+
+_remote = remote_function(dispatch="all", execute="first", collect="first")
+
+
+@dataclass
+class Part:
+    """One added set: where its rows come from, and what is done to them before sets are mixed."""
+
+    source: Source
+    stages: list[Stage] = field(default_factory=list)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows, with everything done."""
+        for chunk in cut(self.source(), CHUNK_ROWS):
+            yield from run_stages(self.stages, chunk).rows
+
+
+@remote_class(execute="first")
+class IterableDataset:
+    """Rows that are read, mapped, filtered and encoded while one iterates, as often as one iterates.
+
+    Every method records what is to be done and returns at once. Rows pass through it in chunks of 64; a `DataLoader`
+    with several workers gives each of them every n-th chunk, so the order of rows is the same for any number. The
+    source must give the same rows each time it is read, else a resumed run sees others.
+
+    Attributes:
+        template: what `set_template` built, or None.
+    """
+
+    def __init__(self, dataset_meta: DatasetMeta | None = None, **kwargs: Any) -> None:
+        """Find the source; no row is read yet.
+
+        Args:
+            dataset_meta: where the rows are; None makes an empty set for `add_dataset`. `data` may be anything that can
+                be iterated again and again, or a function that returns an iterator. `data_slice` must go forwards.
+            **kwargs: for the hub or the reader of a local file, as for `Dataset`.
+
+        Raises:
+            DataError: nothing is there, or it can be read only once.
+            ArgumentError: the source does not take a keyword.
+        """
+        self.template: Any = None
+        self._parts: dict[str, Part] = {}
+        self._interleave: bool | None = None
+        self._stages: list[Stage] = []
+        self._saving = Saving()
+        if dataset_meta is not None:
+            self.add_dataset(dataset_meta, **kwargs)
+        elif kwargs:
+            what = type(self).__name__
+            raise ArgumentError(f"{what}() without dataset_meta loads nothing, so it takes no {next(iter(kwargs))!r}")
+
+    # Sources
+
+    @_remote
+    def add_dataset(self, dataset_meta: DatasetMeta, **kwargs: Any) -> None:
+        """Add a further stream; errors are those of the constructor.
+
+        Raises:
+            TrainingStateError: the sets were mixed already.
+        """
+        if not isinstance(dataset_meta, DatasetMeta):
+            raise ComponentTypeError(
+                f"dataset_meta is a {type(dataset_meta).__name__}; give DatasetMeta('rows.jsonl') or one with data="
+            )
+        if self._interleave is not None:
+            raise TrainingStateError("the sets are mixed already; add all of them before mix_dataset()")
+        self._refuse_change("add_dataset")
+        name = dataset_meta.get_id()
+        if name in self._parts:
+            raise DataError(f"data set {readable(name)!r} is there already; to repeat rows give it a longer data_slice")
+        self._parts[name] = Part(open_stream(dataset_meta, kwargs))
+
+    @_remote
+    def mix_dataset(self, interleave: bool = True) -> None:
+        """Join all added streams to one.
+
+        Args:
+            interleave: take one row of each in turn, until one of them has no more for a further round; False reads
+                them one after the other, to the end. Either way a row keeps the columns of its own set.
+
+        Raises:
+            DataError: no set was added.
+            TrainingStateError: the sets are mixed already.
+        """
+        if not self._parts:
+            raise DataError("there is no data set to mix; call add_dataset first")
+        if self._interleave is not None:
+            raise TrainingStateError("the sets are mixed already")
+        self._refuse_change("mix_dataset")
+        self._interleave = bool(interleave)
+
+    # Rows
+
+    def __len__(self) -> int:
+        """Refuse: how many rows there are shows only at the end."""
+        raise NotSized(f"{type(self).__name__} is a stream and has no length; iterate over it, or use Dataset")
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Refuse: a stream goes forwards."""
+        raise NotSized(f"{type(self).__name__} is a stream and has no row {idx!r}; iterate over it, or use Dataset")
+
+    @_remote
+    def __iter__(self) -> Iterator[Row]:
+        """Yield every row.
+
+        Raises:
+            DataError: a source is malformed, a row cannot be used, or no row is left at all.
+        """
+        nothing = True
+        for row in self.in_order(self.chunks()):
+            nothing = False
+            yield row
+        if nothing:
+            raise DataError(f"the stream of {all_readable(self._parts, ' + ')} has no rows after {self._last_stage()}")
+
+    @_remote
+    def chunks(self, worker: int = 0, workers: int = 1) -> Iterator[list[Row]]:
+        """Yield every `workers`-th chunk of the rows, from number `worker` on, with all recorded steps done.
+
+        The chunks of all workers, taken in turn, are the stream. Every worker reads the whole source, but does the
+        steps (after mixing, where sets are mixed) for its own chunks only.
+        """
+        _, stages = self._plan()
+        for number, chunk in enumerate(self._raw_chunks()):
+            if number % workers == worker:
+                yield run_stages(stages, chunk).rows
+
+    @_remote
+    def in_order(self, chunks: Iterable[list[Row]]) -> Iterator[Row]:
+        """Yield the rows of all chunks; what must see every row in its order is done here (saving, packing)."""
+        for number, row in enumerate(self._assembled(itertools.chain.from_iterable(chunks))):
+            self._saving.record(number, row)
+            yield row
+
+    # Recorded steps
+
+    @_remote
+    def map(
+        self,
+        preprocess_func: Any,
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a preprocessor, which gets columns and returns columns, as for `Dataset.map`.
+
+        Args:
+            preprocess_func: as for `Dataset.map`.
+            dataset_meta: which of several added sets to map; may be left out when there is one, or after mixing.
+            init_args: as for `Dataset.map`.
+            **kwargs: `batch_size` (the most rows it sees at a time; never more than a chunk), `remove_columns` (the
+                others stay), `fn_kwargs`.
+
+        Raises:
+            ArgumentError: an unknown keyword, or one that needs all rows at once (`num_proc`, `with_indices`).
+        """
+        self._record(dataset_meta, map_stage(preprocess_func, init_args, kwargs))
+
+    @_remote
+    def filter(
+        self,
+        filter_func: Any,
+        dataset_meta: DatasetMeta | None = None,
+        init_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a filter, called with one row.
+
+        Args:
+            filter_func: as for `Dataset.filter`.
+            dataset_meta: as for `map`.
+            init_args: as for `map`.
+            **kwargs: `fn_kwargs`.
+
+        Raises:
+            ArgumentError: an unknown keyword.
+        """
+        self._record(dataset_meta, filter_stage(filter_func, init_args, kwargs))
+
+    @_remote
+    def cast_column(self, column: str, decode: bool = True) -> None:
+        """Record that a column becomes one of images, as by `Dataset.cast_column`; rows without it stay as they are."""
+        self._record(None, ImageStage(column, decode))
+
+    @_remote
+    def set_template(self, template_func: Any, **kwargs: Any) -> None:
+        """Choose the template for `encode` and `check`; arguments and errors are those of `Dataset.set_template`."""
+        self.template = template_from(template_func, kwargs)
+
+    @_remote
+    def encode(self, add_generation_prompt: bool = False, **kwargs: Any) -> None:
+        """Record encoding by the template; rows without tokens are dropped.
+
+        Args:
+            add_generation_prompt: end with the header of an assistant turn, for sampling.
+            **kwargs: `batch_size`, as for `map`.
+
+        Raises:
+            TrainingStateError: there is no template.
+        """
+        self._record(None, encode_stage(template_for(self.template, "encode"), add_generation_prompt, kwargs))
+
+    @_remote
+    def check(self, **kwargs: Any) -> None:
+        """Record a check by the template; rows that it cannot encode are dropped.
+
+        Args:
+            **kwargs: `batch_size`, as for `map`.
+
+        Raises:
+            TrainingStateError: there is no template.
+        """
+        self._record(None, check_stage(template_for(self.template, "check"), kwargs))
+
+    # Saving
+
+    @_remote
+    def save_as(
+        self,
+        output_path: str | Path,
+        format: str | None = None,
+        batch_size: int = 1000,
+        mode: str = "immediate",
+        **kwargs: Any,
+    ) -> None:
+        """Write the rows to a file, as `Dataset.save_as` does.
+
+        Args:
+            output_path: the file.
+            format: jsonl, json, csv or parquet; csv and parquet have the columns of the first row.
+            batch_size: how many rows are written at a time.
+            mode: `immediate` reads the stream to its end now; `training` writes each row when it is first handed out,
+                and `flush_save` completes the file.
+            **kwargs: none; an unknown name is an error.
+
+        Raises:
+            ArgumentError: an unknown format, mode or keyword.
+            DataError: a row has a column for which csv or parquet has no place.
+        """
+        refuse_unknown(IterableDataset.save_as, kwargs, what="save_as")
+        self._saving.save(output_path, format, batch_size, mode, None, self._every_row)
+
+    @_remote
+    def flush_save(self) -> None:
+        """Complete the file of `save_as(mode="training")` with the rows read so far, and stop recording."""
+        self._saving.flush()
+
+    # Inside
+
+    def _assembled(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Return what is handed out of the rows in their order: the rows, or packs of them."""
+        return rows
+
+    def _every_row(self) -> Iterator[Row]:
+        return self._assembled(itertools.chain.from_iterable(self.chunks()))
+
+    def _raw_chunks(self) -> Iterator[Chunk]:
+        """Begin a pass over the rows, and yield them in chunks for which the last steps are still to be done."""
+        rows, _ = self._plan()
+        for stage in self._recorded():
+            if isinstance(stage, FilterStage):
+                stage.begin()
+        return cut(rows, CHUNK_ROWS)
+
+    def _plan(self) -> tuple[Iterator[Row], list[Stage]]:
+        """Return the rows as they are to be cut into chunks, and the steps for each chunk."""
+        parts = list(self._parts.values())
+        if not parts:
+            raise DataError(f"the data set is empty: give {type(self).__name__} a DatasetMeta, or call add_dataset")
+        if len(parts) == 1:
+            return parts[0].source(), [*parts[0].stages, *self._stages]
+        if self._interleave is None:
+            raise TrainingStateError(
+                f"{len(parts)} data sets were added ({all_readable(self._parts)}); call mix_dataset() first, or name "
+                "one of them by dataset_meta= in map and filter"
+            )
+        rows = [part.rows() for part in parts]
+        rounds = zip(*rows, strict=False) if self._interleave else rows
+        return itertools.chain.from_iterable(rounds), self._stages
+
+    def _record(self, meta: DatasetMeta | None, stage: Stage) -> None:
+        self._refuse_change(stage.name)
+        if meta is not None:
+            self._part(meta).stages.append(stage)
+        elif self._interleave is not None:
+            self._stages.append(stage)
+        else:
+            self._plan()
+            next(iter(self._parts.values())).stages.append(stage)
+
+    def _part(self, meta: DatasetMeta) -> Part:
+        name = meta.get_id()
+        if name not in self._parts:
+            raise DataError(
+                f"no data set {readable(name)!r} was added; there are: {all_readable(self._parts) or 'none'}"
+            )
+        if self._interleave is not None:
+            raise TrainingStateError("the sets are mixed already; leave dataset_meta out, or map before mix_dataset()")
+        return self._parts[name]
+
+    def _refuse_change(self, change: str) -> None:
+        self._saving.refuse_change(change)
+
+    def _last_stage(self) -> str:
+        last = self._recorded()[-1:]
+        return last[0].name if last else "loading"
+
+    def _recorded(self) -> list[Stage]:
+        return [*(stage for part in self._parts.values() for stage in part.stages), *self._stages]
+
+
+def cut(rows: Iterable[Row], size: int) -> Iterator[Chunk]:
+    """Yield rows in chunks of `size`, numbered through."""
+    numbered = iter(rows)
+    first = 0
+    while part := list(itertools.islice(numbered, size)):
+        yield Chunk.of(part, first)
+        first += len(part)

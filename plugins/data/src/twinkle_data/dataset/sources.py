@@ -1,0 +1,278 @@
+"""From a `DatasetMeta` to its rows: memory, a local file or folder, or a hub."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from twinkle.dataset.meta import DatasetMeta
+from twinkle.errors import ArgumentError, DataError, Unsupported
+from twinkle_data.dataset.readers import READERS, read_file
+from twinkle_data.dataset.table import Table, from_arrow, from_columns, from_rows, join
+
+_SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+}
+
+
+def load(meta: DatasetMeta, options: Mapping[str, Any], what: str = "Dataset") -> Table:
+    """Return the rows that `meta` names, its slice applied.
+
+    Args:
+        meta: see `DatasetMeta`.
+        options: keywords for the hub or the reader of the file format.
+        what: the class that loads, for errors.
+
+    Raises:
+        DataError: nothing is there, it is malformed, or no row is left.
+        ArgumentError: an option that the source does not take.
+    """
+    options = _without_streaming(options, what)
+    name = meta.dataset_id or "data"
+    if meta.data is not None:
+        if options:
+            raise ArgumentError(f"rows in memory (data=) take no options, but {_named(options)} was given")
+        table = _in_memory(meta.data, meta.split, name)
+    elif not meta.dataset_id:
+        raise DataError("DatasetMeta names no data: give dataset_id (a file, folder or scheme:// reference) or data=")
+    else:
+        table = _from_place(meta, options)
+    not_empty(table, name, "loading")
+    if meta.data_slice is None:
+        return table
+    return not_empty(table.select(slice_indices(meta.data_slice, len(table))), name, "data_slice")
+
+
+def slice_indices(wanted: Any, size: int) -> list[int]:
+    """Return the row numbers of `data_slice` in a set of `size` > 0 rows; an index i means row i mod size.
+
+    Raises:
+        DataError: an entry is not an integer, or true or false.
+    """
+    if isinstance(wanted, slice):
+        return list(range(size))[wanted]
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise DataError(f"data_slice is {wanted!r}; it must be a range, a slice or an iterable of row numbers")
+    return [row_number(index) % size for index in wanted]
+
+
+def row_number(index: Any) -> int:
+    """Return an entry of `data_slice` as a number.
+
+    Raises:
+        DataError: it is not an integer, or true or false.
+    """
+    if isinstance(index, bool) or "bool" in str(getattr(index, "dtype", "")):
+        raise DataError(
+            f"data_slice holds {index!r}; it must hold row numbers. To choose rows by true and false, give "
+            "[number for number, wanted in enumerate(mask) if wanted]"
+        )
+    try:
+        return int(index.__index__())
+    except (AttributeError, TypeError):
+        raise DataError(f"data_slice holds {index!r}; it must hold whole row numbers") from None
+
+
+def not_empty(table: Table, name: str, after: str) -> Table:
+    """Return the table if it has rows, else raise `DataError` that says after what there are none."""
+    if len(table) == 0:
+        raise DataError(f"data set {name!r} has no rows after {after}")
+    return table
+
+
+def _in_memory(data: Any, split: str, name: str) -> Table:
+    import datasets
+    import pyarrow
+
+    if isinstance(data, datasets.IterableDataset | datasets.IterableDatasetDict):
+        raise Unsupported(
+            f"data set {name!r} is a stream, and this class holds rows with a length; use IterableDataset, or load it "
+            "without streaming"
+        )
+    if isinstance(data, pyarrow.Table):
+        return from_arrow(data)
+    if isinstance(data, datasets.Dataset):
+        return Table(data.with_format(None))
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise DataError(f"data set {name!r} has no split {split!r}; it has {', '.join(data)}")
+        return Table(data[split].with_format(None))
+    if isinstance(data, Mapping):
+        return from_columns({key: column_of(key, values, name) for key, values in data.items()}, f"data set {name!r}")
+    if callable(data) and not isinstance(data, type):
+        return _in_memory(data(), split, name)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes):
+        return from_rows(checked_rows(data, name), f"data set {name!r}")
+    raise DataError(
+        f"data set {name!r}: data is a {type(data).__name__}; give a list of dicts, a dict of columns, a "
+        "datasets.Dataset, a pyarrow.Table, or a function that returns one of these"
+    )
+
+
+def column_of(key: str, values: Any, name: str) -> list[Any]:
+    """Return one column of a dict of columns as a list, or raise `DataError` if it is none."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise DataError(
+            f"data set {name!r}: column {key!r} is a {type(values).__name__}; a dict of columns holds lists"
+        )
+    return list(values)
+
+
+def checked_rows(data: Iterable[Any], name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield rows in memory, or raise `DataError` at the first that is no dict."""
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"data set {name!r}, row {number}: a row must be a dict, but this is a {type(row).__name__}"
+            )
+        yield row
+
+
+def _from_place(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+    from twinkle.hub.local import about_missing_path
+
+    reference = hub_reference(meta)
+    if reference is None:
+        return _from_disk(meta, options)
+    with about_missing_path(str(meta.dataset_id)):
+        return _from_hub(meta, reference, options)
+
+
+def hub_reference(meta: DatasetMeta) -> str | None:
+    """Return the `scheme://...` that a data set's id means, or None for a path of this machine."""
+    from twinkle.hub.local import reference_of, scheme_of
+
+    name = str(meta.dataset_id)
+    if scheme_of(name):
+        return name
+    path = Path(name).expanduser()
+    return None if path.exists() or path.suffix.lower() in READERS else reference_of(name)
+
+
+def _from_hub(meta: DatasetMeta, reference: str, options: Mapping[str, Any]) -> Table:
+    from twinkle.hub import open_hub
+    from twinkle_registry import check_keywords
+
+    hub = open_hub(reference)
+    what = f"data set {meta.dataset_id!r}"
+    check_keywords(hub.load_dataset, options, what=what, args=(reference, meta.subset_name, meta.split))
+    rows = hub.load_dataset(reference, subset_name=meta.subset_name, split=meta.split, **options)
+    return _in_memory(rows, meta.split, reference)
+
+
+def _from_disk(meta: DatasetMeta, options: Mapping[str, Any]) -> Table:
+    path = Path(meta.dataset_id).expanduser()
+    if path.is_file():
+        check_one_file(path, meta)
+        return read_file(path, options)
+    if path.is_dir():
+        folder = path if meta.subset_name == "default" else path / meta.subset_name
+        if is_saved(folder):
+            return _in_memory(load_saved(folder, meta.split, options), meta.split, str(folder))
+        return join([read_file(file, options) for file in files_of_split(folder, meta.split)], str(path))
+    raise DataError(absent(str(meta.dataset_id), path))
+
+
+def check_one_file(path: Path, meta: DatasetMeta) -> None:
+    """Raise `DataError` if a subset or split is asked of a single file."""
+    if meta.subset_name != "default" or meta.split != "train":
+        raise DataError(
+            f"{path} is one file: it has no subset {meta.subset_name!r} or split {meta.split!r}; leave subset_name "
+            "and split out, and choose rows by data_slice"
+        )
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether the folder was written by `save_to_disk` of a `datasets.Dataset` or `DatasetDict`."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def load_saved(folder: Path, split: str, options: Mapping[str, Any]) -> Any:
+    """Return the `datasets.Dataset` or `DatasetDict` that `save_to_disk` wrote.
+
+    Raises:
+        ArgumentError: there are options.
+        DataError: it is damaged, or holds one set that is not of this split.
+    """
+    import datasets
+
+    if options:
+        raise ArgumentError(f"{folder} was written by save_to_disk: it takes no options, not even {_named(options)}")
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's own errors are among them
+        raise DataError(f"{folder} was written by save_to_disk, but cannot be read: {error}") from error
+    if isinstance(saved, datasets.Dataset) and split not in ("train", str(saved.split)):
+        raise DataError(f"{folder} holds one set and has no split {split!r}; leave split out")
+    return saved
+
+
+def files_of_split(folder: Path, split: str) -> list[Path]:
+    """Return the data files of a folder that belong to a split, sorted; a file belongs to one split at most.
+
+    The nearest folder whose name is that of a split decides; else the words in the file's name, else those in the names
+    of its folders, the nearest first. Files that name no split at all are the training split.
+
+    Raises:
+        DataError: there is none, the folder mixes formats, or the name that decides has the words of two splits.
+    """
+    if not folder.is_dir():
+        raise DataError(f"data set: there is no folder {folder}; subset_name names a sub-folder of a local data set")
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in READERS)
+    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not found:
+        raise DataError(f"{folder} holds no data file; a data file ends in {', '.join(READERS)}")
+    of_word = {word: name for name, words in _SPLITS.items() for word in words}
+    of_word |= dict.fromkeys(_SPLITS.get(split, (split.lower(),)), split)
+    named = {path: _splits_of(path.relative_to(folder), of_word) for path in found}
+    chosen = [path for path in found if split in named[path]]
+    if not chosen and split == "train":
+        chosen = [path for path in found if not named[path]]
+    names = ", ".join(str(path.relative_to(folder)) for path in found[:8])
+    if not chosen:
+        raise DataError(f"{folder} has no file of split {split!r}; it has {names}")
+    if both := [path for path in chosen if len(named[path]) > 1]:
+        raise DataError(
+            f"{both[0]} names the splits {' and '.join(sorted(named[both[0]]))}; rename it, put it into a folder that "
+            "has the name of its split, or give the file itself as dataset_id"
+        )
+    if len({path.suffix.lower() for path in chosen}) > 1:
+        raise DataError(f"{folder} mixes formats ({names}); name one file, or keep one format in the folder")
+    return chosen
+
+
+def _splits_of(path: Path, of_word: Mapping[str, str]) -> set[str]:
+    """Return the splits that a relative path names: one, none, or those between which it does not decide."""
+    folders = [part.lower() for part in path.parent.parts[::-1]]
+    for part in folders:
+        if part in of_word:
+            return {of_word[part]}
+    for part in (path.stem.lower(), *folders):
+        if named := {of_word[word] for word in re.split(r"[^a-z]+", part) if word in of_word}:
+            return named
+    return set()
+
+
+def absent(asked: str, path: Path) -> str:
+    """Return the words for a data set that is not on this machine."""
+    from twinkle_registry import nearest
+
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside, 1)
+    hint = f" (nearest: {str(path.parent / close[0])!r})" if close else ""
+    return (
+        f"data set {asked!r}: there is no file or folder {str(path.absolute())!r}{hint}. A data set of a hub is "
+        "hf://owner/name or ms://owner/name"
+    )
+
+
+def _without_streaming(options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    if options.get("streaming"):
+        raise Unsupported(f"{what} holds rows with a length and does not stream; use IterableDataset")
+    return {name: value for name, value in options.items() if name != "streaming"}
+
+
+def _named(options: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, options))
