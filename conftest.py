@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 if units := os.environ.get("TWINKLE_TEST_ROUND_BY_ROWS"):
-    from twinkle.testing.other_machine import round_by_rows
+    from twinkle_testing.other_machine import round_by_rows
 
     round_by_rows(float(units))
 

@@ -85,7 +85,7 @@ def hook_specs() -> str:
 def contracts() -> str:
     """Every check of the contract kit, and what an example of each kind may say."""
     from twinkle.kinds import KINDS
-    from twinkle.testing.contracts.running import about, checks_for
+    from twinkle_testing.contracts.running import about, checks_for
 
     common = "\n".join(f"- `{c.name}`: {c.statement}" for c in checks_for("loss")[:2])
     parts = [f"### Of every kind\n\n{common}"]
@@ -137,7 +137,7 @@ def options_of_embedding() -> str:
 
 
 def _options_table(model: Any, beside: Any = None) -> str:
-    from twinkle.cli.options import options_of
+    from twinkle_cli.options import options_of
 
     known = {o.name: (o.description, o.default) for o in options_of(beside)} if beside is not None else {}
     found = [option for option in options_of(model) if option.group or _is_new(option, known)]
@@ -160,8 +160,8 @@ def _is_new(option: Any, known: dict[str, Any]) -> bool:
 
 def script_arguments() -> str:
     """Every argument of `CLI.from_args`, group by group."""
-    from twinkle.cli.arguments.help import default_text
-    from twinkle.cli.arguments.names import GROUPS, arguments
+    from twinkle_cli.arguments.help import default_text
+    from twinkle_cli.arguments.names import GROUPS, arguments
 
     rows: dict[str, list[tuple[str, ...]]] = {group: [] for group in GROUPS}
     for option, field in arguments():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub import TOKEN
+from twinkle_testing.fakehub import TOKEN
 
 WORKER = Path(__file__).with_name("worker.py")
 

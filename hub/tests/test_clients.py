@@ -10,7 +10,7 @@ import termios
 from pathlib import Path
 
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub import TOKEN
+from twinkle_testing.fakehub import TOKEN
 
 FILES = {"config.json": "{}", "model.safetensors": "w" * 3000, "sub/notes.txt": "hello"}
 

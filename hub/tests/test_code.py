@@ -7,8 +7,8 @@ import pytest
 
 from twinkle.errors import HubError
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub import TOKEN
 from twinkle_hub import code
+from twinkle_testing.fakehub import TOKEN
 
 FILES = {"__init__.py": "x = 1\n", "sub/module.py": "y = 2\n"}
 

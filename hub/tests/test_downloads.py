@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub import TOKEN
+from twinkle_testing.fakehub import TOKEN
 
 FILES = {"config.json": "{}", "model.safetensors": "w" * 3000, "sub/notes.txt": "hello"}
 

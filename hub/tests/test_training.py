@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub import TOKEN
+from twinkle_testing.fakehub import TOKEN
 
 pytest.importorskip("twinkle_transformers")
 ROWS = "".join(

@@ -10,7 +10,7 @@ import pytest
 from twinkle.errors import ArgumentError, HubError
 from twinkle.hub import HubOperation, uploads
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub import TOKEN
+from twinkle_testing.fakehub import TOKEN
 
 LARGE = b"w" * 5000
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from twinkle.testing import checks_for
-from twinkle.testing.contracts import examine
+from twinkle_testing.contracts import examine
 
 Broken = dict[str, Any]
 

@@ -10,10 +10,10 @@ from house import MEMBERS
 import twinkle
 from twinkle.kinds import KINDS
 from twinkle.testing import checks_for
-from twinkle.testing.contracts import examine
-from twinkle.testing.contracts.case import example_keys
-from twinkle.testing.contracts.running import about
 from twinkle_registry import ComponentSpec, missing_requirements
+from twinkle_testing.contracts import examine
+from twinkle_testing.contracts.case import example_keys
+from twinkle_testing.contracts.running import about
 
 OURS = {member.name for member in MEMBERS}
 SPECS = [
@@ -49,7 +49,7 @@ def test_every_kind_has_checks_that_say_what_they_are(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_of_an_example_is_explained(kind: str) -> None:
-    case = import_module(f"twinkle.testing.contracts.{kind}").CASE
+    case = import_module(f"twinkle_testing.contracts.{kind}").CASE
     assert case.kind == kind
     assert {*about(kind), "kwargs", "skip"} == set(example_keys(case))
 

@@ -16,9 +16,9 @@ from twinkle.cli import main
 from twinkle.errors import ArgumentError, ComponentNotFound, RequirementMissing, Unsupported
 from twinkle.reward import Reward
 from twinkle.testing import ContractError, Report, check_component, checks_for
-from twinkle.testing.contracts import examine
+from twinkle_testing.contracts import examine
 
-PLUGIN = ("-p", "twinkle.testing.pytest_plugin")
+PLUGIN = ("-p", "twinkle_testing.pytest_plugin")
 
 
 class Length(Reward):
@@ -36,7 +36,7 @@ class Upside(Length):
 
 
 def test_importing_it_loads_nothing_heavy() -> None:
-    code = "import sys, twinkle.testing, twinkle.testing.pytest_plugin as p; print({'torch', 'numpy'} & {*sys.modules})"
+    code = "import sys, twinkle.testing, twinkle_testing.pytest_plugin as p; print({'torch', 'numpy'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

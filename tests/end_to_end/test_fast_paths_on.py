@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from twinkle.testing import tiny_model
-from twinkle.testing.other_machine import VARIABLE
+from twinkle_testing.other_machine import VARIABLE
 from twinkle_torch.numerics import FAST_PATHS
 from twinkle_transformers.doctor.command import evidence_of
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 REAL = "builtin://smollm2-135m-instruct"
 PRINTS_EVIDENCE = """
 import sys
-from twinkle.testing.other_machine import round_by_rows
+from twinkle_testing.other_machine import round_by_rows
 from twinkle_transformers.doctor.command import evidence_of
 round_by_rows(2.0)
 for found in evidence_of(sys.argv[1], "float32"):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from twinkle import registry
-from twinkle.cli.run import config_model
 from twinkle.run import Run
+from twinkle_cli.run import config_model
 
 TIMES = ("tokens_per_second", "seconds/")
 _DRIVER = """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twinkle.testing.other_machine import VARIABLE, RoundsByRows
+from twinkle_testing.other_machine import VARIABLE, RoundsByRows
 from twinkle_torch.precision import RoundingNoise, distance
 
 FACTOR = 6.0

@@ -16,7 +16,7 @@ from twinkle.errors import ArgumentError, HubError, NotTrusted, Unsupported
 from twinkle.kernel import HubRef, hub, kernelize, unkernelize
 from twinkle.kernel.loading import allowed_commit
 from twinkle.testing import FakeHub
-from twinkle.testing.fakehub_http import Handler
+from twinkle_testing.fakehub_http import Handler
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 SOURCE = """

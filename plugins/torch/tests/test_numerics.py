@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from twinkle.errors import SettingsError
-from twinkle.testing.other_machine import RoundsByRows
+from twinkle_testing.other_machine import RoundsByRows
 from twinkle_torch.numerics import FAST_PATHS, disabled, judge, probe_tokens
 from twinkle_torch.precision import InFloat64, RoundingNoise, measured_rounding
 

@@ -33,7 +33,7 @@ def new(kind: str | None, name: str | None, into: Path, author: str | None, as_j
         trust(str(folder))
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     if as_json:
-        from twinkle.cli.text import echo_json
+        from twinkle.cli import echo_json
 
         echo_json({"folder": str(folder), "files": files})
         return

@@ -1,8 +1,12 @@
 """The one registry of this process, filled with the installed plugins on first use."""
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 from twinkle_registry import Registry
+
+if TYPE_CHECKING:
+    from twinkle_registry import ComponentSpec, PluginRecord
 
 
 @cache
@@ -37,3 +41,43 @@ def check_kind_in(text: str) -> None:
     others = [f"{spec.kind}:{spec.name}" for spec in specs if spec.name == name]
     if others and text not in others:
         raise ComponentNotFound(f"{text!r}: no {kind} is called so, but there is {', '.join(sorted(set(others)))}")
+
+
+def find(name: str) -> "list[PluginRecord | ComponentSpec]":
+    """Return the plugin called `name`, or else every component that bears the name.
+
+    Raises:
+        ComponentNotFound: nothing has the name; the text names the nearest.
+    """
+    from twinkle.errors import ComponentNotFound
+    from twinkle_registry.naming import canonical, nearest
+
+    check_kind_in(name)
+    records = registry().records
+    if plugins := [registry().checked(r) for r in records if canonical(name) in (canonical(r.name), canonical(r.dist))]:
+        return list(plugins)
+    specs = [spec for record in records if record.manifest for spec in record.manifest.components]
+    if found := [spec for spec in specs if name in _names_of(spec)]:
+        return list(found)
+    if name in registry().kinds:
+        raise ComponentNotFound(f"{name!r} is a kind, not a name; all of that kind: twinkle plugins list {name}")
+    known = {*(record.name for record in records), *(spec.name for spec in specs)}
+    close = nearest(name, known)
+    hint = f"nearest: {', '.join(close)}" if close else "`twinkle plugins list` shows what there is"
+    if elsewhere := _elsewhere(name, records):
+        hint += f"; {elsewhere}"
+    if unreadable := [record.name for record in records if record.manifest is None]:
+        hint += f"; {', '.join(unreadable)} may offer it but cannot be read, see: twinkle plugins doctor"
+    raise ComponentNotFound(f"no plugin or component is called {name!r}; {hint}")
+
+
+def _names_of(spec: "ComponentSpec") -> tuple[str, ...]:
+    return spec.name, f"{spec.dist}/{spec.name}", f"{spec.kind}:{spec.name}"
+
+
+def _elsewhere(name: str, records: "list[PluginRecord]") -> str:
+    from twinkle_registry.index import where_to_get
+
+    kind, _, bare = name.rpartition(":")
+    dist, _, bare = bare.rpartition("/")
+    return where_to_get(bare, kind, dist, installed=[record.dist for record in records])

@@ -199,7 +199,7 @@ def _span(seconds: float) -> str:
 def echo(data: Any, as_json: bool, lines: list[str]) -> None:
     """Write data as JSON, or its lines for people."""
     if as_json:
-        from twinkle.cli.text import echo_json
+        from twinkle.cli import echo_json
 
         echo_json(data)
         return

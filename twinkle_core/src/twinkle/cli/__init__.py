@@ -1,27 +1,5 @@
-"""The command `twinkle`, and `CLI.from_args()` for scripts.
+"""The command line: `main` of the command `twinkle`, `CLI` and `Args` for scripts, helpers for plugins' commands."""
 
-Nothing of a command is imported before it runs, so `twinkle --help` stays fast.
-"""
+from twinkle._lazy import room
 
-from typing import TYPE_CHECKING, Any
-
-from twinkle.cli.group import main
-
-__all__ = ["CLI", "Args", "main"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("CLI", "Args"):
-        from twinkle.cli import arguments
-
-        return getattr(arguments, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-if TYPE_CHECKING:
-    from twinkle.cli.arguments import CLI as CLI
-    from twinkle.cli.arguments import Args as Args
+__getattr__, __dir__ = room(__name__)

@@ -1,5 +1,5 @@
 """`python -m twinkle.cli` is the command `twinkle`."""
 
-from twinkle.cli.group import main
+from twinkle.cli import main
 
 main(prog_name="twinkle")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from twinkle.cli.processes import twinkle_command
+from twinkle.command import twinkle_command
 from twinkle.errors import CheckpointError
 from twinkle.paths import write_text
 from twinkle.platform import Platform

@@ -1,0 +1,6 @@
+"""Arguments of training scripts: `CLI.from_args()` reads them, `Args` holds them by group."""
+
+from twinkle_cli.arguments.args import Args
+from twinkle_cli.arguments.command import CLI
+
+__all__ = ["CLI", "Args"]

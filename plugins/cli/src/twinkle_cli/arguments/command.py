@@ -1,0 +1,142 @@
+"""`CLI.from_args()`: one call that reads a script's arguments from all sources, in a fixed order."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twinkle.errors import ConfigError
+from twinkle_cli.arguments.args import Args
+from twinkle_cli.arguments.layers import Layer, from_env_file, from_flags, from_mapping, from_variables
+from twinkle_cli.arguments.names import EXTRA, USE_MEGATRON
+
+STRATEGY = ("model", "strategy")
+
+
+class CLI:
+    """The arguments of a training script."""
+
+    @staticmethod
+    def from_args(
+        argv: Sequence[str] | None = None,
+        env_file: str | os.PathLike[str] | None = None,
+        config_file: str | os.PathLike[str] | None = None,
+    ) -> Args:
+        """Read all arguments. A later source wins: defaults, `.env` file, environment, YAML file, command line.
+
+        Args:
+            argv: the command line without the script's name; by default this process's, and then a mistake in any
+                source is told on stderr and ends the process with exit code 2, as argparse does. `--help` prints all
+                arguments and ends the process.
+            env_file: file with `TWINKLE_*` variables; by default `.env` in the working directory, where there is one.
+            config_file: YAML file; `--config` names another instead.
+
+        Raises:
+            ConfigError: `argv` is given, and there is an unknown argument, a value of the wrong type, or a file that
+                cannot be read; all problems at once.
+        """
+        if argv is not None:
+            return _read(argv, env_file, config_file)
+        try:
+            return _read(sys.argv[1:], env_file, config_file)
+        except ConfigError as error:
+            sys.stderr.write(f"Error: {error}\n")
+            raise SystemExit(2) from error
+
+
+def _read(
+    words: Sequence[str], env_file: str | os.PathLike[str] | None, config_file: str | os.PathLike[str] | None
+) -> Args:
+    flags, reserved = from_flags(["--help" if word == "-h" else word for word in words])
+    if "help" in reserved:
+        from twinkle_cli.arguments.help import help_text
+
+        sys.stdout.write(help_text())
+        raise SystemExit(0)
+    file = reserved.get("config", config_file)
+    layers = [_env_file(env_file), from_variables(os.environ, where=""), _config_file(file), flags]
+    return _merged(layers)
+
+
+def _env_file(path: str | os.PathLike[str] | None) -> Layer:
+    from twinkle_cli.arguments.variables import read_env_file
+
+    file = Path(".env" if path is None else path)
+    if path is None and not file.is_file():
+        return Layer()
+    try:
+        return from_env_file(file, read_env_file(file), os.environ)
+    except ConfigError as error:
+        return Layer(problems=[str(error)])
+
+
+def _config_file(path: str | os.PathLike[str] | None) -> Layer:
+    from twinkle_cli.values import read_config
+
+    if path is None:
+        return Layer()
+    try:
+        return from_mapping(read_config(str(path)), where=str(path))
+    except ConfigError as error:
+        return Layer(problems=[str(error)])
+
+
+def _merged(layers: Sequence[Layer]) -> Args:
+    """Return the arguments that the layers make, a later one over an earlier; mappings are merged key by key."""
+    args, given = Args(), set()
+    problems = [problem for layer in layers for problem in layer.problems]
+    for layer in layers:
+        problems += _settle_strategy(layer, args.model.strategy)
+        for path, value in layer.values.items():
+            given.add(".".join(path[:2]))
+            _set(args, path, value)
+    if problems:
+        unknown = any("unknown" in problem for problem in problems)
+        hint = ["arguments of the script's own go under extra: --extra.NAME VALUE"] if unknown else []
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{count} in the arguments of the script", *problems, *hint]))
+    args._given = frozenset(given)
+    return args
+
+
+def _settle_strategy(layer: Layer, below: str) -> list[str]:
+    """Turn `use_megatron` of a layer into `strategy`; `below` is what earlier layers made it."""
+    wanted = layer.values.pop(USE_MEGATRON, None)
+    if wanted is None:
+        return []
+    own = layer.values.get(STRATEGY)
+    if own is not None and wanted != (own == "megatron"):
+        return [
+            f"model.strategy is {own!r} by {layer.sources[STRATEGY]}, but use_megatron is {wanted} by "
+            f"{layer.sources[USE_MEGATRON]}; give one of the two"
+        ]
+    if wanted:
+        layer.values[STRATEGY] = "megatron"
+    elif below == "megatron":
+        layer.values[STRATEGY] = "accelerate"
+    return []
+
+
+def _set(args: Args, path: tuple[str, ...], value: Any) -> None:
+    if path[0] == EXTRA:
+        _put(args.extra, path[1:], value)
+        return
+    group = getattr(args, path[0])
+    box = {path[1]: getattr(group, path[1])}
+    _put(box, path[1:], value)
+    setattr(group, path[1], box[path[1]])
+
+
+def _put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Set `target[path[0]][path[1]]...`; a mapping is merged into one that is there. Nothing given is changed."""
+    from twinkle_cli.flags import merge
+
+    if not path:
+        target.update(merge(target, value))
+        return
+    for key in reversed(path[1:]):
+        value = {key: value}
+    before = target.get(path[0])
+    both = isinstance(before, Mapping) and isinstance(value, Mapping)
+    target[path[0]] = merge(before, value) if both else value  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""What each source says: `.env` file, environment, YAML file and command line, each as a list of settings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinkle_cli.arguments.checks import checked
+from twinkle_cli.arguments.names import EXTRA, GROUPS, normal, options
+from twinkle_cli.arguments.variables import PREFIX, is_other, named
+from twinkle_cli.flags import parse_flags
+from twinkle_cli.options import Option
+from twinkle_cli.values import is_mapping, parse_value
+from twinkle_registry import nearest
+
+RESERVED = {"config": True, "help": False}
+
+
+@dataclass
+class Layer:
+    """What one source says.
+
+    Attributes:
+        values: checked values by path.
+        sources: how errors name what set a path.
+        problems: what could not be understood, one text each.
+    """
+
+    values: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    sources: dict[tuple[str, ...], str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def put(self, option: Option, value: Any, source: str) -> None:
+        """Take one value, unless its type is wrong or another name of the same argument has set it."""
+        if (before := self.sources.get(option.path)) is not None:
+            self.problems.append(f"{option.name} is given twice, by {before} and by {source}")
+            return
+        try:
+            self.values[option.path] = checked(value, option.annotation)
+        except ValueError as error:
+            self.problems.append(f"{option.name}: {error}, given by {source}; wanted {option.type_text}")
+        self.sources[option.path] = source
+
+    def unknown(self, name: str, source: str) -> None:
+        """Note a name that is no argument."""
+        known = options()
+        close = [full for full in known if full.rpartition(".")[2] == name] or nearest(name, known)
+        hint = f"nearest: {', '.join(close)}" if close else f"groups: {', '.join(GROUPS)}"
+        self.problems.append(f"unknown argument {name!r} in {source}; {hint}")
+
+
+def find(name: str) -> Option | None:
+    """Return the argument called `name`; below a mapping (`extra.key`, `ddp_config.key`) that key of it."""
+    known = options()
+    if name in known:
+        return known[name]
+    parent, _, key = name.rpartition(".")
+    above = known.get(parent)
+    if above is not None and key and is_mapping(above):
+        return Option((*above.path, key), Any)
+    return None
+
+
+def from_variables(variables: Mapping[str, str], *, where: str) -> Layer:
+    """Read `TWINKLE_*` variables; `where` is empty for the environment, or names the file."""
+    layer = Layer()
+    for variable, name, text in named(variables):
+        source = f"{variable} in {where}" if where else variable
+        option = find(name)
+        if option is None:
+            layer.unknown(name, f"{source} (an environment variable)" if not where else source)
+            continue
+        try:
+            layer.put(option, parse_value(text, option), source)
+        except ValueError as error:
+            layer.problems.append(f"{option.name}: {error}, given by {source}; wanted {option.type_text}")
+    return layer
+
+
+def from_env_file(path: str | Path, variables: Mapping[str, str], environ: Mapping[str, str]) -> Layer:
+    """Read the `TWINKLE_*` variables of a file; those of other parts of Twinkle must be in the environment too."""
+    layer = from_variables(variables, where=str(path))
+    for variable in variables:
+        if variable.startswith(PREFIX) and is_other(variable) and variable not in environ:
+            layer.problems.append(
+                f"{variable} in {path} is no argument, and is read from the environment only; export it"
+            )
+    return layer
+
+
+def from_mapping(config: Mapping[Any, Any], *, where: str) -> Layer:
+    """Read a YAML file's mapping: arguments by their names, those of a group also below its name."""
+    layer = Layer()
+    for key, value in config.items():
+        name = normal(str(key))
+        if name in (*GROUPS, EXTRA):
+            _group(layer, name, value, where)
+        elif (option := find(name)) is not None:
+            layer.put(option, value, f"{key} in {where}")
+        else:
+            layer.unknown(name, where)
+    return layer
+
+
+def _group(layer: Layer, group: str, values: Any, where: str) -> None:
+    if values is None:
+        return
+    if not isinstance(values, Mapping):
+        layer.problems.append(f"{group} in {where}: {values!r} is given; wanted the group's arguments, as keys")
+        return
+    for key, value in values.items():
+        name = f"{group}.{key}" if group == EXTRA else f"{group}.{normal(str(key))}"
+        option = find(name)
+        if option is None:
+            layer.unknown(name, where)
+        else:
+            layer.put(option, value, f"{group}.{key} in {where}")
+
+
+def from_flags(argv: Sequence[str]) -> tuple[Layer, dict[str, str]]:
+    """Read a command line; also return the flags that are no arguments (`config`, `help`)."""
+    flags = parse_flags([_lowered(token) for token in argv], options(), RESERVED)
+    layer = Layer(problems=list(flags.problems))
+    known = {option.path: option for option in options().values()}
+    for path, flag in flags.sources.items():
+        option = known.get(path) or Option(path, Any)
+        layer.put(option, _at(flags.values, path), flag)
+    return layer, flags.reserved
+
+
+def _lowered(token: str) -> str:
+    name, equals, value = token.partition("=")
+    return name.lower() + equals + value if normal(name.removeprefix("--")) in options() else token
+
+
+def _at(values: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values

@@ -1,0 +1,68 @@
+"""Which argument a name means: `training.max_steps`, `max_steps`, `lr`; upper and lower case, `-` and `_` are equal."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from functools import lru_cache
+from typing import Any
+
+from twinkle_cli.arguments import groups
+from twinkle_cli.options import Option
+
+EXTRA = "extra"
+USE_MEGATRON = ("model", "use_megatron")
+GROUPS: dict[str, type] = {
+    "model": groups.ModelArgs,
+    "lora": groups.LoraArgs,
+    "dataset": groups.DatasetArgs,
+    "template": groups.TemplateArgs,
+    "training": groups.TrainingArgs,
+    "optimizer": groups.OptimizerArgs,
+    "scheduler": groups.SchedulerArgs,
+    "loss": groups.LossArgs,
+    "sampler": groups.SamplerArgs,
+    "sampling": groups.SamplingArgs,
+    "infra": groups.InfraArgs,
+    "server": groups.ServerArgs,
+    "rl": groups.RLArgs,
+    "checkpoint": groups.CheckpointArgs,
+}
+
+
+def normal(name: str) -> str:
+    """Return `training.max_steps` for `Training.max-steps`."""
+    return name.lower().replace("-", "_")
+
+
+def arguments() -> Iterator[tuple[Option, Field[Any]]]:
+    """Yield every argument in the order of the table: what the command line knows of it, and its field."""
+    for group, cls in GROUPS.items():
+        hints = typing.get_type_hints(cls)
+        for field in fields(cls):
+            yield Option((group, field.name), hints[field.name], field.metadata["meaning"], field.default), field
+
+
+@lru_cache(maxsize=1)
+def options() -> dict[str, Option]:
+    """Return the argument of every name there is: with its group, without it where that is clear, and aliases."""
+    known: dict[str, Option] = {EXTRA: Option((EXTRA,), dict[str, Any], "Arguments of the script's own")}
+    megatron = Option(USE_MEGATRON, bool, "Sets `strategy` to `megatron`")
+    known |= {megatron.name: megatron, "use_megatron": megatron}
+    bare: dict[str, list[tuple[Option, Field[Any]]]] = {}
+    for option, field in arguments():
+        known[option.name] = option
+        for name in filter(None, (field.name, field.metadata["alias"])):
+            known.setdefault(f"{option.path[0]}.{name}", option)
+            if field.metadata["bare"]:
+                bare.setdefault(name, []).append((option, field))
+    for name, found in bare.items():
+        chosen = found if len(found) == 1 else [pair for pair in found if pair[1].metadata["primary"]]
+        known[name] = chosen[0][0]
+    return known
+
+
+def short_name(option: Option) -> str:
+    """Return the shortest name that means this argument."""
+    bare = option.path[-1]
+    found = options().get(bare)
+    return bare if found is not None and found.path == option.path else option.name

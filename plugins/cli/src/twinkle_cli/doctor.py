@@ -1,0 +1,189 @@
+"""What `twinkle plugins doctor` looks for."""
+
+from collections.abc import Collection, Iterator
+from importlib.metadata import distributions
+
+from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
+from twinkle_cli.attributes import surely_lacks
+from twinkle_cli.installation import gone_editables, gone_paths, second_commands, second_owners
+from twinkle_cli.manifest_lines import first_line
+from twinkle_cli.plugins import reason_with_lines
+from twinkle_cli.problem import Problem
+from twinkle_cli.source import find_module
+from twinkle_cli.syntax import syntax_errors
+from twinkle_registry import (
+    ComponentSpec,
+    MissingRequirement,
+    NotTrusted,
+    PluginRecord,
+    Registry,
+    RequirementMissing,
+    missing_requirements,
+)
+from twinkle_registry.naming import canonical
+from twinkle_registry.requirements import with_extra
+
+
+def examine() -> list[Problem]:
+    """Return every problem of this installation; nothing of a plugin is imported."""
+    import warnings
+
+    from twinkle._registry import registry
+
+    dists = list(distributions())
+    gone = gone_editables(dists)
+    installation = [*gone.values(), *gone_paths(dists), *second_commands(dists)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same notices are among the problems
+            found = registry()
+    except SettingsError as error:
+        wrong = dict.fromkeys([str(error), *_policy()])
+        return [*(Problem("settings", text) for text in wrong), *installation, *second_owners(dists, [])]
+    settings = [*_settings(found), *(Problem("settings", text) for text in _policy())]
+    problems = [*_unusable(found, gone), *settings, *_conflicts(found), *_missing(found), *_promises(found)]
+    return [*problems, *_lock(found), *_revocations(), *installation, *second_owners(dists, found.records)]
+
+
+def _unusable(registry: Registry, told: Collection[str]) -> Iterator[Problem]:
+    for record in map(registry.checked, registry.records):
+        frozen_out = record.status == "disabled" and isinstance(record.cause, NotTrusted)
+        if record.status == "ok" or (record.status == "disabled" and not frozen_out) or canonical(record.dist) in told:
+            continue
+        reason = reason_with_lines(record)
+        kind = "stale entry point" if "stale" in record.reason else f"{record.status} plugin"
+        yield Problem(kind, f"{record.name}: {reason}", _remedy(record, first_line(reason)))
+
+
+def _remedy(record: PluginRecord, line: int) -> str:
+    if "://" in record.dist:
+        return f"twinkle plugins add {record.dist}, or twinkle plugins remove {record.dist}"
+    if record.status in ("incompatible", "disabled"):
+        return ""  # the reason ends with the commands
+    if record.location:
+        place = f"{record.location}:{line}" if line else record.location
+        return f"edit {place}, or tell its author; without it: pip uninstall {record.dist}"
+    return f"pip install --force-reinstall {record.dist}, or pip uninstall {record.dist}"
+
+
+def _settings(registry: Registry) -> Iterator[Problem]:
+    for notice in registry.notices():
+        yield Problem("settings", notice)
+
+
+def _policy() -> list[str]:
+    """Return what is wrong with `[trust]`; it is read where code is trusted only, so no start has told of it."""
+    from twinkle_registry.code.policy import Policy
+
+    try:
+        Policy.load()
+    except (SettingsError, RequirementMissing) as error:
+        return [str(error)]
+    return []
+
+
+def _revocations() -> Iterator[Problem]:
+    """Yield what is wrong with the revocation lists; those of the network are as they were read last."""
+    from twinkle_registry.code.policy import Policy
+
+    try:
+        lists = Policy.load().revoked
+    except (SettingsError, RequirementMissing):
+        return  # the settings say it
+    for known in lists:
+        for text in filter(None, (known.error, known.problem)):
+            yield Problem("revocation list", text, "twinkle plugins revoked")
+
+
+def _conflicts(registry: Registry) -> Iterator[Problem]:
+    for kind in registry.kinds:
+        for name in registry.names(kind):
+            try:
+                registry.find(name, kind)
+            except ComponentConflict as error:
+                yield Problem("duplicate provider", str(error))
+
+
+def _missing(registry: Registry) -> Iterator[Problem]:
+    """Yield what components require and is not there; what an extra brings is missing for those who want it only."""
+    dists = {record.name: record.dist for record in registry.records}
+    lacking: dict[tuple[str, MissingRequirement], list[str]] = {}
+    known: dict[tuple[str, ...], list[MissingRequirement]] = {}  # most components of a plugin need the same
+    for spec in _specs(registry):
+        if spec.requires not in known:
+            known[spec.requires] = missing_requirements(spec)
+        for missing in known[spec.requires]:
+            lacking.setdefault((spec.dist, missing), []).append(spec.name)
+    for (plugin, missing), names in lacking.items():
+        extra = with_extra(missing.requirement, (dists[plugin], "twinkle-core"))
+        optional = bool(extra) and missing.installed is None
+        yield Problem(
+            "missing extra" if optional else "missing requirement",
+            f"{', '.join(names)} of {plugin} need{'s' if len(names) == 1 else ''} {missing}",
+            f"pip install '{extra or missing.requirement}'",
+            optional=optional,
+        )
+
+
+def _promises(registry: Registry) -> Iterator[Problem]:
+    """Yield components and hooks whose module, or whose name in it, is not there or is not valid Python.
+
+    Nothing is imported: what raises at import is not found, nor a name that only running the module can tell.
+    """
+    for record in registry.records:
+        for wrong, names in syntax_errors(record).items():
+            what = f"{record.name}: {wrong}" + (f"; {', '.join(names)} cannot be imported" if names else "")
+            yield Problem("broken module", what, f"edit it, reinstall {record.dist} or tell its author")
+    for spec in _specs(registry):
+        module = spec.ref.partition(":")[0]
+        if not _exists(module):
+            error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but there is no module {module!r}")
+            yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+        elif surely_lacks(spec.ref):
+            name = spec.ref.partition(":")[2]
+            error = PluginBroken(f"{spec}: its manifest says ref = {spec.ref!r}, but {module} has no {name!r}")
+            yield Problem("broken component", str(error), f"reinstall {spec.dist} or tell its author")
+    for record in registry.records:
+        hooks = record.manifest.hooks if record.manifest and record.status == "ok" else None
+        if hooks is not None and not _exists(hooks.module):
+            what = f"{record.name}: its manifest says hooks.module = {hooks.module!r}, but there is no such module"
+            yield Problem("broken hooks", what, f"edit {record.location}, reinstall {record.dist} or tell its author")
+
+
+def _exists(module: str) -> bool:
+    """Say whether there is such a module, or nobody can tell without importing what holds it."""
+    try:
+        return find_module(module) is not None
+    except (KeyError, NotTrusted):  # the check of the lock speaks of code that may not be read
+        return True
+
+
+def _lock(registry: Registry) -> Iterator[Problem]:
+    """Yield what is not as twinkle.lock says, if there is a lock."""
+    import os
+
+    from twinkle_registry.locked import lock_path
+
+    try:
+        if not os.path.isfile(lock_path()):  # noqa: PTH113 - it is a text already
+            return
+        from twinkle_registry.code.verifying import verify
+        from twinkle_registry.resolving import open_hub
+
+        if _policy():
+            return  # told already, and nothing can be checked against it
+        checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
+    except NotTrusted:
+        return  # the notice of the registry says that this lock is not obeyed
+    except SettingsError as error:
+        yield Problem("lock", str(error))
+        return
+    for entry in checked:
+        if entry.problem:
+            yield Problem("lock", f"{entry.sort} {entry.name} {entry.version[:12]}".rstrip() + f": {entry.problem}")
+
+
+def _specs(registry: Registry) -> Iterator[ComponentSpec]:
+    for kind in registry.kinds:
+        for specs in registry.specs(kind).values():
+            yield from specs

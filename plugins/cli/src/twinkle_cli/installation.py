@@ -1,0 +1,97 @@
+"""What `twinkle plugins doctor` finds wrong with an installation: folders that are gone, and files that clash."""
+
+import json
+import os
+import site
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from twinkle_cli.problem import Problem
+from twinkle_registry import PluginRecord
+from twinkle_registry.naming import canonical
+
+
+def gone_editables(dists: Iterable[Distribution]) -> dict[str, Problem]:
+    """Return a problem for each distribution that was installed from a folder that is no more, by canonical name."""
+    found = {}
+    for dist in dists:
+        folder = _editable_folder(dist)
+        if folder is not None and not folder.is_dir():
+            name = _name(dist)
+            found[canonical(name)] = Problem(
+                "stale editable install",
+                f"{name} {dist.version} was installed as editable from {folder}, which is gone",
+                f"pip install -e again from where it is now, or pip uninstall {name}",
+            )
+    return found
+
+
+def gone_paths(dists: Iterable[Distribution]) -> Iterator[Problem]:
+    """Yield the lines of `.pth` files that lead nowhere, but for those of distributions whose folder is gone."""
+    told = [folder for dist in dists if (folder := _editable_folder(dist)) and not folder.is_dir()]
+    for file, line in _path_lines():
+        path = Path(os.path.normpath(file.parent / line))
+        if not path.exists() and not any(path.is_relative_to(folder) for folder in told):
+            yield Problem(
+                "stale path file",
+                f"{file} puts {path} on sys.path, which is gone",
+                f"install what it belongs to again, or remove {file}",
+            )
+
+
+def second_owners(dists: Iterable[Distribution], records: Iterable[PluginRecord]) -> Iterator[Problem]:
+    """Yield distributions that put files into a package of another: whichever came last has overwritten."""
+    owners = {"twinkle": "twinkle-core", "twinkle_registry": "twinkle-registry"}
+    owners |= {record.package: record.dist for record in records if record.package and "://" not in record.dist}
+    for dist in dists:
+        record = f"\n{dist.read_text('RECORD') or ''}"
+        for package, owner in owners.items():
+            if f"\n{package}/" in record and canonical(name := _name(dist)) != canonical(owner):
+                yield Problem(
+                    f"second owner of {package}/",
+                    f"{name} {dist.version} installs files into the package {package!r}, which is {owner}'s",
+                    f"pip uninstall {name}, then pip install --force-reinstall --no-deps {owner}",
+                )
+
+
+def second_commands(dists: Iterable[Distribution]) -> Iterator[Problem]:
+    """Yield distributions that install a command `twinkle` beside ours: whichever came last has overwritten it."""
+    for dist in dists:
+        commands = [entry.name for entry in dist.entry_points if entry.group == "console_scripts"]
+        if "twinkle" in commands and canonical(name := _name(dist)) != "twinkle-core":
+            yield Problem(
+                "second command twinkle",
+                f"{name} {dist.version} installs a command 'twinkle', which is twinkle-core's",
+                f"pip uninstall {name}, then pip install --force-reinstall --no-deps twinkle-core; until then: "
+                "python -m twinkle.cli",
+            )
+
+
+def _name(dist: Distribution) -> str:
+    return dist.metadata["Name"] or "?"  # an interrupted uninstall leaves metadata without a name
+
+
+def _editable_folder(dist: Distribution) -> Path | None:
+    """Return the folder that an editable distribution was installed from; None for every other."""
+    try:
+        said = json.loads(dist.read_text("direct_url.json") or "{}")
+        url = urlparse(said["url"]) if said["dir_info"]["editable"] else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None
+
+
+def _path_lines() -> Iterator[tuple[Path, str]]:
+    folders = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
+    for folder in dict.fromkeys(folders):
+        for file in sorted(Path(folder).glob("*.pth")):
+            try:
+                lines = file.read_text("utf-8", errors="replace").splitlines()
+            except OSError:
+                continue
+            for line in map(str.strip, lines):
+                if line and not line.startswith(("#", "import ", "import\t")):
+                    yield file, line

@@ -1,0 +1,171 @@
+"""`twinkle plugins trust|untrust`: whether the settings and the lock that lie in a folder are obeyed."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from twinkle_cli.text import echo_json
+
+if TYPE_CHECKING:
+    from twinkle_registry.folder_trust import TrustedPath
+
+_json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+_folder = click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+
+@click.command(short_help="Obey twinkle.toml and twinkle.lock of a folder, and let its code be tested.")
+@_folder
+@click.option("--yes", is_flag=True, help="Trust it without being asked.")
+@click.option("--list", "listing", is_flag=True, help="List what is trusted instead.")
+@_json
+def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
+    """Show what FOLDER (by default this one) asks for, ask, and trust it.
+
+    `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until somebody else than Twinkle edits them, and
+    `twinkle plugins test` runs code of the folder without asking. With --json and without --yes nothing is asked and
+    nothing changes. In CI, set TWINKLE_TRUST_FOLDER to the absolute path instead.
+    """
+    if listing:
+        _list(as_json)
+        return
+    from twinkle_registry.folder_trust import trust as record
+
+    folder = folder.resolve()
+    files = {name: content for name in _names() if (content := _content(folder / name)) is not None}
+    asks = {name: _asks(folder / name, content) for name, content in files.items()}
+    accepted = yes
+    if not as_json:
+        click.echo("\n".join(_described(folder, asks)))
+        accepted = yes or _is_confirmed(folder)
+    if accepted:
+        for name, content in files.items():
+            record(str(folder / name), [content])
+        record(str(folder))
+    if as_json:
+        echo_json({"folder": str(folder), "asks": asks, "trusted": accepted})
+    else:
+        click.echo(f"{'trusted' if accepted else 'not trusted'}: {folder}")
+    click.get_current_context().exit(0 if accepted else 1)
+
+
+@click.command(short_help="Trust a folder no longer.")
+@click.argument("folder", default=".", type=click.Path(path_type=Path))
+@_json
+def untrust(folder: Path, as_json: bool) -> None:
+    """Forget that FOLDER (by default this one) was trusted; it need not be there any more."""
+    from twinkle.errors import ComponentNotFound
+    from twinkle_registry.folder_trust import forget
+
+    gone = forget(str(folder))
+    if not gone:
+        raise ComponentNotFound(f"{folder.resolve()} is not trusted; see: twinkle plugins trust --list")
+    if as_json:
+        echo_json(gone)
+    else:
+        click.echo(f"no longer trusted: {', '.join(gone)}")
+
+
+def _names() -> tuple[str, ...]:
+    from twinkle_registry.locked import LOCK_NAME
+    from twinkle_registry.settings import CONFIG_FILE
+
+    return CONFIG_FILE, LOCK_NAME
+
+
+def _content(file: Path) -> bytes | None:
+    """Return what a file holds, or None where there is none."""
+    from twinkle.errors import SettingsError
+
+    if not file.exists():
+        return None
+    if not file.is_file():
+        raise SettingsError(f"cannot trust {file}: it is not a regular file")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot trust {file}: it cannot be read ({error.strerror})") from error
+
+
+def _asks(file: Path, content: bytes) -> list[str]:
+    """Return what a file asks for, one line for each, made printable.
+
+    Raises:
+        SettingsError: the file is damaged; nothing of it can be trusted.
+    """
+    import tomllib
+
+    from twinkle_registry.code.lockfile import parse_lock
+    from twinkle_registry.code.policy import NEED_TRUST, trust_table
+    from twinkle_registry.code.review import printable
+    from twinkle_registry.locked import LOCK_NAME
+    from twinkle_registry.settings import ConfigFile, refuse_unknown_tables
+
+    if file.name == LOCK_NAME:
+        lock = parse_lock(content, file)
+        lines = [f"run {entry.reference} at {entry.commit}, {len(entry.files)} files" for entry in lock.hub]
+        lines += [f"in a frozen run, use {entry.name} {entry.version}" for entry in lock.pypi]
+        lines += [f"in a frozen run, use the file {entry.path}" for entry in lock.file]
+        return [printable(line) for line in lines]
+    try:
+        raw: dict[str, Any] = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        from twinkle.errors import SettingsError
+
+        raise SettingsError(f"{file}: cannot be read as TOML: {error}") from error
+    refuse_unknown_tables(raw, str(file))
+    config = ConfigFile(str(file), raw, is_trusted=False)
+    table = trust_table(config)
+    lines = [f"[trust] {key} = {table[key]!r}" for key in NEED_TRUST if table.get(key)]
+    lines += [f"[plugins] {key} = {value!r}, whatever your own file says" for key, value in config.plugins.items()]
+    return [printable(line) for line in lines]
+
+
+def _described(folder: Path, asks: dict[str, list[str]]) -> list[str]:
+    lines = [str(folder)]
+    for name, wishes in asks.items():
+        lines.append(f"  {name}" + ("" if wishes else ": nothing that needs trust"))
+        lines += [f"    {wish}" for wish in wishes]
+    if not asks:
+        lines.append(f"  it has neither {' nor '.join(_names())}")
+    return [*lines, "  `twinkle plugins test` will run its code without asking"]
+
+
+def _is_confirmed(folder: Path) -> bool:
+    from twinkle_cli.asking import confirmed
+
+    return confirmed(
+        "Trust this folder? Code that it names runs with all your rights",
+        action=f"trust {folder}",
+        remedy=f"read what is shown above, then run: twinkle plugins trust {shlex.quote(str(folder))} --yes",
+    )
+
+
+def _list(as_json: bool) -> None:
+    from twinkle_registry.folder_trust import FOLDER_VARIABLE, named_folders, trusted_paths
+
+    rows = [{"path": record.path, "state": _state(record)} for record in trusted_paths()]
+    rows += [{"path": folder, "state": f"for this process, by {FOLDER_VARIABLE}"} for folder in named_folders()]
+    if as_json:
+        echo_json(rows)
+        return
+    for row in rows:
+        click.echo(f"{row['path']}  {row['state']}")
+    if not rows:
+        click.echo("no folder is trusted")
+
+
+def _state(record: "TrustedPath") -> str:
+    """Return whether what is recorded is what is there."""
+    import hashlib
+
+    path = Path(record.path)
+    if not record.digests:
+        return "trusted" if path.is_dir() else "gone"
+    if not path.is_file():
+        return "gone"
+    return "trusted" if hashlib.sha256(path.read_bytes()).hexdigest() in record.digests else "changed: not obeyed"
+
+
+COMMANDS = (trust, untrust)

@@ -1,0 +1,41 @@
+"""`twinkle version`: what is installed here, for people and for bug reports."""
+
+import platform
+from typing import Any
+
+import click
+
+from twinkle_cli.text import echo_json, table
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy", "pydantic", "pluggy")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def version(as_json: bool) -> None:
+    """Show versions of Twinkle, its plugins and what they stand on."""
+    found = versions()
+    if as_json:
+        echo_json(found)
+        return
+    plugins = [(f"plugin {name}", number) for name, number in found.pop("plugins").items()]
+    click.echo(table(("what", "version"), [*found.items(), *plugins]))
+
+
+def versions() -> dict[str, Any]:
+    """Return versions by name; `plugins` holds those of all plugins, usable or not."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    from twinkle import __version__
+    from twinkle._registry import registry
+
+    found: dict[str, Any] = {"twinkle": __version__, "python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version_of(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["twinkle-registry"] = version_of("twinkle-registry")
+    found["plugins"] = {record.name: record.version for record in registry().records}
+    return found

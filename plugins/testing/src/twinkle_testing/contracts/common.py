@@ -1,0 +1,40 @@
+"""What every component is held to, whatever its kind."""
+
+import inspect
+import pickle
+from typing import Any
+
+from twinkle_testing.contracts.case import Case, NotApplicable, require
+
+_WRONG = "no_such_argument"
+
+
+def docstring(case: Case) -> None:
+    """It has a docstring."""
+    require(inspect.getdoc(case.component), "it has no docstring; say in one line what it is")
+
+
+def unknown_argument(case: Case) -> None:
+    """Its constructor refuses an argument that it does not know, by an error that names it."""
+    if not case.is_class or getattr(case, "make", None) is not None:
+        raise NotApplicable("the kit does not call its constructor")
+    try:
+        case.build(**{_WRONG: 1})
+    except Exception as error:  # which error is the component's choice; what it says is not
+        require(
+            _WRONG in str(error),
+            f"given {_WRONG}=1 the constructor said {type(error).__name__}: {error}; it must name the argument",
+        )
+        return
+    require(False, f"the constructor took {_WRONG}=1 without a word; name the parameters and leave **kwargs out")
+
+
+def pickled(component: Any) -> Any:
+    """Return the component as another process gets it."""
+    try:
+        return pickle.loads(pickle.dumps(component))
+    except Exception as error:  # pickle raises whatever the object's parts raise
+        require(False, f"it cannot be pickled: {type(error).__name__}: {error}; keep what cannot travel out of it")
+
+
+CHECKS = (docstring, unknown_argument)

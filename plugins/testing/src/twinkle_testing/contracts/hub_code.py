@@ -1,0 +1,68 @@
+"""What a repository on a Hub offers to the kit: what its manifest lists, or the classes of its `__init__.py`."""
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+from twinkle.errors import ComponentNotFound
+from twinkle_registry import MANIFEST_NAME
+from twinkle_registry.naming import nearest_or_all
+from twinkle_testing.contracts.guessing import kind_of, kinds_of
+
+
+def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
+    """Return what a reference names as pairs (component, kind).
+
+    Args:
+        text: `scheme://repo`, with `@revision` and `#Name` or without.
+        kind: what it is, where the repository has no manifest; else every kind is returned.
+
+    Raises:
+        NotTrusted: nobody allowed this code to run.
+        ComponentNotFound: it offers nothing, or nothing of that name.
+        ArgumentError: it has no manifest, and a base class does not say what the named object is.
+    """
+    from twinkle._registry import registry
+    from twinkle_registry.code.loading import trusted_tree, usable
+    from twinkle_registry.code.plugins import record_of
+    from twinkle_registry.code.reference import HubReference
+    from twinkle_registry.importing import import_object
+    from twinkle_registry.resolving import open_hub
+
+    reference = HubReference.parse(text, asked=repr(text))
+    tree, origin = trusted_tree(
+        reference, lambda: open_hub(reference.scheme, registry(), asked=repr(text)), asked=repr(text)
+    )
+    record = usable(registry().judge(record_of(tree, origin)), asked=repr(text))
+    if MANIFEST_NAME in tree.files:
+        listed = record.manifest.components if record.manifest else ()
+        chosen = [spec for spec in listed if reference.name in ("", spec.name)]
+        if not chosen:
+            near = nearest_or_all(reference.name, [spec.name for spec in listed])
+            raise ComponentNotFound(f"{text!r}: its manifest lists no {reference.name!r}; {near}")
+        return [(spec, spec.kind) for spec in chosen]
+    if reference.name and kind:
+        return [(text, kind)]
+    if reference.name:
+        return [(text, kind_of(import_object(f"{record.package}:{reference.name}", asked=repr(text)), text))]
+    import_object(f"{record.package}:__name__", asked=repr(text))
+    found = _own_components(importlib.import_module(record.package))
+    if not found:
+        raise ComponentNotFound(
+            f"{text!r} has no {MANIFEST_NAME}, nor in its __init__.py a class that says by a base class what it is; "
+            f"name what you want, and its kind: '{reference}#Name' --kind loss"
+        )
+    return [(f"{reference}#{name}", of) for name, of in found]
+
+
+def _own_components(module: ModuleType) -> list[tuple[str, str]]:
+    """Return name and kind of each class that was written in the repository and can be built."""
+    return [
+        (name, kinds_of(value)[0])
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and f"{value.__module__}.".startswith(f"{module.__name__}.")
+        and not inspect.isabstract(value)
+        and kinds_of(value)
+    ]

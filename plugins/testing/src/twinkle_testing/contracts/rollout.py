@@ -1,0 +1,102 @@
+"""What a rollout must keep: one finished trajectory for each given one, in order, with its turns at the beginning."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinkle_testing.contracts.case import Case, require
+from twinkle_testing.contracts.values import left_alone, same, shown
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def _prompts() -> list[dict[str, Any]]:
+    questions = ("What is 2 + 3?", "Name a colour.", "Count to three.")
+    return [
+        {"messages": [{"role": "user", "content": text}], "user_data": [("row", str(row))]}
+        for row, text in enumerate(questions)
+    ]
+
+
+@dataclass(kw_only=True)
+class RolloutCase(Case):
+    """A rollout and where it begins.
+
+    Attributes:
+        trajectories: prompts to play out; by default three questions.
+        arguments: further keyword arguments of the call.
+    """
+
+    kind = "rollout"
+
+    trajectories: Rows = field(default_factory=_prompts)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def call(case: RolloutCase, rows: Rows) -> list[Any]:
+    """Return the finished trajectories, checked to be one for each."""
+    found = case.build()(copy.deepcopy(list(rows)), **copy.deepcopy(dict(case.arguments)))
+    require(isinstance(found, list), f"it returned {shown(found)}; return a list")
+    require(len(found) == len(rows), f"it returned {len(found)} trajectories for {len(rows)}")
+    checked: list[Any] = found
+    return checked
+
+
+def finished(case: RolloutCase) -> None:
+    """Each trajectory comes back with its messages and at least one turn of the assistant after them."""
+    for row, (given, found) in enumerate(zip(case.trajectories, call(case, case.trajectories), strict=True)):
+        before, after = list(given["messages"]), list(found.get("messages", ()))
+        require(len(after) > len(before), f"trajectory {row} has {len(after)} messages, as many as before or fewer")
+        for place, (old, new) in enumerate(zip(before, after, strict=False)):
+            kept = old["role"] == new["role"] and old["content"] == new["content"]
+            require(kept, f"message {place} of trajectory {row} became {shown(new)}")
+        roles = [message["role"] for message in after[len(before) :]]
+        require("assistant" in roles, f"trajectory {row} got the turns {roles}, none of the assistant")
+
+
+def order(case: RolloutCase) -> None:
+    """They come back in the order in which they were given, with what rides along (`user_data`)."""
+    for rows in (list(case.trajectories), list(reversed(case.trajectories))):
+        for given, found in zip(rows, call(case, rows), strict=True):
+            first = found["messages"][: len(given["messages"])]
+            same_start = [m["content"] for m in first] == [m["content"] for m in given["messages"]]
+            require(same_start, f"the place of {shown(given['messages'])} holds {shown(first)}")
+            for key in ("user_data", "tools"):
+                if key in given:
+                    require(
+                        same(_pairs(found.get(key)), _pairs(given[key])),
+                        f"it lost or changed {key}: {shown(found.get(key))}",
+                    )
+
+
+def no_trajectories(case: RolloutCase) -> None:
+    """No trajectories give none."""
+    call(case, [])
+
+
+def trajectories_left_alone(case: RolloutCase) -> None:
+    """It changes no trajectory that it was given."""
+    rollout = case.build()
+    rows = copy.deepcopy([dict(row) for row in case.trajectories])
+    left_alone(lambda given: rollout(given, **case.arguments), rows, "the trajectories")
+
+
+def calls_apart(case: RolloutCase) -> None:
+    """A second call begins anew: nothing of the first one's turns is in it."""
+    rollout = case.build()
+    lengths = []
+    for _ in range(2):
+        found = rollout(copy.deepcopy(list(case.trajectories)), **copy.deepcopy(dict(case.arguments)))
+        lengths.append(
+            [message["content"] for row in found for message in row["messages"] if message["role"] == "user"]
+        )
+    require(lengths[0] == lengths[1], "the user turns of a second call are others than those of the first")
+
+
+CASE = RolloutCase
+CHECKS = (finished, order, no_trajectories, trajectories_left_alone, calls_apart)
+
+
+def _pairs(value: Any) -> Any:
+    return [list(item) if isinstance(item, tuple) else item for item in value] if isinstance(value, list) else value

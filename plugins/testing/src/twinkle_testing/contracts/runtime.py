@@ -1,0 +1,126 @@
+"""What a runtime must keep: one that begins and ends as often as a script asks, and builds what it is given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from twinkle_testing.contracts.case import Case, Violation, require
+from twinkle_testing.contracts.values import shown
+
+
+class Sample:
+    """Something that a runtime builds."""
+
+    def __init__(self, number: int, *, name: str = "") -> None:
+        self.number, self.name = number, name
+
+
+@dataclass(kw_only=True)
+class RuntimeCase(Case):
+    """A runtime in this process; never the current one.
+
+    Attributes:
+        ranks: how many processes it has here.
+    """
+
+    kind = "runtime"
+
+    ranks: int = 1
+
+    def options(self, ranks: int | None = None) -> Any:
+        """Return options with a mesh of so many data ranks."""
+        from twinkle.mesh import DeviceMesh
+        from twinkle.runtime.base import RuntimeOptions
+
+        return RuntimeOptions(global_device_mesh=DeviceMesh.from_sizes(dp_size=ranks or self.ranks), seed=3)
+
+
+def begins_and_ends(case: RuntimeCase) -> None:
+    """It may be initialized again, shut down without a beginning, and shut down twice."""
+    untouched = case.build()
+    untouched.shutdown()
+    runtime = case.build()
+    try:
+        runtime.initialize(case.options())
+        runtime.initialize(case.options())
+    finally:
+        runtime.shutdown()
+        runtime.shutdown()
+
+
+def keeps_options(case: RuntimeCase) -> None:
+    """After `initialize` it has the mesh and the options that it was given."""
+    runtime, options = case.build(), case.options()
+    try:
+        runtime.initialize(options)
+        require(runtime.options == options, f"its options are {shown(runtime.options)}")
+        require(
+            runtime.mesh is not None and runtime.mesh.world_size == case.ranks, f"its mesh is {shown(runtime.mesh)}"
+        )
+    finally:
+        runtime.shutdown()
+
+
+def mesh_checked(case: RuntimeCase) -> None:
+    """A mesh of more ranks than there are processes is a MeshError, and it can still be initialized after that."""
+    from twinkle.errors import MeshError
+
+    runtime = case.build()
+    try:
+        try:
+            runtime.initialize(case.options(case.ranks + 2))
+        except MeshError:
+            runtime.initialize(case.options())
+        else:
+            raise Violation(f"a mesh of {case.ranks + 2} ranks was accepted by {case.ranks}; raise MeshError")
+    finally:
+        runtime.shutdown()
+
+
+def builds(case: RuntimeCase) -> None:
+    """`construct` gives None (build it here) or a stand-in that is what the class would be."""
+    runtime = case.build()
+    try:
+        runtime.initialize(case.options())
+        found: Any = runtime.construct(Sample, (5,), {"name": "a"})
+        made = Sample(5, name="a") if found is None else found
+        require((made.number, made.name) == (5, "a"), f"construct() gave {shown(found)}")
+    finally:
+        runtime.shutdown()
+
+
+def placement(case: RuntimeCase) -> None:
+    """`placement` is readable text, also for groups, before and after `initialize`."""
+    from twinkle.mesh import DeviceGroup
+
+    runtime = case.build()
+    try:
+        for begin in (False, True):
+            if begin:
+                runtime.initialize(case.options())
+            for groups in ((), (DeviceGroup(name="trainer", ranks=1, device_type="CPU"),)):
+                text = runtime.placement(groups)
+                require(isinstance(text, str) and text.strip(), f"placement() is {shown(text)}; it must be text")
+                require(not groups or "trainer" in text, f"placement() does not name the group: {shown(text)}")
+    finally:
+        runtime.shutdown()
+
+
+def seeds(case: RuntimeCase) -> None:
+    """The seed of its options makes torch, NumPy and `random` repeatable."""
+    import random
+
+    import numpy as np
+    import torch
+
+    drawn, runtime = [], case.build()
+    try:
+        for _ in range(2):
+            runtime.initialize(case.options())
+            drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    finally:
+        runtime.shutdown()
+    require(drawn[0] == drawn[1], f"two beginnings with one seed drew {drawn[0]} and {drawn[1]}")
+
+
+CASE = RuntimeCase
+CHECKS = (begins_and_ends, keeps_options, mesh_checked, builds, placement, seeds)

@@ -1,0 +1,167 @@
+"""A hub on loopback: enough of the HTTP interfaces of Hugging Face and ModelScope for their own client libraries.
+
+`FakeHub` holds repositories with real commits and serves them under both interfaces at once, from threads of this
+process. It misbehaves on request, so that tests see what a client does when a hub vanishes, stalls or fails.
+"""
+
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+
+from twinkle_testing.fakehub_http import Handler
+from twinkle_testing.fakehub_store import Repository, RepoType, Store
+
+TOKEN = "hf_fakehub0token"
+"""A token that a `FakeHub` knows unless told otherwise; it belongs to the user `tester`."""
+
+
+@dataclass
+class Fault:
+    """A misbehaviour: `kind` at requests whose path matches, `times` times.
+
+    Attributes:
+        kind: `cut` ends the connection in the middle of a body, `slow` waits, `status` answers with an error.
+        pattern: searched in `METHOD path`.
+        value: bytes sent before the cut, seconds, or the status.
+        times: how often it still happens.
+        begun: how often it has happened.
+    """
+
+    kind: Literal["cut", "slow", "status"]
+    pattern: str
+    value: float
+    times: int
+    begun: int = 0
+
+
+class FakeHub:
+    """A context manager: inside the block the hub answers at `url`.
+
+    Example:
+        with FakeHub() as hub:
+            hub.add("acme/tiny", {"config.json": "{}"})
+            subprocess.run([...], env={**os.environ, **hub.environment(tmp_path)})
+
+    Attributes:
+        requests: `METHOD path status` of every request so far.
+    """
+
+    def __init__(self, tokens: Mapping[str, str] | None = None) -> None:
+        """Prepare an empty hub.
+
+        Args:
+            tokens: users' names by token; by default the user `tester` has `TOKEN`. Whoever has one may read and
+                write everything of the organizations, as a member of all of them.
+        """
+        self.store = Store({TOKEN: "tester"} if tokens is None else tokens)
+        self.requests: list[str] = []
+        self._faults: list[Fault] = []
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it answers, without a slash at the end."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """Return variables that send the client libraries of a new process here, with caches of their own.
+
+        Args:
+            home: a folder for caches and logins; nothing of the user's own is read or written.
+        """
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home / "hugging-face"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "MODELSCOPE_DOMAIN": self.url,
+            "MODELSCOPE_ENDPOINT": self.url,
+            "MODELSCOPE_CACHE": str(home / "modelscope"),
+            "MODELSCOPE_HOME": str(home / "modelscope-home"),
+            "MODELSCOPE_CREDENTIALS_PATH": str(home / "modelscope-home" / "credentials"),
+            "TWINKLE_CACHE_DIR": str(home / "twinkle"),
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+    def add(
+        self,
+        name: str,
+        files: Mapping[str, bytes | str] | Path,
+        *,
+        repo_type: RepoType = "model",
+        private: bool = False,
+    ) -> Repository:
+        """Make a repository with one commit and return it; `Repository.commit` adds more.
+
+        Args:
+            name: `owner/name`.
+            files: content by path, or a folder to take them from.
+            repo_type: `model` or `dataset`.
+            private: only tokens may see it.
+
+        Raises:
+            ValueError: there is one of that name.
+        """
+        made = self.store.create(name, repo_type, private)
+        if made is None:
+            raise ValueError(f"the fake hub has a {repo_type} {name!r} already")
+        if isinstance(files, Path):
+            found = sorted(path for path in files.rglob("*") if path.is_file())
+            files = {path.relative_to(files).as_posix(): path.read_bytes() for path in found}
+        made.commit(files, "first files")
+        return made
+
+    def rename(self, old: str, new: str, repo_type: RepoType = "model") -> None:
+        """Give a repository another name; the old one redirects to it from now on."""
+        with self.store.lock:
+            repository = self.store.repositories.pop((repo_type, old))
+            repository.name = new
+            self.store.repositories[repo_type, new] = repository
+            self.store.moved[repo_type, old] = new
+
+    def remove(self, name: str, repo_type: RepoType = "model") -> None:
+        """Take a repository away."""
+        with self.store.lock:
+            del self.store.repositories[repo_type, name]
+
+    def cut(self, pattern: str, after: int, times: int = 1) -> None:
+        """End the connection after `after` bytes of the body, at the next `times` matching requests."""
+        self._faults.append(Fault("cut", pattern, after, times))
+
+    def slow(self, pattern: str, seconds: float, times: int = 1) -> None:
+        """Wait before the answer, at the next `times` matching requests."""
+        self._faults.append(Fault("slow", pattern, seconds, times))
+
+    def fail(self, pattern: str, status: int = 503, times: int = 1) -> None:
+        """Answer with an error, at the next `times` matching requests."""
+        self._faults.append(Fault("status", pattern, status, times))
+
+    def mend(self) -> None:
+        """Behave from now on, whatever was asked for before."""
+        self._faults.clear()
+
+    def fault(self, request: str) -> Fault | None:
+        """Return the misbehaviour that is due at this request, and count it."""
+        with self._lock:
+            for fault in self._faults:
+                if fault.begun < fault.times and re.search(fault.pattern, request):
+                    fault.begun += 1
+                    return fault
+        return None
+
+    def __enter__(self) -> "FakeHub":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
