@@ -58,7 +58,7 @@ def info(name: str, as_json: bool) -> None:
 
     NAME is a plugin, a component, `plugin/component` or `kind:component`.
     """
-        from twinkle._registry import find
+    from twinkle._registry import find
     from twinkle_cli.info import describe
 
     found = find(name)
