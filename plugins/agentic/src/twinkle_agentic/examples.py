@@ -125,7 +125,7 @@ class EmbeddedWorld:
 def rollout() -> dict[str, Any]:
     """A turn with a call, and one with the answer."""
     from twinkle.template import Template
-    from twinkle_testing.models import tiny_tokenizer
+    from twinkle.testing import tiny_tokenizer
 
     template = Template(tokenizer=tiny_tokenizer())
     sampler = ScriptedSampler([_CALL, "It is 5."], template)
