@@ -26,7 +26,7 @@ def no_runtime_of_another_test() -> Iterator[None]:
     yield
     if current := sys.modules.get("twinkle.runtime.current"):
         vars(current)["_current"] = None
-    if failures := sys.modules.get("twinkle.notifier.failures"):
+    if failures := sys.modules.get("twinkle_notifiers.failures"):
         failures.watch([], None)
 
 
@@ -34,6 +34,6 @@ def no_runtime_of_another_test() -> Iterator[None]:
 def no_patch_of_another_module() -> Iterator[None]:
     """Forget what a module's tests left patched: its models are gone or about to go."""
     yield
-    if record := sys.modules.get("twinkle.patch.record"):
+    if record := sys.modules.get("twinkle_patches.record"):
         vars(record)["_applications"].clear()
         vars(record)["_changes"].clear()

@@ -99,7 +99,7 @@ def test_a_name_that_twinkle_does_not_have_is_an_attribute_error() -> None:
         ("twinkle.loss.base", ("Loss",)),
         ("twinkle.metric.base", ("Metric",)),
         ("twinkle.advantage.base", ("Advantage",)),
-        ("twinkle.patch.base", ("Patch",)),
+        ("twinkle_patches.patch", ("Patch",)),
         ("twinkle.patch", ("Patch", "apply_context", "apply_patch")),
         ("twinkle.model.base", ("TwinkleModel",)),
         ("twinkle.sampler.base", ("Sampler",)),

@@ -14,8 +14,8 @@ from torch import nn
 
 from twinkle.errors import ArgumentError, HubError, NotTrusted, Unsupported
 from twinkle.kernel import HubRef, hub, kernelize, unkernelize
-from twinkle.kernel.loading import allowed_commit
 from twinkle.testing import FakeHub
+from twinkle_kernels.loading import allowed_commit
 from twinkle_testing.fakehub_http import Handler
 
 COMMIT, OTHER = "a" * 40, "b" * 40

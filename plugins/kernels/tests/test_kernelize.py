@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, ComponentNotFound, PatchError, Unsupported
 from twinkle.kernel import kernelize, unkernelize
-from twinkle.kernel.mapping import _WARNED
 from twinkle.patch import Patch, applied_patches, apply_patch, undo_patch
+from twinkle_kernels.mapping import _WARNED
 
 DECODER = "json.decoder.scanstring"
 
@@ -384,7 +384,7 @@ def test_compiled_models_run_their_kernels() -> None:
         ({"nowhere.function": len}, "no module 'nowhere'"),
         ({"json.decoder.scanstrin": len}, "nearest: 'scanstring'"),
         ({"json.decoders.x": len}, "json has no 'decoders'; nearest: 'decoder'"),
-        ({"twinkle.kernel.finding.Replacement._make": len}, "is a classmethod"),
+        ({"twinkle_kernels.finding.Replacement._make": len}, "is a classmethod"),
     ],
 )
 def test_a_wrong_mapping_says_what_is_wrong(mapping: Any, says: str) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from twinkle.errors import RequirementMissing
 from twinkle.kernel import builtin_mapping, kernelize, liger_builtin, npu_builtin, unkernelize
-from twinkle.kernel.builtin import _PLAIN, _SHIFTED
 from twinkle.requirements import exists
+from twinkle_kernels.builtin import _PLAIN, _SHIFTED
 
 FAMILIES = _PLAIN | _SHIFTED
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}

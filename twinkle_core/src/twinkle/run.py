@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,6 @@ class Run:
         root: str | Path = "runs",
         folder: str | Path | None = None,
     ) -> None:
-        from twinkle.notifier.failures import run_listener
         from twinkle.platform import Platform
 
         self.name = name
@@ -59,7 +59,7 @@ class Run:
         self.step = 0
         self._attached = contextlib.ExitStack()
         self._is_first = Platform.is_master()
-        self._listener = run_listener()
+        self._listener = _failure_listener()
         self._trackers = [build_tracker(tracker) for tracker in trackers if self._is_first]
         self._is_fresh = folder is None
         self.folder = _existing(Path(folder)) if folder is not None else _agreed(Path(root), name)
@@ -149,6 +149,20 @@ def build_tracker(given: Any) -> Any:
             f"a tracker as a mapping needs the key 'type', such as 'JsonlTracker'; it has {sorted(map(str, given))}"
         )
     return registry().build(name, "tracker", **arguments)
+
+
+def _failure_listener() -> Any:
+    """Return what tells notifiers that the run failed; None where nobody is to be told.
+
+    Raises:
+        SettingsError: TWINKLE_NOTIFIER cannot be read.
+        RequirementMissing: it is set, and the package that reads it is not installed.
+    """
+    from twinkle._registry import registry
+
+    if not os.environ.get("TWINKLE_NOTIFIER") and "run_listener" not in registry().exports("twinkle.notifier"):
+        return None
+    return registry().attribute("twinkle.notifier", "run_listener")()
 
 
 def _agreed(root: Path, name: str) -> Path:

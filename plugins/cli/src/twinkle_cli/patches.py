@@ -14,8 +14,8 @@ from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
 def show(as_json: bool) -> None:
     """Write every installed patch: what it changes, which versions it knows, when it is needed, whether it applies."""
     specs = [spec for found in registry().specs("patch").values() for spec in found]
-    rows = [describe(spec) for spec in specs if spec.ref != "twinkle.patch.base:Patch"]
-    rows += [_undescribed(spec, record) for spec, record in _refused() if spec.ref != "twinkle.patch.base:Patch"]
+    rows = [describe(spec) for spec in specs if spec.ref != "twinkle_patches.patch:Patch"]
+    rows += [_undescribed(spec, record) for spec, record in _refused() if spec.ref != "twinkle_patches.patch:Patch"]
     if as_json:
         echo_json(rows)
     else:
@@ -34,7 +34,7 @@ def describe(spec: ComponentSpec) -> dict[str, Any]:
 
 
 def _inspected(patch: Any) -> dict[str, Any]:
-    from twinkle.patch.versions import verdicts
+    from twinkle_patches.versions import verdicts
 
     found = verdicts(patch)
     strange = [verdict for verdict in found if not verdict.known]

@@ -8,7 +8,7 @@ from typing import Any
 
 from twinkle import get_logger
 from twinkle.errors import ArgumentError
-from twinkle.notifier.base import without
+from twinkle.notifier import without
 
 _FIRST_PAUSE = 0.5  # seconds; each further pause is twice as long
 _LONGEST_PAUSE = 10.0

@@ -7,8 +7,7 @@ import time
 import urllib.parse
 from typing import Any
 
-from twinkle.notifier import Notifier
-from twinkle.notifier.base import secrets_of
+from twinkle.notifier import Notifier, secrets_of
 from twinkle_notifiers.delivery import Delivery, NotNow, Refused
 from twinkle_notifiers.http import checked_url, host_of, json_of, post_json, shown
 from twinkle_notifiers.text import clean, json_bytes_of, shortened

@@ -10,8 +10,7 @@ from email.utils import formatdate, make_msgid
 from typing import Any, Literal
 
 from twinkle.errors import ArgumentError
-from twinkle.notifier import Notifier
-from twinkle.notifier.base import secrets_of
+from twinkle.notifier import Notifier, secrets_of
 from twinkle_notifiers.delivery import Delivery, NotNow, Refused
 from twinkle_notifiers.text import bytes_of, clean, shortened
 

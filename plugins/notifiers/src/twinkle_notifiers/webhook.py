@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from twinkle.errors import ArgumentError
-from twinkle.notifier import Notifier
-from twinkle.notifier.base import secrets_of
+from twinkle.notifier import Notifier, secrets_of
 from twinkle_notifiers.delivery import Delivery
 from twinkle_notifiers.http import checked_url, host_of, post_json
 from twinkle_notifiers.text import clean, json_bytes_of, shortened

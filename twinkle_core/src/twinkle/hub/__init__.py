@@ -5,10 +5,8 @@ from typing import Any
 from twinkle._lazy import room
 from twinkle.hub.base import Hub
 from twinkle.hub.local import local_folder, local_model, open_hub
-from twinkle.hub.operation import HubOperation
-from twinkle.hub.uploads import Upload
 
-__all__ = ["Hub", "HubOperation", "Upload", "local_folder", "local_model", "open_hub"]
+__all__ = ["Hub", "local_folder", "local_model", "open_hub"]
 
 _PUBLISHED = {"HFHub": "hf", "MSHub": "ms", "FileHub": "file"}  # class by class; the components have their schemes
 

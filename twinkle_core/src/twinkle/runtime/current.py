@@ -1,6 +1,7 @@
 """The runtime of this process: `initialize` chooses it, decorators ask for it."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,11 +62,10 @@ def initialize(
         MeshError: the mesh does not fit the number of processes.
         RequirementMissing: no installed package provides this published mode.
     """
-    from twinkle.notifier.failures import watch
-    from twinkle.notifier.sources import build_notifiers, name_of_environment, notifiers_of_environment
+    from twinkle._registry import registry
 
     global _current
-    notifiers = notifiers_of_environment() if notifier is None else build_notifiers(notifier)
+    notifiers = _notifiers(notifier)
     options = RuntimeOptions(
         nproc_per_node=_count("nproc_per_node", nproc_per_node),
         ncpu_proc_per_node=_count("ncpu_proc_per_node", ncpu_proc_per_node),
@@ -74,7 +74,7 @@ def initialize(
         groups=_groups(groups),
         global_device_mesh=_mesh(global_device_mesh),
         lazy_collect=lazy_collect,
-        name=name or name_of_environment(),
+        name=name or os.environ.get("TWINKLE_NAME", "").strip() or None,
         notifier=notifiers[0] if len(notifiers) == 1 else tuple(notifiers) or None,
     )
     runtime = _runtime(mode)
@@ -82,13 +82,29 @@ def initialize(
     if before is not None and type(before) is type(runtime):
         runtime = before  # it knows what it has acquired
     old = None if before is None or before.mesh is None else before.options
-    watch(notifiers, options.name)
+    if notifiers or "watch" in registry().exports("twinkle.notifier"):
+        registry().attribute("twinkle.notifier", "watch")(notifiers, options.name)
     runtime.initialize(options)
     _current = runtime
     if old is not None:
         _report_change(type(before), old, type(runtime), options)
     if before is not None and before is not runtime:
         before.shutdown()
+
+
+def _notifiers(given: Any) -> list[Any]:
+    """Return the notifiers that `notifier=` or, where it is None, TWINKLE_NOTIFIER describes.
+
+    Raises:
+        RequirementMissing: there are some, and the package that builds them is not installed.
+    """
+    from twinkle._registry import registry
+
+    if given is None and not os.environ.get("TWINKLE_NOTIFIER", "").strip():
+        return []
+    name = "notifiers_of_environment" if given is None else "build_notifiers"
+    build = registry().attribute("twinkle.notifier", name)
+    return list(build() if given is None else build(given))
 
 
 def get_device_placement(device_group: Any = None) -> str:

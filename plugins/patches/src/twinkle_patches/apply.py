@@ -1,16 +1,13 @@
-"""Patches: the base class `Patch`, the functions that apply and undo one, and every installed patch by name."""
+"""Applies and undoes patches, and lists what is patched in this process."""
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from twinkle._lazy import room
 from twinkle.errors import ArgumentError, PatchError
-from twinkle.patch import record
-from twinkle.patch.base import Patch
-
-__all__ = ["Applied", "Patch", "applied_patches", "apply_context", "apply_patch", "is_applied", "undo_patch"]
+from twinkle_patches import record
+from twinkle_patches.patch import Patch
 
 
 @dataclass(frozen=True)
@@ -145,15 +142,3 @@ def _check(patch: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     from twinkle_registry.calls import check_keywords
 
     check_keywords(patch, kwargs, what=f"patch {record.short_name(patch)!r}", args=(module, *args))
-
-
-__getattr__, __dir__ = room(__name__, "patch")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_patches.chat_templates import Qwen3AllowToolTailTemplate as Qwen3AllowToolTailTemplate
-    from twinkle_patches.chat_templates import Qwen3ChatTemplate as Qwen3ChatTemplate
-    from twinkle_patches.embedding import TransformersEmbeddingPatch as TransformersEmbeddingPatch
-    from twinkle_patches.fused_ce import TransformersFusedCEPatch as TransformersFusedCEPatch
-    from twinkle_patches.gated_delta import GatedDeltaNetPaddingFreePatch as GatedDeltaNetPaddingFreePatch
-    from twinkle_patches.no_split import NoSplitModulesPatch as NoSplitModulesPatch

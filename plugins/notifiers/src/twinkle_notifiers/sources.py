@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle.errors import ArgumentError, SettingsError, TwinkleError
-from twinkle.notifier.base import Notifier
+from twinkle.notifier import Notifier
 
 VARIABLE = "TWINKLE_NOTIFIER"
 NAME_VARIABLE = "TWINKLE_NAME"

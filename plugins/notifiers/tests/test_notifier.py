@@ -20,10 +20,9 @@ from receivers import Web, web
 import twinkle
 from twinkle import Run
 from twinkle.errors import ArgumentError, ComponentNotFound, DataError, RankError, SettingsError
-from twinkle.notifier import Notifier, failures, notify_exception
-from twinkle.notifier.base import secrets_of
-from twinkle.notifier.message import FRAMES
-from twinkle.notifier.sources import build_notifiers, notifiers_of_environment, to_environment
+from twinkle.notifier import Notifier, failures, notify_exception, secrets_of
+from twinkle_notifiers.message import FRAMES
+from twinkle_notifiers.sources import build_notifiers, notifiers_of_environment, to_environment
 
 
 class Kept(Notifier):
@@ -505,7 +504,7 @@ def test_of_several_ranks_one_tells(code: str, first: str, receiver: Web, tmp_pa
 
 
 def test_ranks_wait_for_the_one_that_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinkle.notifier.claims import Claim
+    from twinkle_notifiers.claims import Claim
 
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TWINKLE_CACHE_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
@@ -520,7 +519,7 @@ def test_ranks_wait_for_the_one_that_tells(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_where_nothing_can_be_written_every_rank_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twinkle.notifier.claims import Claim
+    from twinkle_notifiers.claims import Claim
 
     (tmp_path / "file").write_text("")
     for name, value in {"WORLD_SIZE": "2", "TWINKLE_CACHE_DIR": str(tmp_path / "file")}.items():

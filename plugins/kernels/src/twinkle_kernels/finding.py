@@ -5,9 +5,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from twinkle.errors import ArgumentError
-from twinkle.kernel.forward import KernelForward
-from twinkle.kernel.mapping import Key, kernel_for, warn_left_alone
 from twinkle.platform import Platform
+from twinkle_kernels.forward import KernelForward
+from twinkle_kernels.mapping import Key, kernel_for, warn_left_alone
 
 
 class Replacement(NamedTuple):

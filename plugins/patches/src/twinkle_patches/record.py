@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinkle.errors import PatchError
-from twinkle.patch import slots
-from twinkle.patch.versions import check_versions
+from twinkle_patches import slots
+from twinkle_patches.versions import check_versions
 
 
 @dataclass(eq=False)
@@ -296,7 +296,7 @@ def can_undo(application: Application) -> bool:
 
 
 def _own_unpatch(patch: Any) -> bool:
-    from twinkle.patch.base import Patch
+    from twinkle_patches.patch import Patch
 
     return isinstance(patch, Patch) and type(patch).unpatch is not Patch.unpatch
 
@@ -332,7 +332,7 @@ def _find(patch: Any, target: Any) -> Application | None:
 
 def _key(patch: Any) -> Any:
     """Return what makes two patches the same one: the class, or the function."""
-    from twinkle.patch.base import Patch
+    from twinkle_patches.patch import Patch
 
     return type(patch) if isinstance(patch, Patch) else patch
 

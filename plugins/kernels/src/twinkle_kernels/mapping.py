@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle.kernel.forward import is_layer_class, kernel_name
-from twinkle.kernel.reference import HubRef
 from twinkle.logging import get_logger
+from twinkle_kernels.forward import is_layer_class, kernel_name
+from twinkle_kernels.reference import HubRef
 from twinkle_registry.naming import nearest_or_all
 
 DEVICES = ("cpu", "cuda", "npu", "mps", "xpu", "default")
@@ -94,7 +94,7 @@ def _loaded(value: Any) -> Any:
 
         return registry().resolve(value, "kernel")
     if isinstance(value, HubRef):
-        from twinkle.kernel.loading import load_reference
+        from twinkle_kernels.loading import load_reference
 
         return load_reference(value)
     return value

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle.errors import PatchError
-from twinkle.kernel.finding import Replacement, layer_class, replacements, torch_module
-from twinkle.kernel.forward import KernelForward, kernel_name
-from twinkle.kernel.mapping import Key, check_mapping, key_name
 from twinkle.patch import record
-from twinkle.patch.base import Patch
+from twinkle_kernels.finding import Replacement, layer_class, replacements, torch_module
+from twinkle_kernels.forward import KernelForward, kernel_name
+from twinkle_kernels.mapping import Key, check_mapping, key_name
+from twinkle_patches.patch import Patch
 
 
 class Kernels(Patch):
@@ -60,7 +60,7 @@ def kernelize(model: Any, mapping: Mapping[Any, Any] | None = None) -> Any:
         NotTrusted: it is code from a Hub that nobody allowed.
     """
     if mapping is None:
-        from twinkle.kernel.builtin import builtin_mapping
+        from twinkle_kernels.builtin import builtin_mapping
 
         mapping = builtin_mapping(model)
         _warn_unknown(mapping, torch_module(model))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from twinkle.errors import ArgumentError, HubError
 from twinkle.hub.base import Hub, RepoType
 from twinkle.hub.local import alias_of, default_hub, open_hub, scheme_of
-from twinkle.hub.uploads import Upload, begin
+from twinkle_hub.uploads import Upload, begin
 
 
 class HubOperation:

@@ -67,7 +67,7 @@ def npu_builtin(model: Any = None) -> dict[Any, Any]:
 
 
 def _mapping(model: Any, devices: dict[str, tuple[str, str, str]]) -> dict[Any, Any]:
-    from twinkle.kernel.finding import layer_class, torch_module
+    from twinkle_kernels.finding import layer_class, torch_module
 
     wanted = None if model is None else {layer_class(layer) for layer in torch_module(model).modules()}
     return {

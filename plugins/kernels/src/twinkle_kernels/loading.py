@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from twinkle.errors import ArgumentError, HubError, NotTrusted, TwinkleError
-from twinkle.kernel.reference import HubRef, local_folder
+from twinkle_kernels.reference import HubRef, local_folder
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

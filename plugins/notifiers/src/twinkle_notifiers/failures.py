@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import RankError
-from twinkle.notifier.base import Notifier, secrets_of, without
-from twinkle.notifier.claims import Claim
-from twinkle.notifier.message import failure_text
-from twinkle.notifier.sources import VARIABLE, name_of_environment, notifiers_of_environment
+from twinkle.notifier import Notifier, secrets_of, without
+from twinkle_notifiers.claims import Claim
+from twinkle_notifiers.message import failure_text
+from twinkle_notifiers.sources import VARIABLE, name_of_environment, notifiers_of_environment
 from twinkle_registry import hookimpl
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from twinkle.errors import ArgumentError, PatchError
-from twinkle.patch import record, slots
+from twinkle_patches import record, slots
 
 
 class Patch:

@@ -1,11 +1,14 @@
-"""The contract of a notifier, and how one travels to another process."""
+"""Notifiers: the contract `Notifier`, and every installed notifier by name."""
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from twinkle._lazy import room
 from twinkle.errors import ArgumentError
+
+__all__ = ["Notifier"]
 
 MASK = "***"
 _SECRET_NAMES = ("secret", "token", "password", "key", "url", "webhook", "header", "credential")
@@ -120,3 +123,15 @@ def _parts(address: str) -> list[str]:
     """Return what of an address is long enough to be a token: a service may repeat it in its answer."""
     beyond_host = address.partition("://")[2].partition("/")[2]
     return [part for part in re.split(r"[/?&=#]", beyond_host) if len(part) >= 12]
+
+
+__getattr__, __dir__ = room(__name__, "notifier")
+
+# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
+if TYPE_CHECKING:
+    from twinkle_notifiers.ding import DingNotifier as DingNotifier
+    from twinkle_notifiers.feishu import FeishuNotifier as FeishuNotifier
+    from twinkle_notifiers.mail import EmailNotifier as EmailNotifier
+    from twinkle_notifiers.slack import SlackNotifier as SlackNotifier
+    from twinkle_notifiers.webhook import WebhookNotifier as WebhookNotifier
+    from twinkle_notifiers.wecom import WeComNotifier as WeComNotifier
