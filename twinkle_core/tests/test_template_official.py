@@ -125,6 +125,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         said("a2"),
     ],
     "text and call": [user("q1"), said("let me see", None, FIRST), result("rain", "weather"), said("a1")],
+    "call, then text and call": [
+        user("q1"),
+        said(None, None, FIRST),
+        result("rain", "weather"),
+        said("let me see", None, SECOND),
+        result("none", "holidays"),
+        said("a1"),
+    ],
 }
 
 
@@ -274,8 +282,8 @@ REFUSED = {
     "Llama 3": {name: NOT_SHOWN for name, messages in CONVERSATIONS.items() if FIRST in _calls(messages)},
     "gpt-oss": {"two calls": NOT_SHOWN},
     "gpt-oss of TRL": {"two calls": NOT_SHOWN},
-    "R1-Distill": {"text and call": NOT_SHOWN},
-    "R1-Distill-Llama": {"text and call": NOT_SHOWN},
+    "R1-Distill": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN},
+    "R1-Distill-Llama": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN},
 }
 TAKEN = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, {})]
 
@@ -299,6 +307,14 @@ def test_arguments_as_text_and_as_dicts_are_one(family: str, name: str) -> None:
 def test_a_refusal_says_why(family: str, name: str) -> None:
     with pytest.raises(EncodeError, match=REFUSED[family][name]):
         encoded(*FAMILIES[family], row(name))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss of TRL"])
+def test_what_a_chat_template_refuses_is_not_written_in_another_form(family: str) -> None:
+    """Its reasoning would be text between think tags, which the model does not know, in the answer."""
+    messages = [user("q1"), said("let me see", "t1", FIRST), result("rain", "weather"), said("a1", "t2")]
+    with pytest.raises(EncodeError, match="the chat template refuses .*: Cannot pass both content and thinking"):
+        encoded(*FAMILIES[family], {"messages": messages, "tools": TOOLS})
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if re.match("Qwen|DeepSeek|Llama", family)])

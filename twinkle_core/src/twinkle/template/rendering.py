@@ -78,10 +78,10 @@ class ChatRenderer:
         adapted = self.adapt_calls([split_reasoning(message) for message in messages])
         reasoning = adapted[-1].get("reasoning_content", "").strip()
         thinking = replace(self, enable_thinking=True)  # without, some show none on purpose
-        if reasoning and adapted[-1]["role"] == "assistant" and not thinking._says(adapted, reasoning):
-            inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
-            return inlined if thinking._says(inlined, reasoning) else adapted
-        return adapted
+        if not reasoning or adapted[-1]["role"] != "assistant" or thinking._says(adapted, reasoning) is not False:
+            return adapted  # a refusal is the chat template's own, and no reason for another form
+        inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
+        return inlined if thinking._says(inlined, reasoning) else adapted
 
     def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose tool calls have the form that this chat template shows.
@@ -102,11 +102,12 @@ class ChatRenderer:
             forms.append(form)
         return forms[0]
 
-    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool:
+    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool | None:
+        """Say whether the conversation as text has some words in it; None where it is refused."""
         try:
             return words in self.render(messages)
         except EncodeError:
-            return False
+            return None
 
     def _shows(self, messages: Sequence[dict[str, Any]]) -> str | None:
         """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""

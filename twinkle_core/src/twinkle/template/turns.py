@@ -59,12 +59,12 @@ def find_turns(
     whole = render_whole_calls(chat, messages, turns, text)
     if whole is not None:
         _require_calls(messages, wanted, whole, added)
-    places, start = _places(chat, messages, turns, text, whole), prompts.start
+    places = _places(chat, messages, turns, text, whole)
     if places is None:
-        turns, start = list(wanted), prompts.measured
+        turns = list(wanted)
         places = [_place(chat, messages, index, text, added) for index in turns]
     return [
-        [(start(index, place.first), place.parts[0][1]), *place.parts[1:]]
+        [(prompts.start(index, place.first), place.parts[0][1]), *place.parts[1:]]
         for index, place in zip(turns, places, strict=True)
         if index in chosen
     ]
