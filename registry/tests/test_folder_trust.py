@@ -178,6 +178,26 @@ def test_a_record_of_another_file_or_a_damaged_one_trusts_nothing(work: Path, tm
         assert not Lock.load().is_obeyed
 
 
+@pytest.mark.parametrize("variable", ["TWINKLE_STATE_DIR", "XDG_STATE_HOME"])
+def test_records_that_a_checkout_brings_along_count_for_nothing(
+    work: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    Path("twinkle.lock").write_text("schema = 1\n")
+    theirs = work / "state" if variable == "TWINKLE_STATE_DIR" else work / "state" / "twinkle"
+    monkeypatch.setenv("TWINKLE_STATE_DIR", str(theirs))
+    trust("twinkle.lock", [b"schema = 1\n"])
+    assert Lock.load().is_obeyed
+    monkeypatch.delenv("TWINKLE_STATE_DIR")
+    monkeypatch.setenv(variable, "state")
+    if variable == "XDG_STATE_HOME":  # its specification says that a relative path is to be ignored
+        assert not Lock.load().is_obeyed
+    else:
+        with pytest.raises(
+            SettingsError, match=r"TWINKLE_STATE_DIR must be the absolute path of a folder, got 'state'"
+        ):
+            Lock.load()
+
+
 def test_code_is_trusted_with_its_folder_and_what_is_below_until_that_is_taken_back(work: Path) -> None:
     (work / "plugin" / "inner").mkdir(parents=True)
     assert not is_trusted_folder("plugin/inner")
