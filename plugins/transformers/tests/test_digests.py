@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from twinkle.digests import check_digests
 from twinkle.errors import CheckpointError, ModelLoadError
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.testing import tiny_model
@@ -148,6 +149,13 @@ def test_a_pipe_among_the_weights_is_told_and_not_waited_for(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"model\.safetensors cannot be read: it is a pipe"):
         fingerprint(tmp_path)
+
+
+@pytest.mark.timeout(60)  # a reader that waits for the pipe would wait for ever
+def test_a_pipe_in_the_place_of_the_digests_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "digests.json")
+    with pytest.raises(CheckpointError, match=r"digests\.json cannot be read \(.*it is a pipe, not a regular file"):
+        check_digests(tmp_path)
 
 
 def test_the_commit_of_a_hubs_folder_is_known(tmp_path: Path) -> None:
