@@ -1,5 +1,7 @@
 """Files that lie in a folder are obeyed once the user trusted them, and never silently left out before."""
 
+import builtins
+import io
 import subprocess
 import sys
 import warnings
@@ -176,6 +178,24 @@ def test_a_record_of_another_file_or_a_damaged_one_trusts_nothing(work: Path, tm
     for text in ("", "[]", '{"path": 1}', record.read_text().replace("twinkle.lock", "twinkle.toml")):
         record.write_text(text)
         assert not Lock.load().is_obeyed
+
+
+def test_a_lock_that_cannot_be_read_stops_only_what_needs_it(
+    work: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("twinkle.lock").write_text("schema = 1\n")
+    real = builtins.open
+
+    def refuse(file: Any, *args: Any, **options: Any) -> Any:
+        if str(file) == str(work / "twinkle.lock"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", refuse)  # of a file's mode root takes no notice
+    assert house().names("loss") == []
+    monkeypatch.setattr(io, "open", refuse)
+    with pytest.raises(SettingsError, match=r"twinkle\.lock cannot be read: Permission denied"):
+        Lock.load()
 
 
 @pytest.mark.parametrize("variable", ["TWINKLE_STATE_DIR", "XDG_STATE_HOME"])

@@ -313,7 +313,7 @@ def test_a_refusal_says_why(family: str, name: str) -> None:
 def test_what_a_chat_template_refuses_is_not_written_in_another_form(family: str) -> None:
     """Its reasoning would be text between think tags, which the model does not know, in the answer."""
     messages = [user("q1"), said("let me see", "t1", FIRST), result("rain", "weather"), said("a1", "t2")]
-    with pytest.raises(EncodeError, match="the chat template refuses .*: Cannot pass both content and thinking"):
+    with pytest.raises(EncodeError, match=r"the chat template refuses .*: Cannot pass both content and thinking"):
         encoded(*FAMILIES[family], {"messages": messages, "tools": TOOLS})
 
 
