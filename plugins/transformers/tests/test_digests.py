@@ -82,6 +82,16 @@ def test_a_full_model_is_checked_when_it_is_loaded(folder: Path, tmp_path: Path)
         build(folder, lora=False).resume_from_checkpoint(str(saved))
 
 
+def test_a_chat_template_that_was_changed_is_refused_with_the_model_beside_it(folder: Path, tmp_path: Path) -> None:
+    saved = Path(str(build(folder, lora=False).save("full", str(tmp_path), save_optimizer=True)))
+    with (saved / "chat_template.jinja").open("a") as file:
+        file.write("{{ 'be rude' }}")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja was changed since it was saved"):
+        TransformersModel(model_id=str(saved), mixed_precision="no")
+    (saved / "chat_template.jinja").unlink()
+    TransformersModel(model_id=str(saved), mixed_precision="no")
+
+
 def test_a_change_on_purpose_is_accepted_without_the_digests(
     folder: Path, saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
