@@ -285,6 +285,20 @@ REFUSED = {
     "R1-Distill": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN},
     "R1-Distill-Llama": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN},
 }
+# Of these, prefixes do not tell the places of turns in every chat template.
+TURNS: dict[str, list[dict[str, Any]]] = CONVERSATIONS | {
+    "text, then thinking": [user("q1"), said("let me see", None, FIRST), result("rain", "weather"), said("a1", "t1")],
+    "two texts with calls": [
+        user("q1"),
+        said(None, "t1", FIRST, SECOND),
+        result("rain", "weather"),
+        result("none", "holidays"),
+        said("let me see", "t2", FIRST, SECOND),
+        result("rain", "weather"),
+        result("none", "holidays"),
+        said("a1", "t3"),
+    ],
+}
 TAKEN = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, {})]
 
 
@@ -307,6 +321,31 @@ def test_arguments_as_text_and_as_dicts_are_one(family: str, name: str) -> None:
 def test_a_refusal_says_why(family: str, name: str) -> None:
     with pytest.raises(EncodeError, match=REFUSED[family][name]):
         encoded(*FAMILIES[family], row(name))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["thinking and calls", "text, then thinking", "two texts with calls"])
+def test_turns_that_are_trained_alone_share_no_token(family: str, name: str) -> None:
+    """What they have together is what is trained if all are."""
+    given: dict[str, Any] = {"messages": TURNS[name], "tools": TOOLS}
+    template = build(*FAMILIES[family])
+    try:
+        whole: Any = template.encode(given)
+    except EncodeError:
+        assert re.match("Llama 3|gpt-oss|R1-Distill", family)  # it takes one call, or no text beside calls
+        return
+    together = [-100] * len(whole["labels"])
+    for turn, message in enumerate(given["messages"]):
+        if message["role"] == "assistant":
+            alone = [
+                m | {"weight": int(index == turn)} if m["role"] == "assistant" else m
+                for index, m in enumerate(given["messages"])
+            ]
+            encoded_alone: Any = template.encode(given | {"messages": alone})
+            for place, label in enumerate(encoded_alone["labels"]):
+                assert label == -100 or together[place] == -100
+                together[place] = label if label != -100 else together[place]
+    assert together == whole["labels"]
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss of TRL"])
