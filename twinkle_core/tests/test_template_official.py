@@ -282,8 +282,8 @@ REFUSED = {
     "Llama 3": {name: NOT_SHOWN for name, messages in CONVERSATIONS.items() if FIRST in _calls(messages)},
     "gpt-oss": {"two calls": NOT_SHOWN},
     "gpt-oss of TRL": {"two calls": NOT_SHOWN},
-    "R1-Distill": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN},
-    "R1-Distill-Llama": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN},
+    "R1-Distill": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN.replace("1", "3")},
+    "R1-Distill-Llama": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN.replace("1", "3")},
 }
 # Of these, prefixes do not tell the places of turns in every chat template.
 TURNS: dict[str, list[dict[str, Any]]] = CONVERSATIONS | {
