@@ -94,8 +94,11 @@ def test_an_untrusted_lock_is_neither_changed_nor_verified(
         verify(registry.records, lambda scheme: None)
     assert foreign_lock.read_bytes() == before
     monkeypatch.setenv("TWINKLE_FROZEN", "1")
-    with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is not obeyed"):
-        registry.resolve("hf://acme/focal", "loss")
+    with pytest.warns(UserWarning, match="is not obeyed"):
+        registry = house()
+    for asked in ("hf://acme/focal", "colorsys:rgb_to_hsv"):
+        with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is not obeyed"):
+            registry.resolve(asked, "loss")
 
 
 @pytest.mark.parametrize("way", ["TWINKLE_LOCK", "TWINKLE_TRUST_FOLDER"])
