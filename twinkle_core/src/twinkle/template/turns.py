@@ -68,7 +68,9 @@ def find_turns(
         place = known[index]
         parts = [(prompts.start(index, place.first), place.parts[0][1]), *place.parts[1:]]
         following = next((turn for turn in turns if turn > index), None)
-        if following is not None and (after := known.get(following) or _place_if_found(chat, messages, following, text)):
+        if following is not None and (
+            after := known.get(following) or _place_if_found(chat, messages, following, text)
+        ):
             parts[-1] = _before(prompts.start(following, after.first), parts[-1])
         found.append(parts)
     return found

@@ -80,10 +80,11 @@ def _needs_trust(layer: Layer) -> list[str]:
     """Return a problem for each value that lets code of a folder run which the user does not trust."""
     from twinkle_registry.folder_trust import is_trusted_folder
 
-    asking = [path for path, value in layer.values.items() if path == REMOTE_CODE and value or ".py:" in str(value)]
-    if not asking or is_trusted_folder(os.getcwd()):
+    asking = [path for path, value in layer.values.items() if (path == REMOTE_CODE and value) or ".py:" in str(value)]
+    here = str(Path.cwd())
+    if not asking or is_trusted_folder(here):
         return []
-    folder = shlex.quote(os.getcwd())
+    folder = shlex.quote(here)
     return [
         f"{'.'.join(path)}: {layer.sources[path]} would let code run, and this folder is not trusted; give it on the "
         f"command line, name the file by env_file=, or look at it and run: twinkle plugins trust {folder}"
