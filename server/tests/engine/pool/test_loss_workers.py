@@ -1,6 +1,7 @@
 """A plugin's loss that hangs, eats memory or crashes costs the operation that named it, and nothing else."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,9 @@ from server_pool import Bench, answer, datum, drawn, request
 import twinkle_server.engine.pool.loss_workers.workers
 from twinkle import registry
 from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.lanes import Task
+from twinkle_server.engine.messages import SIZES, Message
+from twinkle_server.engine.outcomes import failed, is_passing
 from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
 
 SECONDS = 4.0
@@ -118,6 +122,7 @@ def test_a_forward_alone_gives_the_same_number_and_no_gradient(shared, inside):
     assert shared.run("a", rows, "AcmeRich", forward=True)[1] == inside.run("a", rows, "AcmeRich", forward=True)[1]
 
 
+PASSING = ("AcmeSleeps", "AcmeSpins", "AcmeEats", "AcmeEatsShared", "AcmeCloses")
 BAD = {
     "AcmeSleeps": rf"'AcmeSleeps' of plugin 'acme-rogue' took longer than {SECONDS:g} s, the limit",
     "AcmeSpins": rf"took longer than {SECONDS:g} s",
@@ -128,6 +133,7 @@ BAD = {
     "AcmeSegfaults": r"crashed: its process was killed by SIGSEGV",
     "AcmeAborts": r"crashed: its process was killed by SIGABRT",
     "AcmeRaises": r"raised RuntimeError: the moon is in the wrong phase: …/loss.py;",
+    "AcmeSurrogate": r"raised RuntimeError: a file named \?;",
     "AcmeNan": r"'AcmeNan' of plugin 'acme-rogue' is nan; nothing of this operation was kept",
     "AcmeNanGradient": r"the gradient of loss_fn 'AcmeNanGradient' of plugin 'acme-rogue' is not finite",
     "AcmeCloses": r"crashed: its process was killed by SIGKILL",
@@ -148,7 +154,10 @@ def test_it_fails_its_own_operation_and_no_other(shared, inside, loss):
     bad, good = beside(shared, loss)
     seconds = time.monotonic() - begin
     assert isinstance(bad, UserError), bad
-    with pytest.raises(UserError, match=BAD[loss]) as caught:
+    said = failed(Task(1, "a", 1, "forward_backward", "t", replay=True), bad)
+    assert bool(said.head.get("later")) == (loss in PASSING), "a replay is tried again where time or memory lacked"
+    assert re.search(BAD[loss], Message.unpack(said.pack_head()[SIZES.size :], b"").head["error"])
+    with pytest.raises(UserError) as caught:
         answer(bad)
     assert "/site" not in str(caught.value)
     _, metrics = answer(good)
@@ -359,8 +368,17 @@ def test_a_plugin_whose_import_crashes_or_hangs_is_refused_and_tried_again_later
     assert bench.run("a", [plain_row()], "AcmePlain")[1]["loss:sum"] > 0, "another plugin's losses work"
     begin = time.monotonic()
     for _ in range(3):
-        with pytest.raises(UserError, match=r"cannot be loaded: .*(being loaded again|exit status 9)"):
+        with pytest.raises(UserError, match=r"cannot be loaded: .*(being loaded again|exit status 9)") as again:
             bench.run("a", [plain_row()], "AcmeImport")
+        assert is_passing(again.value), "models that were trained with it are made again later"
+    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 30.0)
+    [plugin] = [found for found in workers(bench)._tree.plugins.values() if found.name == "acme-import"]
+    plugin.again = time.monotonic() + 30.0
+    with pytest.raises(UserError, match=r"cannot be loaded: .*it is loaded again in \d+ s") as again:
+        bench.run("a", [plain_row()], "AcmeImport")
+    assert is_passing(again.value)
+    plugin.again = 0.0
+    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 0.0)
     assert time.monotonic() - begin < 10, "nobody waits for it a second time"
     (site / "acme_import" / "loss.py").write_text(WORKS, "utf-8")
     if code == CRASHES:

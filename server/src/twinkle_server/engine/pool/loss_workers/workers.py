@@ -211,14 +211,14 @@ class LossWorkers:
         """
         again = bool(plugin.failure)
         if again and time.monotonic() < plugin.again:
-            raise UserError(f"{plugin.failure}; it is loaded again in {plugin.again - time.monotonic():.0f} s")
+            raise _passing(f"{plugin.failure}; it is loaded again in {plugin.again - time.monotonic():.0f} s")
         try:
             process = plugin.process
             if process is None or process.gone:
                 process = self._launch(plugin)
             if not plugin.loaded:
                 if again and not process.ready and time.monotonic() < plugin.until:
-                    raise UserError(f"{plugin.failure}; it is being loaded again, try again in some seconds")
+                    raise _passing(f"{plugin.failure}; it is being loaded again, try again in some seconds")
                 process.settle(plugin.until)
                 process.receive(plugin.until, lambda frame: frame.get("id") == 0)
                 plugin.loaded, plugin.failure = True, ""
@@ -232,7 +232,7 @@ class LossWorkers:
                 else str(error)
             )
             self._failed(plugin, what)
-            raise UserError(plugin.failure) from CapacityError(plugin.failure)
+            raise _passing(plugin.failure)  # noqa: B904  # it has a cause of its own
         return process
 
     def _failed(self, plugin: _Plugin, what: str) -> None:
@@ -315,21 +315,19 @@ class _Remote:
         """End a worker and return what the client is told."""
         how = "is gone" if worker is None else worker.process.end()
         what = str(error)
+        passing = error.slow or worker is None or what == more_memory(self._workers.limits.memory)
         if error.slow:
             what = f"took longer than {self._workers.limits.seconds:g} s, the limit of this service"
         elif what == "is gone":
             what = f"crashed: its process {how}"
             if how == _SIGKILL:
-                what += " (by itself, or by the system for want of memory)"
-        said = self._said(what)
-        if error.slow or how == _SIGKILL:
-            said.__cause__ = CapacityError(what)  # when it is replayed, it may succeed as it did before
-        return said
+                what, passing = f"{what} (by itself, or by the system for want of memory)", True
+        return self._said(what, passing)
 
-    def _said(self, what: str) -> UserError:
+    def _said(self, what: str, passing: bool = False) -> UserError:
         text = f"{what_of(self._spec)} {what}; nothing of this operation was kept, and the weights are as they were"
         _log.warning("%s", text)
-        return UserError(text)
+        return _passing(text) if passing else UserError(text)
 
     def _raised(self, error: Any, worker: _Worker) -> dict[str, Any]:
         """Raise what a loss raised; a key that an output lacks is returned, for the caller knows more."""
@@ -338,7 +336,7 @@ class _Remote:
         kind, text = str(error.get("type")), str(error.get("text"))
         if error.get("memory"):
             worker.process.end()  # what it holds may never be given back
-            raise self._said(more_memory(self._workers.limits.memory))
+            raise self._said(more_memory(self._workers.limits.memory), passing=True)
         if error.get("own"):
             if kind in _CLIENTS:
                 raise getattr(twinkle.errors, kind)(text)
@@ -348,6 +346,13 @@ class _Remote:
         if isinstance(error.get("key"), str):
             return {"key": error["key"]}
         raise self._said(f"raised {kind}: {text}" if text else f"raised {kind}")
+
+
+def _passing(text: str) -> UserError:
+    """Return an error of which a replay may be tried again: the operation succeeded before, and may do so again."""
+    error = UserError(text)
+    error.__cause__ = CapacityError(text)
+    return error
 
 
 def what_of(spec: ComponentSpec) -> str:
