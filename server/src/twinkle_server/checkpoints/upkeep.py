@@ -109,6 +109,7 @@ class Upkeep:
             expired = surplus = 0
             full = _is_full(error)
         referenced = set(self.held()) | await needed(self._retention)
+        await self._bring_back(referenced)  # `trash restore` may have written a row just before a sweep
         named, deleted = await folders.all_named(self._database), await self._deleted()
         keep = self._kept
 
@@ -136,8 +137,9 @@ class Upkeep:
 
     async def bring_back(self) -> list[str]:
         """Move out of the trash what a row names and is missing: an older database may name what was removed since."""
-        referenced = await needed(self._retention)
+        return await self._bring_back(await needed(self._retention))
 
+    async def _bring_back(self, referenced: Collection[str]) -> list[str]:
         def work() -> list[str]:
             found = [entry for entry in self._trash.entries() if entry.folder in referenced]
             return [entry.folder for entry in found if self._trash.put_back(entry)]
