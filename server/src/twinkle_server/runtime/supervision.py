@@ -48,7 +48,7 @@ class Supervisor:
     Args:
         start_child: starts an engine; False says that it takes another's place.
         listener: see there.
-        times: `start`, `deadline`, `drain` and `silent` count.
+        times: `start`, `deadline`, `drain`, `silent` and `stopped` count.
     """
 
     def __init__(self, start_child: StartChild, listener: Listener, times: Times) -> None:
@@ -201,16 +201,24 @@ class Supervisor:
             self._listener.message(message)
 
     async def _watch(self, child: Child) -> None:
-        """End an engine that owes an answer and says nothing for longer than a pass may take."""
-        limit = self._times.deadline
+        """End an engine that owes an answer, and works at a pass for too long or gives no sign of life at all.
+
+        Silence is counted in rounds of this loop: where the service was stopped with its engine, no round passes.
+        """
+        limit, stopped = self._times.deadline, self._times.stopped
+        pause = min(1.0, limit / 8, stopped / 8)
         idle_since: float | None = None
-        while True:
+        last, silent = self._alive, 0.0
+        while not self._why:
             now = time.monotonic()
             if not self._listener.waiting:
                 idle_since = now
-            silent = now - max(self._heard, idle_since or 0.0)
-            if silent > limit and not self._ending:
+            silent = silent + pause if self._alive == last and last is not None and self._listener.waiting else 0.0
+            last = self._alive
+            if silent > stopped and not self._ending:
+                self._why = f"the engine gave no sign of life for {stopped:g} s (its process was stopped, say)"
+            elif now - max(self._heard, idle_since or 0.0) > limit and not self._ending:
                 self._why = f"a pass took longer than {limit:g} s"
-                child.kill()
-                return
-            await asyncio.sleep(min(1.0, limit / 8))
+            else:
+                await asyncio.sleep(pause)
+        child.kill()
