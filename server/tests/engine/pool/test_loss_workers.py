@@ -3,7 +3,10 @@
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +18,15 @@ import rogue_plugin
 import torch
 from server_pool import Bench, answer, datum, drawn, request
 
+import twinkle_server.engine.pool.loss_workers.child
 import twinkle_server.engine.pool.loss_workers.workers
 from twinkle import registry
 from twinkle_server.engine.backend import Pass, UserError
 from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import SIZES, Message
 from twinkle_server.engine.outcomes import failed, is_passing
+from twinkle_server.engine.pool.loss_workers.child import Child, Ended
+from twinkle_server.engine.pool.loss_workers.frames import pack
 from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
 
 SECONDS = 4.0
@@ -336,6 +342,49 @@ def test_processes_that_are_killed_from_outside_are_replaced(base, tmp_path):
         again = bench.run("a", [plain_row()], "AcmePlain", forward=True)
         assert again[1] == before[1]
     workers(bench).close()
+
+
+FLOOD = """
+import socket, sys, time
+link, end = socket.socket(fileno=int(sys.argv[1])), time.monotonic() + 20
+frames = bytes.fromhex(sys.argv[2]) * 20_000
+while time.monotonic() < end:
+    link.sendall(frames)
+"""
+
+
+def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
+    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.child, "_TRANSFER", 0.5)
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", FLOOD, str(theirs.fileno()), pack({"id": 1}).hex()]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        child = Child(ours, None, MEMORY, process.kill)
+        with pytest.raises(Ended, match="did not answer in time") as late:
+            child.receive(time.monotonic() + 0.5, lambda frame: frame["id"] == 2)
+        child.end()
+    assert late.value.slow
+
+
+def test_an_answer_may_not_be_much_larger_than_what_was_sent():
+    ours, theirs = socket.socketpair()
+    child = Child(ours, None, MEMORY)
+    values = torch.zeros(2**18 + 64)
+    theirs.sendall(pack({"values": values})[:64])
+    with pytest.raises(Ended, match="answered something else"):
+        child.receive(time.monotonic() + 60.0)
+    ours, theirs = socket.socketpair()
+    child = Child(ours, None, MEMORY)
+    frame = pack({"values": values})
+
+    def echo() -> None:
+        theirs.sendall(theirs.recv(len(frame), socket.MSG_WAITALL))
+
+    answering = threading.Thread(target=echo, daemon=True)
+    answering.start()
+    child.send({"values": values}, time.monotonic() + 60.0)
+    assert torch.equal(child.receive(time.monotonic() + 60.0)["values"], values)
+    answering.join(60.0)
 
 
 CRASHES = "import os\nos._exit(9)\n"
