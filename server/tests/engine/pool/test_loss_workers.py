@@ -304,6 +304,32 @@ def test_the_worker_of_a_model_ends_with_the_model(shared):
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_no_process_of_a_plugin_that_is_revoked_goes_on(base, tmp_path, monkeypatch):
+    site = rogue_plugin.write(tmp_path / "site", "acme-import", HANGS, {"AcmeImport": ""})
+    monkeypatch.syspath_prepend(str(site))
+    registry.cache_clear()
+    bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
+    registry.cache_clear()
+    bench.create("a")
+    before = bench.run("a", [plain_row()], "AcmePlain", forward=True)
+    tree = workers(bench)._tree
+    wait_for(lambda: len(children_of(tree.first.pid, PROCESS)) == 2)
+    rogue = {tree.workers["a", "acme-rogue"].process.pid, tree.plugins["acme-rogue"].process.pid}
+    losses, there = bench.backend._losses, bench.backend._losses._specs()
+
+    def without(dist: str) -> None:
+        monkeypatch.setattr(losses, "_specs", lambda: {n: spec for n, spec in there.items() if spec.dist != dist})
+        bench.backend.end_dropped_plugins()
+
+    without("acme-import")
+    assert set(children_of(tree.first.pid, PROCESS)) <= rogue, "though it was never asked for anything"
+    assert bench.run("a", [plain_row()], "AcmePlain", forward=True)[1] == before[1]
+    assert {tree.workers["a", "acme-rogue"].process.pid, tree.plugins["acme-rogue"].process.pid} == rogue
+    without("acme-rogue")
+    assert not any(alive(pid) for pid in rogue)
+    workers(bench).close()
+
+
 def test_no_more_workers_are_kept_than_the_limit(base, tmp_path):
     bench = Bench(base, tmp_path, extra={"loss_workers": {**LIMITS, "warm": 2}})
     pids = []

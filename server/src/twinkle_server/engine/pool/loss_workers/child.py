@@ -144,6 +144,8 @@ class Child:
         """End it, if it has not ended by itself, and return how it did."""
         if self.gone:
             return "is gone"
+        with contextlib.suppress(Ended):
+            self.settle(time.monotonic())  # who has not been asked for anything may not have been heard yet
         self.gone = True
         pid = self.pid
         if pid is not None:

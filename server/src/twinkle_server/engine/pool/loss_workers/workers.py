@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -135,6 +135,17 @@ class LossWorkers:
         """End the workers of a model that is gone."""
         for key in [key for key in self._tree.workers if key[0] == lane]:
             self._tree.workers.pop(key).process.end()
+
+    def keep(self, names: Collection[str]) -> None:
+        """End the processes of all plugins but some, and whatever runs in them.
+
+        Args:
+            names: of the plugins that stay.
+        """
+        for key in [key for key in self._tree.workers if key[1] not in names]:
+            self._tree.workers.pop(key).process.end()
+        for name in [name for name in self._tree.plugins if name not in names]:
+            self._drop(self._tree.plugins.pop(name))
 
     def open(
         self, spec: ComponentSpec, config: Mapping[str, float | str], *, lane: str, number: int, weighted: bool
