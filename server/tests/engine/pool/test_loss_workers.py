@@ -1,5 +1,6 @@
 """A plugin's loss that hangs, eats memory or crashes costs the operation that named it, and nothing else."""
 
+import errno
 import os
 import re
 import signal
@@ -411,6 +412,26 @@ def test_an_answer_may_not_be_much_larger_than_what_was_sent():
     child.send({"values": values}, time.monotonic() + 60.0)
     assert torch.equal(child.receive(time.monotonic() + 60.0)["values"], values)
     answering.join(60.0)
+
+
+def test_want_of_descriptors_costs_an_operation_and_no_process(base, tmp_path, monkeypatch):
+    bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
+    for lane in "ab":
+        bench.create(lane)
+    before = bench.run("a", [plain_row()], "AcmePlain", forward=True)
+    plugin = workers(bench)._tree.plugins["acme-rogue"].process
+
+    def lacking() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", lacking)
+        with pytest.raises(UserError, match=r"AcmePlain' of .* could not be started: Too many open files") as lack:
+            bench.run("b", [plain_row()], "AcmePlain", forward=True)
+    assert is_passing(lack.value)
+    assert bench.run("b", [plain_row()], "AcmePlain", forward=True)[1] == before[1]
+    assert workers(bench)._tree.plugins["acme-rogue"].process is plugin
+    workers(bench).close()
 
 
 CRASHES = "import os\nos._exit(9)\n"

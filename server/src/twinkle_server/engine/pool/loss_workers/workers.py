@@ -105,14 +105,10 @@ class LossWorkers:
 
     Args:
         limits: of a call, and of a worker.
-
-    Attributes:
-        waited: seconds that were spent waiting for workers, in all.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
-        self.waited = 0.0
         self._tree = _Tree()
         self._calls = itertools.count(1)
         self._close = weakref.finalize(self, self._tree.close)
@@ -293,17 +289,16 @@ class _Remote:
 
     def _send(self, frame: Mapping[str, Any]) -> tuple[_Worker, float]:
         """Send a call, and return its worker and its deadline."""
-        begin = time.monotonic()
         worker: _Worker | None = None
         try:
             worker = self._workers.worker(self._spec, self._lane)  # a plugin that is being imported has its own limit
             until = time.monotonic() + self._left
-            worker.call = frame["id"]
             worker.process.send(frame, until)
+            worker.call = frame["id"]
         except Ended as error:
             raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
-        finally:
-            self._workers.waited += time.monotonic() - begin
+        except OSError as error:  # no descriptor, process or memory is left to start one with
+            raise self._said(f"could not be started: {error.strerror}", passing=True)  # noqa: B904
         return worker, until
 
     def _receive(self, number: int, worker: _Worker, until: float) -> dict[str, Any]:
@@ -313,9 +308,7 @@ class _Remote:
         except Ended as error:
             raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
         finally:
-            seconds = time.monotonic() - begin
-            self._workers.waited += seconds
-            self._left = max(0.0, self._left - seconds)
+            self._left = max(0.0, self._left - (time.monotonic() - begin))
             if worker.call == number:
                 worker.call = None
         if "error" in answer:
