@@ -269,7 +269,8 @@ LIMITS = {
     "an entry of the audit log": "kept for {kept_audit}",
     "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
     "an engine that gives no sign of life": (
-        "is reported as not responding after {silent}; one that owes an answer is started anew after {stopped}"
+        "is reported as not responding after {silent}; one that is stopped (SIGSTOP) and owes an answer is started "
+        "anew after {stopped}"
     ),
     "a plugin that is revoked while the service runs": "dropped within {revocations}",
     "a pass": "{deadline}, then the engine is started anew",

@@ -47,7 +47,6 @@ class Plan:
         stubborn: replays of these numbers fail.
         scarce: times that a snapshot cannot be read, or a replay be done, for want of memory.
         deadly: snapshots of these models kill the engine that reads them.
-        beats: seconds for which an engine gives signs of life; None gives none at all.
     """
 
     seed: int = 0
@@ -62,7 +61,6 @@ class Plan:
     stubborn: frozenset[int] = frozenset()
     scarce: int = 0
     deadly: frozenset[str] = frozenset()
-    beats: float | None = None
     disk: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     runs: list[tuple[str, int, bool, bool]] = field(default_factory=list)
     started: int = 0
@@ -126,11 +124,6 @@ class FakeEngine:
     def _say(self, kind: str, head: dict[str, Any], body: bytes = b"") -> None:
         self._outbox.put_nowait(Message.unpack(*_parts(Message(kind, head, body))))
 
-    def _beat(self, left: float) -> None:
-        if left > 0 and not self.dead.is_set():
-            self._say(messages.ALIVE, {})
-            asyncio.get_running_loop().call_later(0.01, self._beat, left - 0.01)
-
     def _lacks(self) -> bool:
         if self.plan.scarce <= 0:
             return False
@@ -148,8 +141,6 @@ class FakeEngine:
         try:
             await asyncio.sleep(0)
             self._say(messages.READY, {"info": INFO})
-            if self.plan.beats is not None:
-                self._beat(self.plan.beats)
             while True:
                 message = await self._inbox.get()
                 await self._do(message)

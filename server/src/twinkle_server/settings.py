@@ -61,7 +61,8 @@ class Times:
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
         silent: an engine that gives no sign of life for so long is said not to respond (it was stopped, say).
-        stopped: it is started anew if it gives none for so long and owes an answer.
+        stopped: an engine whose process is stopped (SIGSTOP) for so long is started anew if it owes an answer; where
+            there is no `/proc`, only `deadline` ends it.
         start: the engine may take so long to load the model.
         revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
         loss: the loss of a plugin may take so long for one operation, at most half of `deadline`.

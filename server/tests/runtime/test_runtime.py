@@ -148,36 +148,6 @@ def test_a_pass_that_hangs_is_ended_and_its_operation_fails_with_the_deadline() 
     within(SOON, scenario)
 
 
-def test_an_engine_that_was_stopped_is_started_anew_if_it_owes_an_answer() -> None:
-    async def scenario() -> None:
-        world = World(Plan(hang=frozenset({2}), beats=0.05), times=Times(stopped=0.2))
-        runtime = await world.runtime()
-        await answer(runtime, (await ask(runtime, 0, "create")).request)
-        await asyncio.sleep(0.5)
-        assert world.plan.started == 1, "it owes nothing"
-        asked = [await ask(runtime, number) for number in (1, 2, 3)]
-        hung = await answer(runtime, asked[1].request)
-        assert (hung.status, hung.category) == ("failed", "server")
-        assert hung.error is not None
-        assert "the engine gave no sign of life for 0.2 s" in hung.error
-        assert applied(await answer(runtime, asked[2].request)) == [1, 3]
-        await runtime.close()
-
-    within(SOON, scenario)
-
-
-def test_an_engine_that_works_long_and_gives_signs_of_life_is_left_alone() -> None:
-    async def scenario() -> None:
-        world = World(Plan(seconds=0.5, beats=60.0), times=Times(stopped=0.1))
-        runtime = await world.runtime()
-        await ask(runtime, 0, "create")
-        assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
-        assert world.plan.started == 1
-        await runtime.close()
-
-    within(SOON, scenario)
-
-
 def test_an_idle_engine_is_not_taken_for_hung() -> None:
     async def scenario() -> None:
         world = World(times=Times(deadline=0.05))

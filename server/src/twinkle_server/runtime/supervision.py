@@ -10,7 +10,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.link import LinkClosed
 from twinkle_server.operations import ModelInfo
-from twinkle_server.runtime.child import Child
+from twinkle_server.runtime.child import Child, is_stopped
 from twinkle_server.settings import Times
 
 _log = logging.getLogger(__name__)
@@ -201,22 +201,21 @@ class Supervisor:
             self._listener.message(message)
 
     async def _watch(self, child: Child) -> None:
-        """End an engine that owes an answer, and works at a pass for too long or gives no sign of life at all.
+        """End an engine that owes an answer, and works at a pass for too long or was stopped.
 
-        Silence is counted in rounds of this loop: where the service was stopped with its engine, no round passes.
+        How long it is stopped is counted in rounds of this loop: where the service was stopped with it, none passes.
         """
-        limit, stopped = self._times.deadline, self._times.stopped
-        pause = min(1.0, limit / 8, stopped / 8)
+        limit, most = self._times.deadline, self._times.stopped
+        pause = min(1.0, limit / 8, most / 8)
         idle_since: float | None = None
-        last, silent = self._alive, 0.0
+        stopped = 0.0
         while not self._why:
-            now = time.monotonic()
-            if not self._listener.waiting:
+            now, waiting = time.monotonic(), self._listener.waiting
+            if not waiting:
                 idle_since = now
-            silent = silent + pause if self._alive == last and last is not None and self._listener.waiting else 0.0
-            last = self._alive
-            if silent > stopped and not self._ending:
-                self._why = f"the engine gave no sign of life for {stopped:g} s (its process was stopped, say)"
+            stopped = stopped + pause if waiting and is_stopped(self.pid) else 0.0
+            if stopped > most and not self._ending:
+                self._why = f"the engine's process was stopped for longer than {most:g} s"
             elif now - max(self._heard, idle_since or 0.0) > limit and not self._ending:
                 self._why = f"a pass took longer than {limit:g} s"
             else:
