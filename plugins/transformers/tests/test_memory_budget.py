@@ -299,6 +299,24 @@ def test_sampling_whole_decodes_as_many_at_once_as_fit(folder: Path, monkeypatch
         TorchSampler(folder, cache_bytes=one - 1).sample(rows, params)
 
 
+def test_scores_of_a_prompt_count_for_what_sampling_whole_may_take(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runner, "_refusal", lambda self: "the test says so")
+    row = {"input_ids": make_rows(1, 500, seed=1)[0]["input_ids"]}
+    params = {"max_tokens": 2, "seed": 1, "stop": []}
+    plain = TorchSampler(folder)
+    plain.sample([row], params)
+    limit = plain._service.whole._bytes[1].needed(502, 500)
+    logits = 500 * plain._service.source.base.config.vocab_size * 4
+    narrow = TorchSampler(folder, cache_bytes=limit + logits)
+    narrow.sample([row], params)
+    with pytest.raises(CapacityError, match="502 tokens and the scores of their prompt need about"):
+        narrow.sample([row], params | {"prompt_logprobs": 1})
+    roomy = TorchSampler(folder, cache_bytes=limit + 3 * logits)
+    assert len(roomy.sample([row], params | {"prompt_logprobs": 1})[0].prompt_logprobs) == 500
+
+
 # what is free
 
 
