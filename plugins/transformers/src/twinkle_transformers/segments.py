@@ -195,7 +195,8 @@ class Segmenter:
     def check(self) -> str | None:
         """Return why this model cannot see segments, None if it can; measured on a few tokens.
 
-        It is measured once, and again after a patch or kernel was applied to the model, or undone on it. Where parameters are sharded over ranks, call it before that: it runs the model.
+        It is measured once, and again after a patch or kernel was applied to the model, or undone on it. Where
+        parameters are sharded over ranks, call it before that: it runs the model.
         """
         if not self._assumed and self._patches.changed():
             self.forget()
