@@ -161,29 +161,48 @@ def compare_with_alone(
 ) -> None:
     """Train tenants in one pass and each in a pool of its own, and compare everything at each round.
 
-    Where bits are not `equal`, the limit is what noise of the size of rounding changes in the same training, the
-    largest for each kind of number; updates amplify both alike.
+    Where bits are not `equal`, limits are what noise of the size of rounding does to the same training. Some trainings
+    are chaotic (AdamW divides small gradients by their own size): once noise moves a tenant by more than a fault might,
+    its later numbers say nothing and are left out.
     """
     tenants = [Tenant(number) for number in range(count)]
     model, seen = train_together(folder, tenants, length, **options)
-    limits: dict[str, float] = {}
+    noisy: Any = None
     if not equal:
         with RoundingNoise(0, units=units()):
             noisy = train_together(folder, tenants, length, **options)
-        for at in range(count):
-            pairs = zip(numbers_of(*noisy, tenants, at), numbers_of(model, seen, tenants, at), strict=True)
-            for (kind, one), (_, other) in pairs:
-                limits[kind] = max(limits.get(kind, EPSILON), distance(one, other))
-        assert all(FACTOR * limit < USELESS for limit in limits.values()), limits
+    compared = total = 0
     for at, tenant in enumerate(tenants):
         alone, theirs = numbers_alone(folder, seen, tenant, at, **options)
         ours = numbers_of(model, seen, tenants, at)
-        for place, ((kind, one), (_, other)) in enumerate(zip(ours, theirs, strict=True)):
-            where = (tenant.name, kind, place, limits.get(kind), VERSION)
-            assert torch.equal(one, other) if equal else distance(one, other) <= FACTOR * limits[kind], where
+        limits = [0.0] * len(ours) if equal else limits_of(ours, numbers_of(*noisy, tenants, at))
+        first = next(place for place, (kind, _) in enumerate(ours) if kind == "gradient") + 1
+        assert len(limits) >= first, "the first round says something in any case"
+        for place, ((kind, one), (_, other), limit) in enumerate(zip(ours, theirs, limits, strict=False)):
+            where = (tenant.name, kind, place, limit, VERSION)
+            assert torch.equal(one, other) if equal else distance(one, other) <= limit, where
+        compared, total = compared + len(limits), total + len(ours)
         group, other_group = model.optimizer_group[tenant.name], alone.optimizer_group[tenant.name]
         assert group.updates == other_group.updates == len(seen) // tenant.steps
         assert group.learning_rates() == other_group.learning_rates()
+    assert compared > 0.6 * total
+
+
+def limits_of(ours: list[tuple[str, Any]], noisy: list[tuple[str, Any]]) -> list[float]:
+    """Return how far each number may be off, up to the first of which noise leaves nothing to compare.
+
+    One draw may leave a single number as it was, so that losses have the limit of log-probabilities, and all else that
+    of gradients, the largest so far.
+    """
+    largest = {True: EPSILON, False: EPSILON}
+    found: list[float] = []
+    for (kind, one), (_, other) in zip(noisy, ours, strict=True):
+        scores = kind in ("logps", "loss")
+        largest[scores] = max(largest[scores], distance(one, other))
+        if FACTOR * largest[scores] >= USELESS:
+            break
+        found.append(FACTOR * largest[scores])
+    return found
 
 
 EPSILON = float(torch.finfo(torch.float32).eps)
