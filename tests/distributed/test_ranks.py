@@ -42,7 +42,11 @@ def run(folder: Path, names: str, ranks: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    return run(folder, "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,losses,dropout,fast_paths,apart", 2)
+    return run(
+        folder,
+        "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,losses,dropout,fast_paths,apart",
+        2,
+    )
 
 
 @pytest.fixture(scope="module")

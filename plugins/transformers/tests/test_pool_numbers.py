@@ -5,7 +5,6 @@ number of rows; the tests measure whether they do. Elsewhere they agree to round
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any

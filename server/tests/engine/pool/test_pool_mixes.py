@@ -4,7 +4,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from rounding import FACTOR, USELESS, gap, units
 from server_pool import answer, datum, drawn, request
 
