@@ -4,7 +4,12 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("twinkle", deadline=None)
+hypothesis.settings.load_profile("twinkle")
 
 if units := os.environ.get("TWINKLE_TEST_ROUND_BY_ROWS"):
     from twinkle_testing.other_machine import round_by_rows

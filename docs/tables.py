@@ -268,7 +268,10 @@ LIMITS = {
     "a model after its session ended": "its state is kept for {kept_run}",
     "an entry of the audit log": "kept for {kept_audit}",
     "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
-    "an engine that gives no sign of life": "is reported as not responding after {silent}",
+    "an engine that gives no sign of life": (
+        "is reported as not responding after {silent}; one that is stopped (SIGSTOP) and owes an answer is started "
+        "anew after {stopped}"
+    ),
     "a plugin that is revoked while the service runs": "dropped within {revocations}",
     "a pass": "{deadline}, then the engine is started anew",
     "the loss of a plugin, for one operation": "{loss}, and {loss_bytes} of memory",

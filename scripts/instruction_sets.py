@@ -25,8 +25,11 @@ SUITES = (
     "plugins/transformers/tests/test_sampler_groups.py",
     "plugins/transformers/tests/test_steps.py",
     "plugins/transformers/tests/test_policy_gradient_steps.py",
+    "plugins/transformers/tests/test_pool_numbers.py",
+    "plugins/transformers/tests/test_weight_sync.py",
+    "server/tests/engine/pool/test_pool_mixes.py",
 )
-"""Suites whose results depend on how products round; about two minutes on one core."""
+"""Suites whose results depend on how products round; about four minutes on one core."""
 SIDE_BY_SIDE = 2
 Variant = tuple[str, Mapping[str, str]]
 

@@ -2,6 +2,8 @@
 
 import http.server
 import json
+import os
+import socketserver
 import threading
 import time
 import warnings
@@ -18,6 +20,7 @@ from twinkle_registry.code.revocation import RevocationList, Revoked, read_list,
 from twinkle_registry.code.revocation_lists import known_list
 from twinkle_registry.code.signatures import new_private_key
 from twinkle_registry.code.verifying import verify
+from twinkle_registry.folder_trust import trust
 
 House = Callable[..., Registry]
 DAY = 86_400
@@ -244,6 +247,94 @@ def test_a_list_that_a_folder_names_is_not_asked_for_until_the_folder_is_trusted
     policy(web[0])
     assert Policy.load(fetch=True).revoked == ()
     assert web[1] == []
+
+
+def test_an_edit_of_the_settings_does_not_lift_what_is_revoked(
+    added: str, house: House, publish: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TWINKLE_TRUST_FOLDER")
+    policy()
+    publish(Revoked("hf://acme/focal", "", "bad"))
+    for name in ("twinkle.toml", "twinkle.lock"):
+        trust(name, [Path(name).read_bytes()])
+    with pytest.raises(NotTrusted, match="it was revoked: 'bad'"):
+        house().resolve("hf://acme/focal", "loss")
+    policy(more="# an edit that nobody has trusted yet")
+    publish(sequence=2)
+    with pytest.warns(UserWarning, match=r"^\[trust\] revoked of twinkle\.toml in .* is not obeyed"):
+        registry = house()
+    with (
+        pytest.warns(UserWarning, match=r"is not read, because .* not trusted any more; the list number 1 .* counts"),
+        pytest.raises(NotTrusted, match="it was revoked: 'bad'"),
+    ):
+        registry.resolve("hf://acme/focal", "loss")
+    trust("twinkle.toml", [Path("twinkle.toml").read_bytes()])
+    assert house().resolve("hf://acme/focal", "loss").__name__ == "Focal"
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """Return a function that gives an address on loopback which answers one request with some bytes."""
+    threads: list[threading.Thread] = []
+
+    def serve(answer: bytes) -> str:
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                self.request.recv(65_536)
+                self.request.sendall(answer)
+
+        server = socketserver.TCPServer(("127.0.0.1", 0), Handler)
+
+        def once() -> None:
+            with server:
+                server.timeout = 60
+                server.handle_request()
+
+        threads.append(threading.Thread(target=once))
+        threads[-1].start()
+        return f"http://127.0.0.1:{server.server_address[1]}/revoked.json"
+
+    yield serve
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nabc"]
+)
+def test_an_address_that_speaks_no_http_is_one_that_cannot_be_reached(
+    added: str, house: House, policy: Any, answering: Callable[[bytes], str], answer: bytes
+) -> None:
+    policy(answering(answer))
+    with pytest.warns(UserWarning, match=r"revocation list: http://127\.0\.0\.1:\d+/revoked\.json cannot be read: "):
+        assert house().resolve("hf://acme/focal", "loss").__name__ == "Focal"
+
+
+def test_threads_that_read_a_list_at_once_keep_it(key: tuple[bytes, str], publish: Any, policy: Any) -> None:
+    policy()
+    publish(Revoked("hf://acme/focal", "", "bad"))
+    (source,) = (known.source for known in Policy.load().revoked)
+    problems: set[str] = set()
+
+    def read() -> None:
+        for _ in range(40):
+            known = known_list(source, fetch=True)
+            problems.update(filter(None, (known.problem, known.error)))
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == set()
+
+
+@pytest.mark.timeout(60)  # a reader that waits for the pipe would wait for ever
+def test_a_list_that_is_no_regular_file_is_not_opened(added: str, house: House, policy: Any) -> None:
+    os.mkfifo("revoked.json")
+    policy(stale="refuse")
+    with pytest.raises(NotTrusted, match=r"revoked\.json cannot be read: it is a pipe, not a regular file"):
+        house().resolve("hf://acme/focal", "loss")
 
 
 @pytest.mark.parametrize(

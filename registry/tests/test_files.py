@@ -2,10 +2,9 @@
 
 import os
 import pickle
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,7 @@ def work(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """Ends a test that waits for a pipe."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError("it waits for a writer of the pipe")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("alarm")
+@pytest.mark.timeout(60)  # a reader that waits for the pipe would wait for ever
 def test_a_pipe_in_the_place_of_a_file_is_refused(work: Path, house: House) -> None:
     os.mkfifo(work / "mine.py")
     with pytest.raises(ComponentNotFound, match=r"mine\.py cannot be read \(it is a pipe, not a regular file\)"):

@@ -1,5 +1,7 @@
 """Files that lie in a folder are obeyed once the user trusted them, and never silently left out before."""
 
+import builtins
+import io
 import subprocess
 import sys
 import warnings
@@ -92,8 +94,11 @@ def test_an_untrusted_lock_is_neither_changed_nor_verified(
         verify(registry.records, lambda scheme: None)
     assert foreign_lock.read_bytes() == before
     monkeypatch.setenv("TWINKLE_FROZEN", "1")
-    with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is not obeyed"):
-        registry.resolve("hf://acme/focal", "loss")
+    with pytest.warns(UserWarning, match="is not obeyed"):
+        registry = house()
+    for asked in ("hf://acme/focal", "colorsys:rgb_to_hsv"):
+        with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is not obeyed"):
+            registry.resolve(asked, "loss")
 
 
 @pytest.mark.parametrize("way", ["TWINKLE_LOCK", "TWINKLE_TRUST_FOLDER"])
@@ -176,6 +181,44 @@ def test_a_record_of_another_file_or_a_damaged_one_trusts_nothing(work: Path, tm
     for text in ("", "[]", '{"path": 1}', record.read_text().replace("twinkle.lock", "twinkle.toml")):
         record.write_text(text)
         assert not Lock.load().is_obeyed
+
+
+def test_a_lock_that_cannot_be_read_stops_only_what_needs_it(
+    work: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("twinkle.lock").write_text("schema = 1\n")
+    real = builtins.open
+
+    def refuse(file: Any, *args: Any, **options: Any) -> Any:
+        if str(file) == str(work / "twinkle.lock"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", refuse)  # of a file's mode root takes no notice
+    assert house().names("loss") == []
+    monkeypatch.setattr(io, "open", refuse)
+    with pytest.raises(SettingsError, match=r"twinkle\.lock cannot be read: Permission denied"):
+        Lock.load()
+
+
+@pytest.mark.parametrize("variable", ["TWINKLE_STATE_DIR", "XDG_STATE_HOME"])
+def test_records_that_a_checkout_brings_along_count_for_nothing(
+    work: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    Path("twinkle.lock").write_text("schema = 1\n")
+    theirs = work / "state" if variable == "TWINKLE_STATE_DIR" else work / "state" / "twinkle"
+    monkeypatch.setenv("TWINKLE_STATE_DIR", str(theirs))
+    trust("twinkle.lock", [b"schema = 1\n"])
+    assert Lock.load().is_obeyed
+    monkeypatch.delenv("TWINKLE_STATE_DIR")
+    monkeypatch.setenv(variable, "state")
+    if variable == "XDG_STATE_HOME":  # its specification says that a relative path is to be ignored
+        assert not Lock.load().is_obeyed
+    else:
+        with pytest.raises(
+            SettingsError, match=r"TWINKLE_STATE_DIR must be the absolute path of a folder, got 'state'"
+        ):
+            Lock.load()
 
 
 def test_code_is_trusted_with_its_folder_and_what_is_below_until_that_is_taken_back(work: Path) -> None:

@@ -42,7 +42,11 @@ def run(folder: Path, names: str, ranks: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    return run(folder, "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,losses,dropout,apart", 2)
+    return run(
+        folder,
+        "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,losses,dropout,fast_paths,apart",
+        2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +230,15 @@ def test_a_step_of_each_loss_is_that_of_one_process_with_all_rows(
 def test_dropout_differs_between_ranks_and_between_passes(way: str, two: dict[str, list[Any]]) -> None:
     first, second = (seen[way] for seen in two["dropout"])
     assert len({tuple(passed) for passed in (*first, *second)}) == 4
+
+
+def test_ranks_that_share_a_model_share_prefixes_and_what_was_measured_before(two: dict[str, list[Any]]) -> None:
+    first, second = two["fast_paths"]
+    assert first["paths"] == first["same"] == second["same"] == {"packing": True, "prefixes": True}
+    assert first["shared"] == second["shared"] == [False, True]
+    assert first["norms"] == second["norms"]
+    # Float32 sums in another order; prefixes that were computed wrongly would change the norm by a tenth and more.
+    assert first["norms"][1] == pytest.approx(first["norms"][0], rel=1e-5)
 
 
 def test_ranks_at_different_calls_are_told_who_is_where(two: dict[str, list[Any]]) -> None:

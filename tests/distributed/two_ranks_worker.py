@@ -298,6 +298,25 @@ def unequal(folder: Path) -> dict[str, Any]:
 
 
 @scenario
+def fast_paths(folder: Path) -> dict[str, Any]:
+    """Return the norm of a step with and without shared prefixes, and what the first rank alone asked about them."""
+    mesh = meshes()["FSDP2"]
+    prompt = list(range(3, 43))
+    data = [{"input_ids": ids, "labels": [-100] * 39 + ids[40:] + [-100]} for ids in (
+        [*prompt, *range(number, number + 5)] for number in range(50, 58))]  # fmt: skip
+    seen: dict[str, Any] = {"norms": [], "shared": []}
+    for share in (False, True):
+        model = build(folder, mesh, optimizer="SGD", lr=8.0, share_prefixes=share)
+        if twinkle.is_master():  # as a recipe does, which writes down what was measured
+            seen["paths"] = {found.path: found.exact for found in model.evidence()}
+        model.forward_backward(inputs=own(mesh, data))
+        seen["norms"].append(model.clip_grad_norm(1.0))
+        seen["shared"].append(hasattr(model._batch(model.optimizer_group["default"], own(mesh, data)), "lengths"))
+    seen["same"] = {found.path: found.exact for found in model.evidence()}
+    return seen
+
+
+@scenario
 def killed(folder: Path) -> dict[str, Any]:
     """Train for ever; somebody will kill a rank."""
     mesh = meshes()["DDP"]

@@ -51,6 +51,7 @@ _LOSSES = {
     "AcmeSegfaults": "os.kill(os.getpid(), signal.SIGSEGV)",
     "AcmeAborts": "os.abort()",
     "AcmeRaises": "raise RuntimeError('the moon is in the wrong phase: ' + __file__)",
+    "AcmeSurrogate": "raise RuntimeError('a file named ' + os.fsdecode(bytes([0x80])))",
     "AcmeNan": "return LossOutput(outputs['logps'].sum() * float('nan'), 1.0)",
     "AcmeNanGradient": (
         "x = outputs['logps'] * 0\nreturn LossOutput(torch.where(x == 0, x.new_zeros(()), x.sqrt() / x).sum(), 1.0)"

@@ -20,7 +20,7 @@ USELESS = 1e-2
 
 def units() -> float:
     """Return by how many units in the last place products of this process may differ between numbers of rows."""
-    return max(1.0, float(os.environ.get(VARIABLE, 1.0)))
+    return max(1.0, float(os.environ.get(VARIABLE) or 1.0))
 
 
 def rounding_of(compute: Callable[[], Sequence[Tensor]], *, draws: int = 2) -> list[float]:

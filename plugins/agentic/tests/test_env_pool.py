@@ -2,7 +2,6 @@
 
 import functools
 import os
-import signal
 import sys
 import threading
 import time
@@ -37,21 +36,7 @@ def test_the_slots_of_a_pool_are_worlds_apart_and_step_together() -> None:
     assert two.evaluate([{"messages": [{"role": "assistant", "content": "0"}]}]) == [1.0]
 
 
-@pytest.fixture
-def alarm() -> Iterator[None]:
-    """Ends a test that waits for a pipe."""
-
-    def ring(*_: object) -> None:
-        raise TimeoutError("it waits for a writer of the pipe")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("alarm")
+@pytest.mark.timeout(60)  # a reader that waits for the pipe would wait for ever
 def test_a_pool_of_a_class_in_a_pipe_is_refused_and_does_not_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "env.py")
     with pytest.raises(ComponentNotFound, match="it is a pipe, not a regular file"):

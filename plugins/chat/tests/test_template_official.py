@@ -125,6 +125,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         said("a2"),
     ],
     "text and call": [user("q1"), said("let me see", None, FIRST), result("rain", "weather"), said("a1")],
+    "call, then text and call": [
+        user("q1"),
+        said(None, None, FIRST),
+        result("rain", "weather"),
+        said("let me see", None, SECOND),
+        result("none", "holidays"),
+        said("a1"),
+    ],
 }
 
 
@@ -274,8 +282,22 @@ REFUSED = {
     "Llama 3": {name: NOT_SHOWN for name, messages in CONVERSATIONS.items() if FIRST in _calls(messages)},
     "gpt-oss": {"two calls": NOT_SHOWN},
     "gpt-oss of TRL": {"two calls": NOT_SHOWN},
-    "R1-Distill": {"text and call": NOT_SHOWN},
-    "R1-Distill-Llama": {"text and call": NOT_SHOWN},
+    "R1-Distill": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN.replace("1", "3")},
+    "R1-Distill-Llama": {"text and call": NOT_SHOWN, "call, then text and call": NOT_SHOWN.replace("1", "3")},
+}
+# Of these, prefixes do not tell the places of turns in every chat template.
+TURNS: dict[str, list[dict[str, Any]]] = CONVERSATIONS | {
+    "text, then thinking": [user("q1"), said("let me see", None, FIRST), result("rain", "weather"), said("a1", "t1")],
+    "two texts with calls": [
+        user("q1"),
+        said(None, "t1", FIRST, SECOND),
+        result("rain", "weather"),
+        result("none", "holidays"),
+        said("let me see", "t2", FIRST, SECOND),
+        result("rain", "weather"),
+        result("none", "holidays"),
+        said("a1", "t3"),
+    ],
 }
 TAKEN = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, {})]
 
@@ -299,6 +321,39 @@ def test_arguments_as_text_and_as_dicts_are_one(family: str, name: str) -> None:
 def test_a_refusal_says_why(family: str, name: str) -> None:
     with pytest.raises(EncodeError, match=REFUSED[family][name]):
         encoded(*FAMILIES[family], row(name))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["thinking and calls", "text, then thinking", "two texts with calls"])
+def test_turns_that_are_trained_alone_share_no_token(family: str, name: str) -> None:
+    """What they have together is what is trained if all are."""
+    given: dict[str, Any] = {"messages": TURNS[name], "tools": TOOLS}
+    template = build(*FAMILIES[family])
+    try:
+        whole: Any = template.encode(given)
+    except EncodeError:
+        assert re.match("Llama 3|gpt-oss|R1-Distill", family)  # it takes one call, or no text beside calls
+        return
+    together = [-100] * len(whole["labels"])
+    for turn, message in enumerate(given["messages"]):
+        if message["role"] == "assistant":
+            alone = [
+                m | {"weight": int(index == turn)} if m["role"] == "assistant" else m
+                for index, m in enumerate(given["messages"])
+            ]
+            encoded_alone: Any = template.encode(given | {"messages": alone})
+            for place, label in enumerate(encoded_alone["labels"]):
+                assert label == -100 or together[place] == -100
+                together[place] = label if label != -100 else together[place]
+    assert together == whole["labels"]
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss of TRL"])
+def test_what_a_chat_template_refuses_is_not_written_in_another_form(family: str) -> None:
+    """Its reasoning would be text between think tags, which the model does not know, in the answer."""
+    messages = [user("q1"), said("let me see", "t1", FIRST), result("rain", "weather"), said("a1", "t2")]
+    with pytest.raises(EncodeError, match=r"the chat template refuses .*: Cannot pass both content and thinking"):
+        encoded(*FAMILIES[family], {"messages": messages, "tools": TOOLS})
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if re.match("Qwen|DeepSeek|Llama", family)])

@@ -144,6 +144,19 @@ def test_a_later_source_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [getattr(training, name) for name in names] == [5, 4, 3, 2, 200]
 
 
+@pytest.mark.parametrize("line", ["TRUST_REMOTE_CODE=1", "LOSS__LOSS_CLS=./theirs.py:Loss"])
+def test_a_file_of_variables_that_nobody_named_lets_no_code_run(
+    empty_place: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setenv("TWINKLE_STATE_DIR", str(empty_place / "state"))
+    monkeypatch.delenv("TWINKLE_TRUST_FOLDER", raising=False)
+    write(".env", f"TWINKLE_{line}\n")
+    assert "in .env would let code run, and this folder is not trusted; give it on the command line" in problem()
+    assert read(env_file=".env") != Args(), "a file that is named is the user's own word"
+    monkeypatch.setenv("TWINKLE_TRUST_FOLDER", str(empty_place))
+    assert read() == read(env_file=".env")
+
+
 def test_only_twinkles_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOST", "PORT", "MODE", "SEED", "SPLIT", "STOP", "MODEL_ID", "LR"):
         monkeypatch.setenv(name, "7")

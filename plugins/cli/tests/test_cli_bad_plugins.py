@@ -1,6 +1,7 @@
 """What people get wrong in a plugin: each is told wherever it is looked for, and costs nobody else."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,14 @@ def test_a_part_that_no_manifest_names_is_found_too(make_plugin: Make) -> None:
     registry.cache_clear()
     assert f"broken module: acme_bad: {folder / 'inner.py'}:1: SyntaxError: " in told("doctor")
     assert "importing acme_bad.parts failed: SyntaxError" in told("info", "AcmeLoss")
+
+
+@pytest.mark.timeout(60)  # a reader that waits for the pipe would wait for ever
+def test_a_pipe_among_the_files_of_a_plugin_is_told_and_not_opened(make_plugin: Make) -> None:
+    folder = make_plugin("acme_bad", LOSS, parts=WHOLE)
+    os.mkfifo(folder / "odd.py")
+    registry.cache_clear()
+    assert f"{folder / 'odd.py'}: cannot be read: it is a pipe, not a regular file" in told("doctor")
 
 
 @pytest.fixture

@@ -109,6 +109,17 @@ def test_trust_lasts_until_the_files_change_or_it_is_taken_back(folder: Path, ca
     assert call("untrust").exit_code == 2
 
 
+def test_a_folder_in_a_trusted_one_is_not_called_untrusted(folder: Path, call: Call) -> None:
+    (folder / "inner").mkdir()
+    assert f"{folder}/inner is not trusted; see" in call("untrust", "inner").stderr
+    call("trust", "--yes")
+    said = call("untrust", "inner")
+    assert said.exit_code == 2
+    assert (
+        f"{folder}/inner is not trusted itself, but a folder around it, or one that a variable names, is" in said.stderr
+    )
+
+
 def test_a_damaged_file_cannot_be_trusted(folder: Path, call: Call) -> None:
     (folder / "twinkle.lock").write_text("<<<<<<< HEAD\n")
     result = call("trust", "--yes")

@@ -214,3 +214,61 @@ def test_float64_mode_computes_grouped_products() -> None:
     whole = [rows[a:b].double() @ matrices[i].double() for i, (a, b) in enumerate(spans)]
     torch.testing.assert_close(product, torch.cat(whole))
     torch.testing.assert_close(outer, torch.stack([wide[:, a:b].double() @ rows[a:b].double() for a, b in spans]))
+
+
+def in_float64() -> bool:
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
+def test_kernels_of_half_precision_that_leak_less_than_their_rounding_are_a_fault(share: float) -> None:
+    def fast(x: Tensor) -> Tensor:
+        return layers(x if in_float64() else x + share * x.mean(0))
+
+    x = inputs(torch.bfloat16)
+    found = judge("packing", fast, layers, x, changed(x))
+    assert not found.exact
+    assert "see each other with the kernels of bfloat16: a token moves by" in found.reason
+
+
+def test_kernels_that_do_not_repeat_themselves_are_judged_by_their_rounding() -> None:
+    seeds = iter(range(100))
+
+    def fast(x: Tensor) -> Tensor:
+        with RoundingNoise(next(seeds)):
+            return by_halves(x)
+
+    x = inputs(torch.bfloat16)
+    found = judge("packing", fast, by_halves, x, changed(x))
+    assert found.exact, found.reason
+    assert found.moved > 0
+
+
+def test_a_path_for_which_float64_needs_too_much_memory_is_undecided_and_the_model_goes_on() -> None:
+    def fast(x: Tensor) -> Tensor:
+        if in_float64():
+            raise torch.OutOfMemoryError("14 GiB are not free")
+        return layers(x * 1.02)
+
+    x = inputs(torch.bfloat16)
+    found = judge("packing", fast, layers, x, changed(x))
+    assert (found.exact, found.method) == (False, "undecided")
+    assert "14 GiB are not free" in found.reason
+
+
+def test_a_path_that_runs_out_of_memory_itself_raises() -> None:
+    def fast(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        judge("packing", fast, layers, inputs(torch.bfloat16))
+
+
+def test_float64_mode_copies_the_rows_of_an_embedding_that_it_needs_and_no_others() -> None:
+    table = torch.nn.Embedding(1000, 8, dtype=torch.bfloat16)
+    ids = torch.tensor([[3, 999]])
+    with torch.no_grad(), InFloat64() as mode:
+        rows = table(ids)
+    assert rows.dtype == torch.float64
+    assert torch.equal(rows, table.weight.double()[ids])
+    assert mode._free == 2 << 30

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from twinkle.digests import check_digests
 from twinkle.errors import CheckpointError, ModelLoadError
 from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.testing import tiny_model
@@ -79,6 +80,16 @@ def test_a_full_model_is_checked_when_it_is_loaded(folder: Path, tmp_path: Path)
         TransformersModel(model_id=str(saved), mixed_precision="no")
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed since it was saved"):
         build(folder, lora=False).resume_from_checkpoint(str(saved))
+
+
+def test_a_chat_template_that_was_changed_is_refused_with_the_model_beside_it(folder: Path, tmp_path: Path) -> None:
+    saved = Path(str(build(folder, lora=False).save("full", str(tmp_path), save_optimizer=True)))
+    with (saved / "chat_template.jinja").open("a") as file:
+        file.write("{{ 'be rude' }}")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja was changed since it was saved"):
+        TransformersModel(model_id=str(saved), mixed_precision="no")
+    (saved / "chat_template.jinja").unlink()
+    TransformersModel(model_id=str(saved), mixed_precision="no")
 
 
 def test_a_change_on_purpose_is_accepted_without_the_digests(
@@ -148,6 +159,13 @@ def test_a_pipe_among_the_weights_is_told_and_not_waited_for(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"model\.safetensors cannot be read: it is a pipe"):
         fingerprint(tmp_path)
+
+
+@pytest.mark.timeout(60)  # a reader that waits for the pipe would wait for ever
+def test_a_pipe_in_the_place_of_the_digests_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "digests.json")
+    with pytest.raises(CheckpointError, match=r"digests\.json cannot be read \(.*it is a pipe, not a regular file"):
+        check_digests(tmp_path)
 
 
 def test_the_commit_of_a_hubs_folder_is_known(tmp_path: Path) -> None:

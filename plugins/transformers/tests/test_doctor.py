@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from twinkle_transformers.doctor.command import lines_of, main
+from twinkle_transformers.doctor.command import lines_of, main, prefix_attention
 from twinkle_transformers.doctor.machine import ROW_COUNTS, machine_facts, measure_products
 
 PATHS = {"packing", "prefixes", "fused", "steps"}
@@ -54,3 +54,25 @@ def test_the_processor_is_read_from_the_kernel(tmp_path: Path) -> None:
     assert facts["processor"] == "Acme Nine"
     assert facts["instruction_sets"] == ["avx2", "avx512f", "amx_bf16"]
     assert facts["total_bytes"] > facts["free_bytes"] > 0
+
+
+def test_the_kernel_of_shared_prefixes_is_named_only_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinkle_torch import prefix_attention as kernels
+
+    assert "by torch's flash kernel" in prefix_attention(torch.device("cpu"))
+    assert prefix_attention(torch.device("cuda")).startswith("reads copies of its keys")
+    monkeypatch.setattr(kernels, "has_kernel", lambda: False)
+    assert "this torch lacks the flash kernel" in prefix_attention(torch.device("cpu"))
+
+
+def test_of_row_counts_it_says_what_was_tried() -> None:
+    found = report("--dtype", "float32")
+    for facts in found["machine"]["products"].values():
+        facts["other_bits"] = []
+    told = [line for line in lines_of(found) if "GFLOP/s" in line]
+    assert [
+        f"all {len(ROW_COUNTS)} numbers of rows that were tried, up to {max(ROW_COUNTS)}" in one for one in told
+    ] == [
+        True,
+        True,
+    ]

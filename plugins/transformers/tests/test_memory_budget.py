@@ -265,7 +265,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
 def test_the_estimate_is_that_of_the_path_that_runs(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = opened(folder, share_prefixes=False if path == "padded" else "auto")
     if path == "prefixes off":
-        monkeypatch.setattr(model._backbone.segmenter.__class__, "check", lambda self: "the test says so")
+        monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", "prefixes")
     rows = rows_of(path)
     batch = model._batch(model.optimizer_group["a"], rows)
     size = positions(batch)
@@ -297,6 +297,24 @@ def test_sampling_whole_decodes_as_many_at_once_as_fit(folder: Path, monkeypatch
     assert [[s.tokens for s in r.sequences] for r in found] == [[s.tokens for s in r.sequences] for r in wanted]
     with pytest.raises(CapacityError, match=r"row 1: 36 tokens need about .* MiB, and the sampler may take"):
         TorchSampler(folder, cache_bytes=one - 1).sample(rows, params)
+
+
+def test_scores_of_a_prompt_count_for_what_sampling_whole_may_take(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runner, "_refusal", lambda self: "the test says so")
+    row = {"input_ids": make_rows(1, 500, seed=1)[0]["input_ids"]}
+    params = {"max_tokens": 2, "seed": 1, "stop": []}
+    plain = TorchSampler(folder)
+    plain.sample([row], params)
+    limit = plain._service.whole._bytes[1].needed(502, 500)
+    logits = 500 * plain._service.source.base.config.vocab_size * 4
+    narrow = TorchSampler(folder, cache_bytes=limit + logits)
+    narrow.sample([row], params)
+    with pytest.raises(CapacityError, match="502 tokens and the scores of their prompt need about"):
+        narrow.sample([row], params | {"prompt_logprobs": 1})
+    roomy = TorchSampler(folder, cache_bytes=limit + 3 * logits)
+    assert len(roomy.sample([row], params | {"prompt_logprobs": 1})[0].prompt_logprobs) == 500
 
 
 # what is free

@@ -1,5 +1,6 @@
 """Every way to call a model of many adapters, and what it returns: losses, metrics, stages, templates, dtypes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,29 +159,37 @@ def test_a_tensor_of_arguments_is_cut_with_the_rows(folder: Path) -> None:
 def test_one_name_returns_what_a_model_with_one_adapter_returns(folder: Path, tmp_path: Path) -> None:
     model = three_adapters(folder)
     model.save("a", str(tmp_path), adapter_name="a")
-    plain = TransformersModel(model_id=str(folder), mixed_precision="no")
-    plain.add_adapter_to_model("a", str(tmp_path / "a"))
-    plain.set_optimizer("AdamW", lr=1e-2)
     rows = make_rows(3, (9, 4), seed=9)
-    for call in ({}, {"return_logits": True}, {"temperature": 0.7}, {"micro_batch_size": 2}):
-        mine = model.forward_backward(inputs=rows, adapter_name="a", **call)
-        other = plain.forward_backward(inputs=rows, **call)
-        assert mine.keys() == other.keys()
-        for key, value in other.items():
-            if key == "logits":  # what a plain model computes on padding says nothing
-                mine[key][1, 4:] = value[1, 4:] = 0
-            torch.testing.assert_close(torch.as_tensor(mine[key]), torch.as_tensor(value), rtol=1e-5, atol=2e-5)
-        model.clip_grad_and_step(adapter_name="a")
-        plain.clip_grad_and_step()
-        ours, theirs = model.calculate_metric(True, adapter_name="a"), plain.calculate_metric(True)
-        assert ours.keys() == theirs.keys()
-        for key in ("loss", "grad_norm", "accuracy", "learning_rate"):
-            if key in theirs:
-                assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-4), key
-    embedded = model.forward_only(inputs=rows, adapter_name="a", task="embedding")["embeddings"]
-    torch.testing.assert_close(
-        embedded, plain.forward_only(inputs=rows, task="embedding")["embeddings"], rtol=0, atol=2e-5
-    )
+
+    def trained(call: Any, step: Any, metrics: Any, embed: Any) -> dict[str, torch.Tensor]:
+        """Return all outputs and metrics of four steps, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for number, options in enumerate(({}, {"return_logits": True}, {"temperature": 0.7}, {"micro_batch_size": 2})):
+            for key, value in call(inputs=rows, **options).items():
+                found[f"{number} {key}"] = torch.as_tensor(value, dtype=torch.float32).clone()
+                if key == "logits":  # what a plain model computes on padding says nothing
+                    found[f"{number} {key}"][1, 4:] = 0
+            step()
+            for key, value in metrics(True).items():
+                if key in ("loss", "grad_norm", "accuracy", "learning_rate"):
+                    found[f"{number} metric {key}"] = torch.tensor(float(value))
+        return found | {"embeddings": embed(inputs=rows, task="embedding")["embeddings"]}
+
+    def plain() -> dict[str, torch.Tensor]:
+        one = TransformersModel(model_id=str(folder), mixed_precision="no")
+        one.add_adapter_to_model("a", str(tmp_path / "a"))
+        one.set_optimizer("AdamW", lr=1e-2)
+        return trained(one.forward_backward, one.clip_grad_and_step, one.calculate_metric, one.forward_only)
+
+    calls = (model.forward_backward, model.clip_grad_and_step, model.calculate_metric, model.forward_only)
+    ours, theirs = trained(*(partial(call, adapter_name="a") for call in calls)), plain()
+    assert ours.keys() == theirs.keys()
+    limits = rounding_of(lambda: list(plain().values()))
+    tensors = [limit for limit, value in zip(limits, theirs.values(), strict=True) if value.ndim]
+    # A single number may move by nothing in a few draws, and then has the limit of what it is made of.
+    limits = [max(limit, *tensors) if not value.ndim else limit for limit, value in zip(
+        limits, theirs.values(), strict=True)]  # fmt: skip
+    assert_near(list(ours.values()), list(theirs.values()), limits)
 
 
 def test_outputs_of_several_adapters_are_rows_in_the_caller_s_order(model: Any) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.kernel import kernelize, unkernelize
-from twinkle.model import MultiLoraTransformersModel
-from twinkle.patch import Patch
+from twinkle.model import MultiLoraTransformersModel, TransformersModel
+from twinkle.patch import Patch, apply_patch, undo_patch
+from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.pool.config import read_config
@@ -235,6 +236,51 @@ def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog
     assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
 
 
+def test_a_patch_of_the_module_itself_is_seen_by_the_next_operation(folder: Path) -> None:
+    model = opened(folder)
+    before = trained(model)
+    apply_patch(model.model, Bypass)
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=r"layers.0.self_attn.q_proj was replaced .*; adapters need its own"):
+            trained(model)
+    undo_patch(model.model, Bypass)
+    assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
+    apply_patch(model.model, Running)
+    together = model.forward_only(inputs=ROWS, adapter_name=["a", None])
+    assert {found.path: found.exact for found in model.evidence()} == dict.fromkeys(
+        ("packing", "prefixes", "fused"), False
+    )
+    for row, who, output in zip(ROWS, ["a", None], together, strict=True):
+        alone = model.forward_only(inputs=[row], adapter_name=[who])[0]
+        torch.testing.assert_close(output["logps"], alone["logps"], rtol=0, atol=1e-5)
+    undo_patch(model.model, Running)
+    assert all(torch.equal(one, other) for one, other in zip(trained(model), before, strict=True))
+
+
+@pytest.mark.parametrize("by", ["the model", "its module"])
+@pytest.mark.parametrize("kind", [TransformersModel, MultiLoraTransformersModel])
+def test_a_sampler_that_shares_the_model_follows_its_patches(folder: Path, kind: Any, by: str) -> None:
+    model: Any = kind(model_id=str(folder), mixed_precision="no")
+
+    def scores(sampler: Any) -> list[float]:
+        row = {"input_ids": list(range(3, 20))}
+        params = {"max_tokens": 4, "temperature": 0.0, "logprobs": 1, "stop": []}
+        [response] = sampler.sample([row], params, use_base_model=True)
+        return [pairs[0][1] for pairs in response.sequences[0].logprobs]
+
+    shared = TorchSampler(model=model)
+    before = scores(shared)
+    assert [str(found) for found in shared.evidence() if not found.exact] == []
+    assert shared._service.runner.backbone is model._backbone, "nothing is measured twice"
+    model.apply_patch(Running) if by == "the model" else apply_patch(model.model, Running)
+    assert scores(shared) == pytest.approx(scores(TorchSampler(model=model.model)), rel=0, abs=1e-5)
+    assert scores(shared) != pytest.approx(before, rel=0, abs=1e-2)
+    [steps] = shared.evidence()
+    assert "its sequences see each other" in steps.reason
+    model.undo_patch(Running) if by == "the model" else undo_patch(model.model, Running)
+    assert scores(shared) == before
+
+
 def test_rows_with_images_are_refused_and_text_goes_on(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "depth": 1, "out_hidden_size": 32}
@@ -298,6 +344,7 @@ def test_sequences_go_alone_where_rows_share_a_long_prefix_too(tmp_path: Path) -
 @pytest.mark.parametrize("off", ["fused", "prefixes", "packing", "all"])
 def test_a_pool_computes_the_same_without_fast_paths(folder: Path, monkeypatch: pytest.MonkeyPatch, off: str) -> None:
     def logps() -> list[torch.Tensor]:
+        nonlocal paths
         model = MultiLoraTransformersModel(model_id=str(folder), mixed_precision="no", dtype="float64")
         for number, name in enumerate("ab"):
             model.add_adapter_to_model(name, {"r": 4, "init_lora_weights": False}, seed=number)
@@ -305,9 +352,17 @@ def test_a_pool_computes_the_same_without_fast_paths(folder: Path, monkeypatch: 
         rows = [
             {"input_ids": ids, "labels": [*ids[1:], -100]} for ids in ([*prompt, 20, 21], [*prompt, 30], [*prompt, 40])
         ]
+        paths = {found.path: found.exact for found in model.evidence()}
         return [row for name in "ab" for row in model.forward_only(inputs=rows, adapter_name=name)["logps"]]
 
+    paths: dict[str, bool] = {}
     fast = logps()
+    assert paths == dict.fromkeys(("packing", "prefixes", "fused"), True)
     monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", off)
-    for ours, plain in zip(fast, logps(), strict=True):
+    slow = logps()
+    assert {name for name, on in paths.items() if not on} == {
+        "fused": {"fused"}, "prefixes": {"prefixes"}, "packing": {"packing", "prefixes", "fused"},
+        "all": {"packing", "prefixes", "fused"},
+    }[off]  # fmt: skip
+    for ours, plain in zip(fast, slow, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-6)  # weights of adapters are float32, their sums too

@@ -1,5 +1,6 @@
 """A prefix that lies in the row once gives every row the hidden states and gradients that it has alone."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -169,18 +170,44 @@ def test_a_model_that_counts_positions_by_itself_is_found_out(monkeypatch: pytes
     assert "LlamaForCausalLM does not take sequences that share a prefix" in str(segmenter.check_prefixes())
 
 
-def test_a_model_that_cannot_see_segments_cannot_share_prefixes() -> None:
+def test_a_model_that_cannot_see_segments_cannot_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", "packing")
     segmenter = Segmenter(made("llama"))
-    segmenter.assume("LlamaForCausalLM does not take several sequences")
-    assert segmenter.check_prefixes() == "LlamaForCausalLM does not take several sequences"
+    refusal = segmenter.check_prefixes()
+    assert refusal == segmenter.check()
+    assert "LlamaForCausalLM does not take several sequences in one row: packing is disabled" in str(refusal)
+    assert [str(found) for found in segmenter.measured().values()] == [
+        f"{path} off: packing is disabled by TWINKLE_DISABLE_FAST_PATHS" for path in ("packing", "prefixes")
+    ]
 
 
-def test_what_was_not_tried_before_sharding_is_refused() -> None:
+def test_what_was_measured_before_sharding_is_taken_over_and_the_model_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = Segmenter(made("llama"))
+    found = first.measured()
+    assert [path for path in found if found[path].exact] == ["packing", "prefixes"]
+
+    def sharded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("one rank alone would wait for the others' shards")
+
+    for segmenter in (first, Segmenter(made("llama"))):  # the first rank, and another one
+        monkeypatch.setattr(segmenter.model.base_model, "forward", sharded)
+        segmenter.assume(found)
+        assert segmenter.measured() == found
+        assert segmenter.shares_prefixes()
+        with segmenter.within(Segments.of([3, 2], parents=[-1, 0])):
+            pass
+
+
+def test_paths_are_measured_in_the_precision_in_which_passes_run() -> None:
     segmenter = Segmenter(made("llama"))
-    segmenter.assume(None)
-    assert not segmenter.shares_prefixes()
-    with pytest.raises(Unsupported, match="was not tried"):
-        segmenter.within(Segments.of([3, 2], parents=[-1, 0]))
-    other = Segmenter(made("llama"))
-    other.assume(None, None)
-    assert other.shares_prefixes()
+    segmenter.precision = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    narrow = segmenter.measured()
+    assert {found.dtype for found in narrow.values()} == {"bfloat16"}
+    assert all(found.exact for found in narrow.values())
+    segmenter.precision = nullcontext
+    segmenter.forget()
+    wide = segmenter.measured()
+    assert {found.dtype for found in wide.values()} == {"float32"}
+    assert narrow["prefixes"].rounding > 1000 * wide["prefixes"].rounding

@@ -36,9 +36,17 @@ class TrustedPath:
 
 
 def state_folder() -> str:
-    """Return the folder for what must not be lost with the cache: `$TWINKLE_STATE_DIR`, else the user's usual one."""
-    named = os.environ.get(STATE_VARIABLE)
-    return os.path.abspath(os.path.expanduser(named or f"{os.environ.get(HOME_VARIABLE) or '~/.local/state'}/twinkle"))
+    """Return the folder for what must not be lost with the cache: `$TWINKLE_STATE_DIR`, else the user's usual one.
+
+    Raises:
+        SettingsError: The variable names no absolute path: a checkout could bring records of its own along.
+    """
+    if named := os.path.expanduser(os.environ.get(STATE_VARIABLE, "")):
+        if not os.path.isabs(named):
+            raise SettingsError(f"{STATE_VARIABLE} must be the absolute path of a folder, got {named!r}")
+        return os.path.normpath(named)
+    usual = os.environ.get(HOME_VARIABLE, "")  # a relative one does not count, as its specification says
+    return os.path.join(usual if os.path.isabs(usual) else os.path.expanduser("~/.local/state"), "twinkle")
 
 
 def is_trusted_file(path: str, content: bytes) -> bool:

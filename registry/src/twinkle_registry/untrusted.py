@@ -60,5 +60,9 @@ def _of_lock() -> list[str]:
     if lock_is_named() or not os.path.isfile(LOCK_NAME):
         return []
     path = lock_path()
-    with open(path, "rb") as file:
-        return [] if may_obey_lock(path, file.read()) else [LOCK_NAME]
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError:
+        return []  # whoever needs the lock says what is wrong with it
+    return [] if may_obey_lock(path, content) else [LOCK_NAME]

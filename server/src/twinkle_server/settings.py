@@ -60,8 +60,9 @@ class Times:
         deadline: a pass that takes longer is taken for hung, and the engine is started anew.
         drain: SIGTERM waits so long for the pass that runs.
         snapshot: a model that changed is snapshotted at least so often.
-        silent: an engine that gives no sign of life for so long is said not to respond (it was stopped, say); it is
-            ended after `deadline` if it owes an answer.
+        silent: an engine that gives no sign of life for so long is said not to respond (it was stopped, say).
+        stopped: an engine whose process is stopped (SIGSTOP) for so long is started anew if it owes an answer; where
+            there is no `/proc`, only `deadline` ends it.
         start: the engine may take so long to load the model.
         revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
         loss: the loss of a plugin may take so long for one operation, at most half of `deadline`.
@@ -85,6 +86,7 @@ class Times:
     drain: float = 30.0
     snapshot: float = 30.0
     silent: float = 5.0
+    stopped: float = 60.0
     start: float = 1800.0
     loss: float = 10.0
     loss_start: float = 60.0

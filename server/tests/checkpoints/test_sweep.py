@@ -154,6 +154,58 @@ def test_a_full_disk_is_given_the_trash_and_what_waits_for_its_row_stays(
         store.close()
 
 
+def test_on_a_full_disk_the_trash_is_emptied_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    trash = Trash(tmp_path)
+    for name, until in (("late", 3_000_000_000), ("soon", 1_000_000_002), ("sooner", 1_000_000_001)):
+        folder(tmp_path, f"checkpoints/{name}")
+        trash.put(tmp_path / f"checkpoints/{name}", until)
+    missing = [0]
+
+    def usage(path: Path) -> tuple[int, int, int]:
+        """Return a disk of 1 TiB of which some entries of the trash take what is left."""
+        free = 2**28 - missing[0] + 2**20 * (3 - len(list(trash.entries())))
+        return shutil._ntuple_diskusage(2**40, 2**40 - free, free)  # type: ignore[attr-defined,no-any-return]
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    def left() -> list[str]:
+        return [entry.folder.partition("/")[2] for entry in trash.entries()]
+
+    try:
+        upkeep = upkeep_of(store)
+        assert asyncio.run(upkeep.make_room()).entries == 0
+        assert len(left()) == 3, "256 MiB are enough"
+        missing[0] = 1
+        assert asyncio.run(upkeep.make_room()).entries == 1
+        assert left() == ["soon", "late"]
+        missing[0] = 2**20 + 1
+        assert asyncio.run(upkeep.run(1e9)).emptied.entries == 1
+        assert left() == ["late"]
+    finally:
+        store.close()
+
+
+def test_what_another_process_removes_meanwhile_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`twinkle server trash empty` beside the service: both finish what the other began."""
+    folder(tmp_path, "checkpoints/0")
+    trash = Trash(tmp_path)
+    trash.put(tmp_path / "checkpoints/0", 1.0)
+    (entry,) = trash.entries()
+    rename = Path.rename
+
+    def raced(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        Trash(tmp_path).finish()
+        return moved
+
+    monkeypatch.setattr(Path, "rename", raced)
+    assert trash.remove(entry)
+    assert list((tmp_path / "trash").iterdir()) == []
+
+
 def test_a_disk_that_fails_otherwise_keeps_the_trash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     try:

@@ -106,6 +106,18 @@ def test_a_folder_that_a_row_names_comes_back_out_of_the_trash(data: Path) -> No
     assert exists(data)
 
 
+def test_what_a_row_names_is_not_emptied_from_the_trash(data: Path) -> None:
+    """A checkpoint may be restored between the look at what rows name and the sweep."""
+    store = open_store(data)
+    try:
+        store.database.write_now(lambda connection: connection.exec_driver_sql("UPDATE checkpoints SET deleted = NULL"))
+        upkept = asyncio.run(upkeep(store).run(time.time() + 30 * DAY))
+    finally:
+        store.close()
+    assert upkept.emptied.entries == 0
+    assert exists(data)
+
+
 def test_an_operator_removes_orphans_and_may_restore_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(data, "checkpoints/unknown")
     later = time.time() + 2 * HOUR

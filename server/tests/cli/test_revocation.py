@@ -15,8 +15,13 @@ from twinkle.testing import tiny_model
 SECONDS = 60.0
 """In which the documentation promises it."""
 LOSS = '''
+import os
+from pathlib import Path
+
 from twinkle.data_format import LossOutput
 from twinkle.loss import Loss
+
+Path(os.environ["TWINKLE_STATE_DIR"], "imported-by").write_text(str(os.getpid()))
 
 class Focal(Loss):
     """Negative log-likelihood of the trained tokens."""
@@ -85,6 +90,10 @@ def test_a_revoked_loss_is_dropped_from_a_running_service(tmp_path: Path, enviro
             assert refusal.startswith("user: loss_fn 'Focal' is not offered any more")
             assert "it was revoked: 'it leaks rewards' (list number 2)" in refusal
             assert tenant.forward_backward([row([1, 2, 3])]), "other losses go on, for the same tenant"
+            loader = Path(environment["TWINKLE_STATE_DIR"], "imported-by").read_text()
+            while Path("/proc", loader).exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            assert not Path("/proc", loader).exists(), "the process that imported it ended as well"
         service.stop()
         service.start()
         with Raw(service.url) as raw, pytest.raises(Failed, match="it leaks rewards"):

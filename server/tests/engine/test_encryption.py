@@ -74,6 +74,12 @@ def test_a_recipient_that_is_none_is_named(wrong: str) -> None:
         check_recipients([good, wrong])
 
 
+def test_a_recipient_longer_than_any_key_is_refused_in_few_words() -> None:
+    with pytest.raises(ValueError, match="it has 1000008 characters, and 2048 are the limit") as caught:
+        check_recipients(["ssh-rsa " + "A" * 10**6])
+    assert len(str(caught.value)) < 500
+
+
 def test_none_and_too_many_recipients_are_refused() -> None:
     good = str(pyrage.x25519.Identity.generate().to_public())
     for recipients in ([], [good] * (MOST_RECIPIENTS + 1)):

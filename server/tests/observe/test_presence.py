@@ -85,3 +85,22 @@ def test_the_database_tells_figures(tmp_path: Path) -> None:
         "checkpoints": {"count": 0, "bytes": 0},
         "keys": 0,
     }
+
+
+def test_its_token_is_at_no_time_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+    write = Path.write_bytes
+
+    def noted(path: Path, data: bytes) -> int:
+        written = write(path, data)
+        modes.append(path.stat().st_mode & 0o777)
+        return written
+
+    monkeypatch.setattr(Path, "write_bytes", noted)
+    before = os.umask(0o022)
+    try:
+        announce(tmp_path, Presence(os.getpid(), "http://127.0.0.1:1", "tiny", 1.0, "token"))
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert (tmp_path / "server.json").stat().st_mode & 0o777 == 0o600

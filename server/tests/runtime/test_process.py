@@ -156,6 +156,31 @@ def test_a_datum_that_kills_or_hangs_the_engine_fails_its_own_operation(tmp_path
     within(3 * SOON, scenario)
 
 
+def test_an_engine_that_was_stopped_is_started_anew_once_it_owes_an_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = open_store(tmp_path)
+        service = Service(_settings(tmp_path, times=Times(stopped=0.4)), store)
+        await service.start()
+        await service.wait_ready()
+        client = Client(service, store)
+        await client.begin("s:train:0")
+        assert await client.applied("s:train:0") == []
+        stopped = service.supervisor.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        assert service.supervisor.pid == stopped, "it owes nothing"
+        asked = await client.train("s:train:0", 100)
+        for one in asked:
+            assert (await answer(service, one.request)).status == "done"
+        assert await client.applied("s:train:0") == [100]
+        assert service.supervisor.restarts == 1
+        await service.close()
+        store.close()
+
+    within(SOON, scenario)
+
+
 def test_an_engine_that_never_begins_is_told_with_its_last_words(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = open_store(tmp_path)

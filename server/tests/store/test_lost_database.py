@@ -124,6 +124,40 @@ def test_a_start_that_was_killed_before_anything_was_written_begins_anew(tmp_pat
     open_store(tmp_path).close()
 
 
+@pytest.mark.parametrize("moment", ["PRAGMA user_version = 0", "PRAGMA journal_mode = WAL", "CREATE TABLE first (x)"])
+def test_a_first_start_that_was_killed_leaves_files_of_sqlite_which_the_next_one_takes_up(
+    tmp_path: Path, moment: str
+) -> None:
+    """Each statement runs in a process that is killed in it, or right behind it, with the journal on the disk."""
+    program = (
+        "import os, sqlite3, sys\n"
+        "raw = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "raw.execute('PRAGMA auto_vacuum = INCREMENTAL')\n"
+        "raw.execute('PRAGMA user_version = 0')\n"
+        "if 'user' in sys.argv[2]:\n"
+        "    raw.execute('PRAGMA cache_size = 1')\n"
+        "    raw.execute('BEGIN IMMEDIATE')\n"
+        "    raw.execute('PRAGMA user_version = 1')\n"
+        "    raw.execute('CREATE TABLE first (x)')\n"
+        "    raw.execute('INSERT INTO first VALUES (zeroblob(1000000))')\n"
+        "else:\n"
+        "    raw.execute('PRAGMA journal_mode = WAL')\n"
+        "if 'CREATE' in sys.argv[2]:\n"
+        "    raw.execute('BEGIN IMMEDIATE')\n"
+        "    raw.execute(sys.argv[2])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    database = tmp_path / "twinkle.db"
+    subprocess.run([sys.executable, "-c", program, str(database), moment], check=False)
+    assert database.exists()
+    if "user" in moment:
+        assert (tmp_path / "twinkle.db-journal").stat().st_size
+    else:
+        (tmp_path / "twinkle.db-wal").write_bytes(bytes(32))
+        (tmp_path / "twinkle.db-journal").write_bytes(bytes(512))
+    open_store(tmp_path).close()
+
+
 def test_serve_prints_no_new_key_beside_checkpoints_of_a_lost_database(data: Path) -> None:
     (data / "twinkle.db").unlink()
     before = content(data)

@@ -47,10 +47,38 @@ def test_a_request_is_recorded_for_a_day_after_its_last_use(store: Store, run: R
     assert not use(START + 2.9 * DAY)
 
 
-def test_many_requests_are_found_at_once(store: Store, run: Run) -> None:
-    requests = {run(sampled(store, number)) for number in range(3)}
-    asked = {*requests, *(f"none-{number}" for number in range(1200))}
-    assert run(store.recorded.use("ada", "ada-s", asked, START - DAY, START)) == requests
+def test_many_requests_are_looked_up_in_order_until_one_is_not_recorded(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded, "_AT_ONCE", 2)
+    requests = [run(sampled(store, number)) for number in range(5)]
+
+    def use(asked: list[str]) -> set[str]:
+        found: set[str] = run(store.recorded.use("ada", "ada-s", asked, START - DAY, START))
+        return found
+
+    assert use(requests) == set(requests)
+    assert use([requests[0], "none", *requests[1:]]) == {requests[0]}
+
+
+def test_a_pass_that_names_a_million_sampling_requests_holds_no_other_writer_up(
+    store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[object] = []
+    read = store.database.read
+
+    async def noted(work: Any) -> Any:
+        reads.append(work)
+        return await read(work)
+
+    async def refused(work: Any) -> Any:
+        raise AssertionError("nothing is recorded, so nothing must be written")
+
+    monkeypatch.setattr(store.database, "read", noted)
+    monkeypatch.setattr(store.database, "write", refused)
+    asked = [f"none-{number}" for number in range(1_000_000)]
+    assert run(store.recorded.use("ada", "ada-s", asked, START - DAY, START)) == set()
+    assert len(reads) == 1
 
 
 def test_the_result_of_a_recorded_request_stays_as_long_as_it_can_be_used(store: Store, run: Run) -> None:

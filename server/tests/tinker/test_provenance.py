@@ -1,5 +1,6 @@
 """`record_stability_info`, and what a pass of `stable_reinforce` says of where its tokens were sampled."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from twinkle_server.tinker import provenance
 from twinkle_server.wire import tinker_pb2 as pb
 from twinkle_server.wire.arrays import write_tensor
 
@@ -45,20 +47,27 @@ class Loop:
         assert "error" not in answer(self.client, promise)
         return list(promise.json()["sample_sequence_ids"])
 
-    def train(self, sequence: str, tokens: list[int] = SAMPLED, offset: int = 0, loss: str = "stable_reinforce") -> Any:
+    def train(
+        self, sequence: str, tokens: list[int] = SAMPLED, offset: int = 0, loss: str = "stable_reinforce",
+        width: int | None = None, more: Sequence[str] = (),
+    ) -> Any:  # fmt: skip
         self.number += 1
         request = pb.ForwardBackwardRequest(model_id=self.model, seq_id=self.number, loss_fn=loss)
-        datum = request.data.add()
-        everything = [*PROMPT, *tokens]
-        datum.model_input.add().encoded_text.tokens = np.array(everything[:-1], "<i4").tobytes()
-        datum.loss_fn_inputs["target_tokens"].CopyFrom(write_tensor(np.array(everything[1:])))
-        for field, prompt, drawn in (
-            (datum.model_input_spans, len(PROMPT), len(tokens) - 1),
-            (datum.loss_fn_input_spans, len(PROMPT) - 1, len(tokens)),
-        ):
-            field.add().prompt_tokens.MergeFrom(pb.PromptProvenanceSpan(sequence_id=sequence, length=prompt))
-            span = pb.SampledProvenanceSpan(sequence_id=sequence, length=drawn, offset=offset)
-            field.add().sampled_tokens.MergeFrom(span)
+        for name in (sequence, *more):
+            datum = request.data.add()
+            everything = [*PROMPT, *tokens]
+            datum.model_input.add().encoded_text.tokens = np.array(everything[:-1], "<i4").tobytes()
+            targets = np.array(everything[1:])
+            if width is not None:  # of candidates per position
+                targets = np.repeat(targets[:, None], width, axis=1)
+            datum.loss_fn_inputs["target_tokens"].CopyFrom(write_tensor(targets))
+            for field, prompt, drawn in (
+                (datum.model_input_spans, len(PROMPT), len(tokens) - 1),
+                (datum.loss_fn_input_spans, len(PROMPT) - 1, len(tokens)),
+            ):
+                field.add().prompt_tokens.MergeFrom(pb.PromptProvenanceSpan(sequence_id=name, length=prompt))
+                span = pb.SampledProvenanceSpan(sequence_id=name, length=drawn, offset=offset)
+                field.add().sampled_tokens.MergeFrom(span)
         headers = {"Content-Type": "application/x-protobuf"}
         promise = self.client.post("/forward_backward", content=request.SerializeToString(), headers=headers)
         return answer(self.client, promise)
@@ -110,6 +119,27 @@ def test_what_a_span_says_must_be_what_was_sampled(
 
 def test_a_part_of_a_sequence_may_be_trained_on(loop: Loop) -> None:
     assert "error" not in loop.train(loop.sample()[0], [8], offset=1)
+
+
+def test_several_targets_a_position_are_left_to_the_engine_which_refuses_them(served: Any, loop: Loop) -> None:
+    assert "error" not in loop.train(loop.sample()[0], width=3)
+    assert served.service.submissions[-1].refusal is None
+
+
+def test_results_of_sampling_requests_are_compared_one_after_the_other(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[set[str]] = []
+    compare = provenance._compare
+
+    def noted(claims: Any, result: bytes) -> str | None:
+        compared.append({claim.request for claim in claims})
+        return compare(claims, result)
+
+    monkeypatch.setattr(provenance, "_compare", noted)
+    first, second = loop.sample(), loop.sample()
+    assert "error" not in loop.train(first[0], more=[second[0], first[1]])
+    assert compared == [{first[0].rpartition(":")[0]}, {second[0].rpartition(":")[0]}]
 
 
 def test_other_losses_do_not_look_at_provenance(loop: Loop) -> None:

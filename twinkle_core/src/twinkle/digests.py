@@ -76,9 +76,11 @@ def _read(folder: Path) -> dict[str, str] | None:
     """Return the digests that a folder lists; None where it lists none."""
     path = folder / FILE
     try:
-        if path.lstat().st_size > _LARGEST:
+        with open_regular(path) as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST} bytes")
-        said = json.loads(path.read_text("utf-8"))
+        said = json.loads(content)
         if said["format"] != _FORMAT:
             raise ValueError(f"format must be {_FORMAT}, got {said['format']!r}")
         files = {str(name): str(entry["sha256"]) for name, entry in said["files"].items()}

@@ -78,17 +78,18 @@ class ChatRenderer:
         adapted = self.adapt_calls([split_reasoning(message) for message in messages])
         reasoning = adapted[-1].get("reasoning_content", "").strip()
         thinking = replace(self, enable_thinking=True)  # without, some show none on purpose
-        if reasoning and adapted[-1]["role"] == "assistant" and not thinking._says(adapted, reasoning):
-            inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
-            return inlined if thinking._says(inlined, reasoning) else adapted
-        return adapted
+        if not reasoning or adapted[-1]["role"] != "assistant" or thinking._says(adapted, reasoning) is not False:
+            return adapted  # a refusal is the chat template's own, and no reason for another form
+        inlined = self.adapt_calls(inlined)  # it names reasoning, but reads it in another form
+        return inlined if thinking._says(inlined, reasoning) else adapted
 
     def adapt_calls(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose tool calls have the form that this chat template shows.
 
         Arguments are dicts, or JSON text where the chat template does not write dicts as JSON. A turn that only calls
         tools has the content "", or None where the chat template then writes less: some take "" for an answer beside
-        the calls, or show no call beside any content. Where no form shows the calls, the messages have the first.
+        the calls, or show no call beside any content. Where no form shows all calls, the messages have the one that
+        shows most, of equal ones the first.
         """
         if not any(message.get("tool_calls") for message in messages):
             return list(messages)
@@ -99,14 +100,24 @@ class ChatRenderer:
             shown = [(text, each) for each in tries if (text := self._shows(each)) is not None]
             if shown:
                 return min(shown, key=lambda pair: len(pair[0]))[1]
-            forms.append(form)
-        return forms[0]
+            forms += tries
+        return max(forms, key=self._names_shown)
 
-    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool:
+    def _names_shown(self, messages: Sequence[dict[str, Any]]) -> int:
+        """Return how often the conversation as text has the names of called tools; -1 where it is refused."""
+        names = {function_of(call)["name"] for message in messages for call in message.get("tool_calls") or ()}
+        try:
+            text = self.render(messages)
+        except EncodeError:
+            return -1
+        return sum(text.count(name) for name in names)
+
+    def _says(self, messages: Sequence[dict[str, Any]], words: str) -> bool | None:
+        """Say whether the conversation as text has some words in it; None where it is refused."""
         try:
             return words in self.render(messages)
         except EncodeError:
-            return False
+            return None
 
     def _shows(self, messages: Sequence[dict[str, Any]]) -> str | None:
         """Return the conversation as text if it has every tool call in it, its arguments as JSON or in other markup."""

@@ -97,8 +97,10 @@ class _Leads:
         return len(found[1]) - shared, ""
 
     def _kind(self, index: int) -> Any:
-        before = self._messages[max(index - 2, 0) : index]
-        return [(m["role"], bool(m.get("tool_calls")), bool(m["content"])) for m in before]
+        first = max(index - 2, 0)
+        while first and self._messages[first]["role"] == "tool":
+            first -= 1  # what a chat template writes behind results may depend on the turn that called
+        return [(m["role"], bool(m.get("tool_calls")), bool(m["content"])) for m in self._messages[first:index]]
 
     def _prompt(self, index: int) -> tuple[tuple[int, str], str] | None:
         kind = str(self._kind(index))

@@ -51,23 +51,35 @@ def find_turns(
     Raises:
         EncodeError: a turn cannot be found, or the chat template does not show one of its tool calls.
     """
-    chosen = set(wanted)
-    if not chosen:
+    if not wanted:
         return []
     prompts = Prompts(chat, messages, text)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     whole = render_whole_calls(chat, messages, turns, text)
     if whole is not None:
         _require_calls(messages, wanted, whole, added)
-    places, start = _places(chat, messages, turns, text, whole), prompts.start
+    places = _places(chat, messages, turns, text, whole)
     if places is None:
-        turns, start = list(wanted), prompts.measured
-        places = [_place(chat, messages, index, text, added) for index in turns]
-    return [
-        [(start(index, place.first), place.parts[0][1]), *place.parts[1:]]
-        for index, place in zip(turns, places, strict=True)
-        if index in chosen
-    ]
+        known = {index: _place(chat, messages, index, text, added) for index in wanted}
+    else:
+        known = dict(zip(turns, places, strict=True))
+    found = []
+    for index in wanted:
+        place = known[index]
+        parts = [(prompts.start(index, place.first), place.parts[0][1]), *place.parts[1:]]
+        following = next((turn for turn in turns if turn > index), None)
+        if following is not None and (
+            after := known.get(following) or _place_if_found(chat, messages, following, text)
+        ):
+            parts[-1] = _before(prompts.start(following, after.first), parts[-1])
+        found.append(parts)
+    return found
+
+
+def _before(following: int, part: Span) -> Span:
+    """End the last part of a turn where the next turn starts: its first token is no token that ends this one."""
+    start, end = part
+    return (start, following) if start < following < end else part
 
 
 def turn_span(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> Span:
@@ -95,6 +107,13 @@ def _place(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, t
             "its tokens cannot be told from the prompt's; mark them in the chat template with {% generation %}"
         )
     return places[0]
+
+
+def _place_if_found(chat: ChatRenderer, messages: Sequence[dict[str, Any]], index: int, text: str) -> _Place | None:
+    try:
+        return _place(chat, messages, index, text)
+    except EncodeError:
+        return None
 
 
 def _require_calls(messages: Sequence[dict[str, Any]], turns: Sequence[int], whole: Marked, added: int) -> None:

@@ -70,8 +70,8 @@ def revoke(
     for entry in new:
         check_entry(entry)
     kept = [entry for entry in old.revoked if entry not in new and not _is_named(entry, restore)]
-    if restore and len(kept) == len(old.revoked):
-        raise ArgumentError(f"{file} does not revoke {', '.join(restore)}")
+    if absent := [text for text in restore if not any(_is_named(entry, (text,)) for entry in old.revoked)]:
+        raise ArgumentError(f"{file} does not revoke {', '.join(absent)}")
     now = int(time.time())
     made = RevocationList(old.sequence + 1, now, now + days * _DAY, (*kept, *new))
     write_text(file, sign(made, private).decode())

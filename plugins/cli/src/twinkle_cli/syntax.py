@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 from twinkle_registry import PluginRecord
+from twinkle_registry.regular import read_regular
 
 
 def syntax_errors(record: PluginRecord) -> dict[str, list[str]]:
@@ -42,7 +43,7 @@ def _error_in(file: Path) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the file are for its author
-            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+            compile(read_regular(file), str(file), "exec", dont_inherit=True)
     except OSError as error:
         return f"{file}: cannot be read: {error.strerror}"
     except SyntaxError as error:

@@ -56,11 +56,12 @@ def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
 def untrust(folder: Path, as_json: bool) -> None:
     """Forget that FOLDER (by default this one) was trusted; it need not be there any more."""
     from twinkle.errors import ComponentNotFound
-    from twinkle_registry.folder_trust import forget
+    from twinkle_registry.folder_trust import forget, is_trusted_folder
 
     gone = forget(str(folder))
     if not gone:
-        raise ComponentNotFound(f"{folder.resolve()} is not trusted; see: twinkle plugins trust --list")
+        around = " itself, but a folder around it, or one that a variable names, is" * is_trusted_folder(str(folder))
+        raise ComponentNotFound(f"{folder.resolve()} is not trusted{around}; see: twinkle plugins trust --list")
     if as_json:
         echo_json(gone)
     else:

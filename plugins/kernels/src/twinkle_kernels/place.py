@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle.errors import PatchError
-from twinkle.patch import record
 from twinkle_kernels.finding import Replacement, layer_class, replacements, torch_module
 from twinkle_kernels.forward import KernelForward, kernel_name
 from twinkle_kernels.mapping import Key, check_mapping, key_name
+from twinkle_patches import record
 from twinkle_patches.patch import Patch
 
 

@@ -98,6 +98,8 @@ _applications: list[Application] = []
 _changes: dict[tuple[int, str], Change] = {}
 _running: list[Application] = []
 """Being applied now, the innermost last; only touched under the lock."""
+_version = 0
+"""Grows with each patch that is applied or undone."""
 
 
 def apply(
@@ -227,6 +229,11 @@ def applications() -> list[Application]:
         return list(_applications)
 
 
+def version() -> int:
+    """Return a number that changes whenever a patch is applied or undone in this process."""
+    return _version
+
+
 def name_of(patch: Any) -> str:
     """Return where a patch is from, `package.module:Name`: for one from a Hub, the module has its digest."""
     found = patch if hasattr(patch, "__qualname__") else type(patch)
@@ -250,7 +257,13 @@ def _apply(patch: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
         _running.pop()
     application.result = slots.held(result)
     _applications.append(application)
+    _count()
     return application, result
+
+
+def _count() -> None:
+    global _version
+    _version += 1
 
 
 def _new_change(owner: Any, name: str, application: Application) -> Change:
@@ -283,6 +296,7 @@ def _undo(application: Application) -> None:
     finally:
         _applications.remove(application)
         lost = _restore(application)
+        _count()
     if lost:
         raise PatchError(
             f"{name_of(application.patch)} is undone but for {', '.join(lost)}: somebody has set that since, and the "

@@ -51,7 +51,7 @@ class Evidence:
         difference: largest relative difference of a token to the plain path.
         moved: largest relative movement of a token when a sequence that it must not see was changed.
         rounding: measured rounding of the token that differs most in units of it.
-        dtype: of the model's results.
+        dtype: of the model's results, or of autocast where that is on.
     """
 
     path: str
@@ -181,7 +181,7 @@ class _Trial(Generic[Given]):
         sharp = float(found.rounding.max()) * TOKEN_FACTOR <= _SHARP
         if found.within and (sharp or float(found.most.max()) <= torch.finfo(ours.dtype).eps):
             return found.evidence(self.path, "rounding")
-        return self._decide_in_float64(found, theirs)
+        return self._decide_in_float64(found, ours, theirs)
 
     def _measure(self, ours: Tensor, theirs: Tensor, *, moves: bool = True) -> "_Measured":
         moved = torch.zeros(len(ours), dtype=torch.float64)
@@ -189,22 +189,29 @@ class _Trial(Generic[Given]):
             where = list(rows)
             moved[where] = torch.maximum(moved[where], distance(self.fast(other), ours)[where])
         rounding = torch.full_like(moved, torch.finfo(ours.dtype).eps)
-        return _Measured(distance(ours, theirs), moved, rounding, str(ours.dtype).removeprefix("torch."))
+        return _Measured(distance(ours, theirs), moved, rounding, _dtype_of(ours))
 
-    def _decide_in_float64(self, found: "_Measured", theirs: Tensor) -> Evidence:
+    def _repeats(self, ours: Tensor) -> bool:
+        """Return whether the fast path gives the same bits again: what moves then, moves because of its inputs."""
+        return torch.equal(self.fast(self.given), ours)
+
+    def _decide_in_float64(self, found: "_Measured", narrow: Tensor, theirs: Tensor) -> Evidence:
         try:
             # Autocast would convert weights to half precision again, and keep converted ones for later calls.
             with torch.autocast(theirs.device.type, enabled=False), InFloat64():
                 ours, reference = self.fast(self.given), self.plain(self.given)
                 wide = self._measure(ours, reference, moves=bool(found.moved.any()))
                 wide.rounding = measured_rounding(lambda: self.fast(self.given), draws=1, first=ours)
-        except _ERRORS as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+        except _ERRORS as error:  # for want of memory too: the path is off, and the model can be used without it
             why = f"{found.fault}, which does not tell a fault from rounding, and it does not run in float64: {error}"
             return found.evidence(self.path, "undecided", why)
         if not wide.within:
             return wide.evidence(self.path, "float64", f"{wide.fault} in float64")
+        if not self.routed and found.moved.any() and not wide.moved.any() and self._repeats(narrow):
+            # Rounding depends on shapes, which are the same: a row that moves at all has seen what was changed.
+            moved = f"a token moves by {float(found.moved.max()):.1e} when another one changes, in float64 by nothing"
+            why = f"its sequences see each other with the kernels of {found.dtype}: {moved}"
+            return found.evidence(self.path, "float64", why)
         # The path is right. What remains are the kernels of this dtype, whose own error is known now.
         found.rounding = torch.maximum(found.rounding, distance(theirs, reference) / MEAN_FACTOR)
         near = float((found.units <= TOKEN_FACTOR).double().mean())
@@ -212,6 +219,12 @@ class _Trial(Generic[Given]):
             return found.evidence(self.path, "float64")
         why = f"it is right in float64, but not with the kernels of {found.dtype}: {found.fault}"
         return found.evidence(self.path, "float64", why)
+
+
+def _dtype_of(result: Tensor) -> str:
+    kind = result.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else result.dtype
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass

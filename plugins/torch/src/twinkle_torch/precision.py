@@ -93,6 +93,8 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator on float64 copies of its arguments."""
         if _is_view(func) and not any(isinstance(value, nn.Parameter) for value in args):
             return func(*args, **(kwargs or {}))  # a view of a caller's buffer must stay one: it may be written to
+        if func.overloadpacket.__name__ == "embedding":
+            return _wider(func(*args, **(kwargs or {})))  # rows are copied as they are; the table is a model's largest
         given, named = tree_map(self._widened, args), tree_map(self._widened, kwargs or {})
         compute = _grouped_mm if func.overloadpacket.__name__ == "_grouped_mm" else func
         out = tree_map(_wider, compute(*given, **named))

@@ -75,13 +75,14 @@ class Backbone:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
             return cls(model, False, LogitTransform(), taken, segmenter, scores_rows=rows)
         found = cls(model, True, transform_of(config), taken, segmenter)
-        if found._judge().exact if splits is None else splits:
+        evidence = found._judge() if splits is None else None
+        if splits if evidence is None else evidence.exact:
             return found
         get_logger().info(
-            "%s does something to its logits that Twinkle does not know; whole logits will be made, which takes more "
-            "memory but gives the same numbers",
-            type(model).__name__,
-        )
+            "%s: body and head, one after the other, do not give its own logits%s; whole logits will be made, which "
+            "takes more memory but gives the same numbers",
+            type(model).__name__, "" if evidence is None else f" ({evidence.reason})",
+        )  # fmt: skip
         return cls(model, False, LogitTransform(), taken, segmenter)
 
     def _judge(self) -> Evidence:

@@ -238,7 +238,7 @@ class Components(TwinkleModel):
         group.placed = True
         causal, segmenter = self._backbone.model, self._backbone.segmenter
         if self.parallel.in_lockstep:  # once it is sharded no rank can try it alone
-            segmenter.assume(ranks.on_first("trying packed rows", segmenter.check))
+            segmenter.assume(ranks.on_first("trying packed rows", segmenter.measured))
         self.parallel.place(causal, list(causal._no_split_modules or ()), PRECISION[self.mixed_precision])
 
     def _widen(self, group: OptimizerGroup) -> None:

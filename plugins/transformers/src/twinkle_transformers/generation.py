@@ -114,7 +114,7 @@ def _chunks(
     chunk: list[Prompt] = []
     for prompt in sorted(prompts, key=lambda prompt: -len(prompt.ids)):
         limit = most
-        if _scored(prompt):
+        if any(_scored(one) for one in (*chunk, prompt)):  # logits of all prompts are whole then
             limit = min(most, max(1, _SCORING_BYTES // (4 * model.vocabulary * len((chunk or [prompt])[0].ids))))
         if len(chunk) >= limit:
             yield chunk
@@ -122,6 +122,14 @@ def _chunks(
         chunk.append(prompt)
     if chunk:
         yield chunk
+
+
+def scoring_bytes(prompts: Sequence[Prompt], vocabulary: int) -> int:
+    """Return the bytes that scores of prompts need: whole logits of a chunk, and what is computed from one prompt's."""
+    if not any(map(_scored, prompts)):
+        return 0
+    one = 4 * vocabulary * max(len(prompt.ids) for prompt in prompts)
+    return max(one, min(_SCORING_BYTES, one * len(prompts))) + 2 * one
 
 
 def _scored(prompt: Prompt) -> bool:

@@ -119,6 +119,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
             load_model, self.model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
         )
         self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
+        self._backbone.segmenter.precision = self.autocast
         self.base = {
             "id": self.model_id,
             "fingerprint": fingerprint(self.model_path),
@@ -138,9 +139,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
 
         A model whose weights are sharded over ranks measured before they were sharded, and does not measure again.
         """
-        segmenter = self._backbone.segmenter
-        segmenter.check_prefixes()
-        return list(segmenter.evidence.values())
+        return list(self._backbone.segmenter.measured().values())
 
     # forward and backward
 

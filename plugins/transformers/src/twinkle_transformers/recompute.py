@@ -212,7 +212,8 @@ class Recompute:
         hidden, heads = (getattr(config, name, None) or 0 for name in ("hidden_size", "num_attention_heads"))
         if not hidden:
             return False
-        bound = 4 * tokens * (64 * hidden + 2 * heads * width) * (self._layers if training else 1) + beside
+        size = max(4, int(self._module.dtype.itemsize))
+        bound = size * tokens * (64 * hidden + 2 * heads * width) * (self._layers if training else 1) + beside
         if training:
             bound += sum(local_bytes(p) for p in self._module.parameters() if p.requires_grad and p.grad is None)
         return bound <= _SURELY * free

@@ -6,7 +6,7 @@ time. Otherwise the model is as it was: what runs without segments runs as if th
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import replace
@@ -23,13 +23,13 @@ from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, tu
 from twinkle_torch.segments import Segments, by_segment, segment_attention
 from twinkle_transformers.lowrank.excerpts import excerpt
 from twinkle_transformers.lowrank.products import Routing
+from twinkle_transformers.patched import PatchWatch
 
 NAME = "twinkle_segments"
 _PACKED = (5, 3, 5)
 """Lengths of the sequences that are packed to find out whether a model can do this."""
 _PREFIXED, _PARENTS = (5, 3, 3, 4), (-1, 0, 0, -1)
 """Lengths, and which sequence each one continues, to find out whether prefixes can be shared."""
-_UNTRIED = "whether the model takes sequences that share a prefix was not tried; give each sequence its prefix"
 
 
 class Switch:
@@ -163,14 +163,15 @@ class Segmenter:
 
     Attributes:
         evidence: what was measured about each fast path that was tried, by its name.
+        precision: returns the context in which passes run (autocast, say), and so measurements too.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.evidence: dict[str, Evidence] = {}
-        self._refusal: str | None = None
-        self._prefix_refusal: str | None = None
-        self._checked = self._prefixes_checked = False
+        self.precision: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._patches = PatchWatch(model)
+        self._assumed = False
 
     def within(self, segments: Segments, routing: Routing | None = None) -> AbstractContextManager[None]:
         """Return the context in which the model's body takes one row `[1, T]` of these segments.
@@ -192,18 +193,21 @@ class Segmenter:
         return Scope(segments, self._switch, routing)
 
     def check(self) -> str | None:
-        """Return why this model cannot see segments, None if it can; found out once, on a few tokens.
+        """Return why this model cannot see segments, None if it can; measured on a few tokens.
 
-        Where parameters are sharded over ranks, call it before that: it runs the model.
+        It is measured once, and again after a patch or kernel was applied to the model, or undone on it. Where
+        parameters are sharded over ranks, call it before that: it runs the model.
         """
-        if not self._checked:
-            if (reason := self._try("packing", _PACKED)) is not None:
-                self._refusal = (
-                    f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad "
-                    "instead: leave padding_free out and give each sequence as a row of its own"
-                )
-            self._checked = True
-        return self._refusal
+        if not self._assumed and self._patches.changed():
+            self.forget()
+        if "packing" not in self.evidence:
+            self._try("packing", _PACKED)
+        if (reason := self.reason) is None:
+            return None
+        return (
+            f"{type(self.model).__name__} does not take several sequences in one row: {reason}; pad instead: leave "
+            "padding_free out and give each sequence as a row of its own"
+        )
 
     @property
     def reason(self) -> str | None:
@@ -218,49 +222,42 @@ class Segmenter:
 
     def forget(self) -> None:
         """Find out anew when it is next asked: the model was changed."""
-        self._checked = self._prefixes_checked = False
-        self._refusal = self._prefix_refusal = None
         self.evidence.clear()
         self.__dict__.pop("_switch", None)
 
     def check_prefixes(self) -> str | None:
         """Return why sequences of this model cannot go on after a prefix that they share, None if they can.
 
-        Found out once, on a few tokens, like `check`.
+        Measured once, on a few tokens, like `check`.
         """
-        if refusal := self.check():
-            if "packing" in self.evidence:
+        refusal = self.check()
+        if "prefixes" not in self.evidence:
+            if refusal is not None:
                 self.evidence["prefixes"] = turned_off("prefixes") or replace(self.evidence["packing"], path="prefixes")
-            return refusal
-        if not self._prefixes_checked:
-            if self.mixers:
+            elif self.mixers:
                 keeps = f"the state of {', '.join(self.mixers)} at the end of a prefix is not kept"
-                self.evidence["prefixes"] = Evidence("prefixes", False, "structure", keeps)
-                reason: str | None = keeps
+                self.evidence["prefixes"] = turned_off("prefixes") or Evidence("prefixes", False, "structure", keeps)
             else:
-                reason = self._try("prefixes", _PREFIXED, _PARENTS)
-            if reason is not None:
-                self._prefix_refusal = (
-                    f"{type(self.model).__name__} does not take sequences that share a prefix: {reason}; give each "
-                    "sequence its prefix"
-                )
-            self._prefixes_checked = True
-        return self._prefix_refusal
+                self._try("prefixes", _PREFIXED, _PARENTS)
+        if refusal is not None or (found := self.evidence["prefixes"]).exact:
+            return refusal
+        return (
+            f"{type(self.model).__name__} does not take sequences that share a prefix: {found.reason}; give each "
+            "sequence its prefix"
+        )
 
     def shares_prefixes(self) -> bool:
         """Say whether the model computes right a prefix that lies in the row once for several sequences."""
         return self.check_prefixes() is None
 
-    def assume(self, refusal: str | None, prefixes: str | None = _UNTRIED) -> None:
-        """Take over what `check`, and `check_prefixes`, returned where the same model has its weights.
+    def measured(self) -> dict[str, Evidence]:
+        """Return the evidence for packing and prefixes, after measuring what was not measured yet."""
+        self.check_prefixes()
+        return dict(self.evidence)
 
-        Args:
-            refusal: result of `check`.
-            prefixes: result of `check_prefixes`; by default prefixes are refused.
-        """
-        if not self._checked:
-            self._refusal, self._checked = refusal, True
-            self._prefix_refusal, self._prefixes_checked = prefixes, True
+    def assume(self, evidence: Mapping[str, Evidence]) -> None:
+        """Take over what `measured` returned where the same model has its weights, instead of running the model."""
+        self.evidence, self._assumed = dict(evidence), True
 
     @cached_property
     def _switch(self) -> Switch:
@@ -284,12 +281,10 @@ class Segmenter:
                     )
                 return
 
-    def _try(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None = None) -> str | None:
-        """Return why a path is off, from the evidence that it leaves in `evidence`; None where it is on."""
-        found = turned_off(path) or self._judge(path, lengths, parents)
-        self.evidence[path] = found
+    def _try(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None = None) -> None:
+        """Measure a path, and leave the evidence in `evidence`."""
+        self.evidence[path] = found = turned_off(path) or self._judge(path, lengths, parents)
         get_logger().debug("%s: %s", type(self.model).__name__, found)
-        return None if found.exact else found.reason
 
     def _judge(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Evidence:
         """Compare hidden states of packed sequences with those of each alone, and change each sequence in turn."""
@@ -325,7 +320,7 @@ class Segmenter:
             torch.tensor(probe_tokens(segments.total, vocabulary, changed=changed), device=device)
             for changed in (False, True)
         )
-        with evaluating(self.model):
+        with evaluating(self.model), self.precision():
             return judge(path, packed, alone, ids, _changes(segments, ids, others), routed=is_routed(self.model))
 
 

@@ -19,6 +19,7 @@ from twinkle_transformers.engine.room import default_budget
 from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.engine.whole import WholeCalls
 from twinkle_transformers.generation import Prompt
+from twinkle_transformers.patched import PatchWatch
 from twinkle_transformers.sources import Pick, Source
 from twinkle_transformers.stopping import StopRule
 
@@ -73,15 +74,21 @@ class Service:
         self._engine: Engine | None = None
         self._model: Any = None
         self._judged: Runner | None = None
+        self._patches: PatchWatch | None = None
         self._lock = RLock()
         self.gate = RLock()
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, None where the model cannot run step by step; says so once."""
+        """The engine, None where the model cannot run step by step; says so once.
+
+        Another model, and one to which a patch was applied or on which one was undone, gets a new engine.
+        """
         with self._lock:
             model = self.source.base
-            if model is not self._model:
+            patched = self._patches is None or self._patches.changed()
+            if model is not self._model or patched:
+                self._patches = PatchWatch(model)
                 self._engine, self._model = self._build(model), model
             return self._engine
 
@@ -151,7 +158,7 @@ class Service:
                 yield
 
     def _build(self, model: Any) -> Engine | None:
-        runner = Runner(model, row_multiple=self._limits.row_multiple)
+        runner = Runner(model, row_multiple=self._limits.row_multiple, backbone=self.source.backbone)
         self._judged = runner
         try:
             with self.source.stepping():

@@ -18,6 +18,7 @@ from twinkle.hub import local_folder
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import evaluating
 from twinkle_transformers import adapters
+from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.engine.adapters import LiveAdapters, Spare, read_version, sites_of
 from twinkle_transformers.engine.modes import active_adapters, has_adapters, silent, with_adapter
 from twinkle_transformers.engine.runner import Runner
@@ -112,6 +113,11 @@ class Source(ABC):
         """The Hugging Face model itself."""
         module = self.unchecked
         return module.get_base_model() if isinstance(module, PeftModel) else module
+
+    @property
+    def backbone(self) -> Backbone | None:
+        """The module as body and head, where a live model has measured it already."""
+        return None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which forwards run."""
@@ -286,6 +292,12 @@ class SharedModel(Source):
             return None
         found = getattr(self._model, "model_path", None) or getattr(self._model, "model_id", None)
         return None if found is None else str(found)
+
+    @property
+    def backbone(self) -> Backbone | None:
+        """See `Source.backbone`."""
+        found: Backbone | None = getattr(self._model, "_backbone", None)
+        return found if found is not None and found.model is self.base else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the live model's own autocast, so that sampling computes what training computes."""

@@ -92,6 +92,8 @@ class Frozen:
             if origin is not None and any(place.resolve() == origin for place in own.values()):
                 self.check(record, records)
                 return
+        if not self.lock.is_obeyed:
+            refuse_unlocked(asked, self.lock)
         raise NotTrusted(
             f"{asked}: this run is frozen, and {top!r} belongs to no plugin that {self.lock.path} lists; name a "
             "component of a locked plugin"

@@ -59,7 +59,8 @@ class Policy:
         """Read the files and the environment of this process.
 
         A pattern of the user's own file counts beside those of the project's: no project lifts what its user denies.
-        `allow` of a `twinkle.toml` in a folder that is not trusted is left out; what takes away counts.
+        `allow` of a `twinkle.toml` in a folder that is not trusted is left out; what takes away counts. Of revocation
+        lists that only such a file names the last good ones count, and nothing is read.
 
         Args:
             fetch: Code is about to be loaded: read the revocation lists again if that was not done within a minute,
@@ -71,12 +72,13 @@ class Policy:
         """
         tables = [_read(file) for file in config_files(os.environ)]
         sources = dict.fromkeys(source for table in tables for source in table["revoked"])
+        lists = [known_list(source, fetch=fetch) for source in sources]
         policy = cls(
             allow=tuple(pattern for table in tables for pattern in table.get("allow", ())),
             only=tuple(tuple(table["only"]) for table in tables if "only" in table),
             deny=tuple(pattern for table in tables for pattern in table.get("deny", ())),
             signed=tuple(pair for table in tables for pair in table["signed"]),
-            revoked=tuple(known_list(source, fetch=fetch) for source in sources),
+            revoked=tuple(known for known in lists if known.source.is_read or known.revocations is not None),
             trusts_all=trusts_all(),
         )
         if fetch:
@@ -150,7 +152,8 @@ def _read(file: ConfigFile) -> dict[str, Any]:
     table = trust_table(file)
     if file.is_trusted:
         return table
-    return {key: value for key, value in table.items() if key not in NEED_TRUST} | {"revoked": ()}
+    kept = tuple(replace(source, is_read=False) for source in table["revoked"])
+    return {key: value for key, value in table.items() if key not in NEED_TRUST} | {"revoked": kept}
 
 
 def _check_patterns(where: str, value: Any) -> None:

@@ -8,8 +8,10 @@ state folder, so that neither a lost network nor an older list makes revoked cod
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -22,7 +24,8 @@ from typing import Any
 from ..errors import NotTrusted, SettingsError
 from ..folder_trust import state_folder
 from ..naming import nearest_or_all
-from .listing import sha256
+from ..regular import open_regular
+from .listing import sha256, shown
 from .revocation import MAX_BYTES, RevocationList, read_list
 from .signatures import public_key
 
@@ -36,11 +39,16 @@ _SCHEMES = ("file", "http", "https")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One `[[trust.revoked]]`: where the list is, who signs it, and whether code runs without a valid one."""
+    """One `[[trust.revoked]]`: where the list is, who signs it, and whether code runs without a valid one.
+
+    `is_read` is False where settings that are not trusted name it: nothing is asked for then, and the last good list
+    counts, so that an edit of the settings does not lift what is revoked.
+    """
 
     location: str
     keys: tuple[bytes, ...]
     refuses_stale: bool = False
+    is_read: bool = True
 
     @property
     def path(self) -> Path | None:
@@ -109,7 +117,10 @@ def known_list(source: Source, *, fetch: bool, max_age: float = REFRESH) -> Know
         max_age: See `fetch`.
     """
     kept = _kept(source)
-    if source.path is not None or (fetch and not 0 <= time.time() - kept.checked < max_age):
+    if not source.is_read:
+        why = f"{source.location} is not read, because the settings that name it are not trusted any more"
+        kept = replace(kept, problem=f"{why}{_still(kept.revocations)}", error="")
+    elif source.path is not None or (fetch and not 0 <= time.time() - kept.checked < max_age):
         kept = _looked_up(kept)
     expired = kept.revocations is not None and kept.revocations.expires < time.time()
     if expired and kept.revocations is not None:
@@ -130,10 +141,10 @@ def _looked_up(kept: KnownList) -> KnownList:
         new = read_list(content, source.keys, where=source.location)
     except NotTrusted as error:
         now, content = replace(now, error=str(error)), None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        still = f"; the list number {old.sequence} of {_day(old.issued)} still counts" if old else ""
-        now, content = replace(now, problem=f"{source.location} cannot be read: {reason}{still}"), None
+        told = shown(str(reason)) if isinstance(error, http.client.HTTPException) else reason
+        now, content = replace(now, problem=f"{source.location} cannot be read: {told}{_still(old)}"), None
     else:
         if old is not None and new.sequence < old.sequence:
             what = f"{source.location} holds list number {new.sequence}, which is older than number {old.sequence}"
@@ -148,9 +159,7 @@ def _looked_up(kept: KnownList) -> KnownList:
 
 def _read(source: Source) -> bytes:
     if (path := source.path) is not None:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a regular file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
     else:
         request = urllib.request.Request(source.location, headers={"User-Agent": "twinkle-registry"})
@@ -190,13 +199,17 @@ def _keep(now: KnownList, content: bytes | None) -> KnownList:
         said = {"location": now.source.location, "checked": now.checked, "problem": now.problem, "error": now.error}
         text = json.dumps(said | {"envelope": (content or b"").decode()})
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        work = file.with_suffix(f".{os.getpid()}.tmp")
+        work = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         work.write_text(text, "utf-8")
         work.replace(file)
     except OSError as error:
         lost = f"{file} cannot be written ({error.strerror}), so an older list would not be noticed"
         return replace(now, problem="; ".join(filter(None, (now.problem, lost))))
     return now
+
+
+def _still(old: RevocationList | None) -> str:
+    return f"; the list number {old.sequence} of {_day(old.issued)} still counts" if old else ""
 
 
 def _day(seconds: int) -> str:

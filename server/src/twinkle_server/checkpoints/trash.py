@@ -4,6 +4,7 @@ An entry is `trash/<time>-<place>-<name>`: when it is emptied (UTC seconds), and
 and one moves it back, so that a crash leaves it in one of both places, whole.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -140,7 +141,9 @@ def _until(name: str) -> tuple[int, str]:
 
 
 def _erase(path: Path) -> None:
-    if stat.S_ISDIR(path.lstat().st_mode):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove a file or folder; another process may be doing the same."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

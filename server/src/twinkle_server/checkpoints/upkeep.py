@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,6 +29,8 @@ KEPT: Final = 86400.0
 """Seconds that a checkpoint is kept in the trash, where nothing else is set."""
 _BRIEF: Final = 600.0
 """Seconds that everything else is kept there: drafts, snapshots, and weights of sampling sessions that ended."""
+_ROOM: Final = 256 * 2**20
+"""Free bytes below which the disk counts as full, or a fiftieth of the disk if that is less."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -109,6 +112,7 @@ class Upkeep:
             expired = surplus = 0
             full = _is_full(error)
         referenced = set(self.held()) | await needed(self._retention)
+        await self._bring_back(referenced)  # `trash restore` may have written a row just before a sweep
         named, deleted = await folders.all_named(self._database), await self._deleted()
         keep = self._kept
 
@@ -136,8 +140,9 @@ class Upkeep:
 
     async def bring_back(self) -> list[str]:
         """Move out of the trash what a row names and is missing: an older database may name what was removed since."""
-        referenced = await needed(self._retention)
+        return await self._bring_back(await needed(self._retention))
 
+    async def _bring_back(self, referenced: Collection[str]) -> list[str]:
         def work() -> list[str]:
             found = [entry for entry in self._trash.entries() if entry.folder in referenced]
             return [entry.folder for entry in found if self._trash.put_back(entry)]
@@ -147,6 +152,19 @@ class Upkeep:
             _log.warning("folders that the database names were in the trash, and are restored", folders=restored)
         return restored
 
+    async def make_room(self) -> Swept:
+        """Empty the trash, what would be emptied first before the rest, until the disk is not full; see `_ROOM`."""
+        if not await asyncio.to_thread(self._is_full):
+            return Swept()
+        emptied = await asyncio.to_thread(self._empty, 0.0, False, ())
+        if emptied.entries:
+            _log.warning("the disk is full: the trash was emptied", entries=emptied.entries, bytes=emptied.size)
+        return emptied
+
+    def _is_full(self) -> bool:
+        usage = shutil.disk_usage(self._data)
+        return usage.free < min(_ROOM, usage.total // 50)
+
     async def figures(self) -> dict[str, dict[str, int]]:
         """Return entries and bytes of the trash now, and of orphans as of the last round."""
         trash = await asyncio.to_thread(trash_figures, self._data)
@@ -154,11 +172,18 @@ class Upkeep:
         return {"trash": trash, **({} if left is None else {"orphans": {"entries": left.entries, "bytes": left.size}})}
 
     def _empty(self, now: float, full: bool, crowded: Collection[str]) -> Swept:
-        """Remove from the trash what is over; everything where the disk is full."""
+        """Remove from the trash what is over; where the disk is full, as much more as makes room.
+
+        Args:
+            now: UTC seconds.
+            full: a write has failed for want of room: everything is removed.
+            crowded: names of entries that are removed as well.
+        """
         emptied = Swept()
         self._trash.finish()
         for entry in list(self._trash.entries()):
-            if (full or entry.until <= now or entry.name in crowded) and self._trash.remove(entry):
+            over = full or entry.until <= now or entry.name in crowded
+            if (over or self._is_full()) and self._trash.remove(entry):
                 emptied.entries += 1
                 emptied.size += entry.size
         return emptied

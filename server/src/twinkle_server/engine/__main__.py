@@ -29,11 +29,19 @@ def main(arguments: list[str]) -> None:
         backend = make_backend(settings)
     except TwinkleError as error:
         sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the service tells it, and nothing else
+    host = Host(backend, link, settings)
     if settings.backend == "pool":
-        from twinkle_server.engine.revocations import RevocationWatch
+        _watch_revocations(backend, host, settings.times.revocations)
+    host.serve()
 
-        RevocationWatch(settings.times.revocations).start()
-    Host(backend, link, settings).serve()
+
+def _watch_revocations(backend: Backend, host: Host, every: float) -> None:
+    """Have revoked plugins dropped, and their worker processes ended on the engine's own thread."""
+    from twinkle_server.engine.pool.backend import PoolBackend
+    from twinkle_server.engine.revocations import RevocationWatch
+
+    if isinstance(backend, PoolBackend):
+        RevocationWatch(every, lambda: host.soon(backend.end_dropped_plugins)).start()
 
 
 def make_backend(settings: Settings) -> Backend:

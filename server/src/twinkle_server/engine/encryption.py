@@ -10,6 +10,8 @@ from twinkle_server.engine.backend import State
 SUFFIX: Final = ".age"
 MOST_RECIPIENTS: Final = 64
 """Of one checkpoint: each adds a stanza to every file."""
+_LONGEST: Final = 2048
+"""Characters of a recipient; an RSA key of 4096 bits, the largest that is taken, has about 750."""
 _PIECE: Final = 2**16
 _KINDS: Final = (("age1", "x25519"), ("ssh-ed25519 ", "ssh"), ("ssh-rsa ", "ssh"))
 
@@ -67,10 +69,12 @@ def _recipient(text: str) -> Any:
     """
     import pyrage
 
+    if len(text) > _LONGEST:
+        raise ValueError(f"it has {len(text)} characters, and {_LONGEST} are the limit")
     for prefix, kind in _KINDS:
         if text.startswith(prefix):
             try:
                 return getattr(pyrage, kind).Recipient.from_str(text)
             except pyrage.RecipientError as error:
-                raise ValueError(str(error)) from error
+                raise ValueError(str(error)[-200:]) from error
     raise ValueError("no kind of recipient begins so")

@@ -99,6 +99,10 @@ class Host:
             _log.exception("the engine failed")
         os._exit(FATAL)
 
+    def soon(self, work: Callable[[], None]) -> None:
+        """Call a function on the thread that serves, between two turns; any thread may ask for it."""
+        self._inbox.put(work)
+
     def turn(self) -> None:
         """Wait until there is work, and do one piece of it."""
         self._receive()

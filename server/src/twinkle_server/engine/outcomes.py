@@ -89,4 +89,5 @@ def _is_capacity(error: BaseException) -> bool:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST]
+    """Return a text as one line that JSON can carry: what a plugin raised may hold halves of surrogate pairs."""
+    return " ".join(text.encode("utf-8", "replace").decode().split())[:_LONGEST]

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from twinkle import registry
 
@@ -14,10 +15,12 @@ class RevocationWatch:
 
     Args:
         every: seconds from one look to the next.
+        dropped: called on that thread after plugins were dropped.
     """
 
-    def __init__(self, every: float) -> None:
+    def __init__(self, every: float, dropped: Callable[[], object]) -> None:
         self._every = every
+        self._dropped = dropped
         self._known: list[str] = []
 
     def start(self) -> None:
@@ -33,6 +36,8 @@ class RevocationWatch:
         self._known = problems
         for record in dropped:
             _log.error("plugin %s is dropped: %s; what it patched stays until a restart", record.name, record.reason)
+        if dropped:
+            self._dropped()
 
     def _run(self) -> None:
         while True:

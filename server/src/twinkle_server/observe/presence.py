@@ -36,8 +36,8 @@ class Presence:
 def announce(data: Path, presence: Presence) -> None:
     """Write the file, whole or not at all."""
     work = data / f"{TEMPORARY}{new_id()}"
+    work.touch(mode=0o600, exist_ok=False)  # before the token is in it
     work.write_bytes(orjson.dumps(asdict(presence)))
-    work.chmod(0o600)
     work.replace(data / FILE)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections import deque
+from pathlib import Path
 from typing import Protocol
 
 from twinkle_server.engine.messages import Message
@@ -42,6 +43,14 @@ class Child(Protocol):
     @property
     def last_words(self) -> str:
         """The last lines that it wrote."""
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a process was stopped by a signal (SIGSTOP, say); False where the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 class ChildProcess:

@@ -21,7 +21,7 @@ from twinkle_server.store.opening import Store
 from twinkle_server.store.tables import meta
 
 _log = logging.getLogger(__name__)
-_PURGE, _PROBE = 60.0, 1.0  # seconds from one time to the next
+_PURGE, _PROBE, _ROOM = 60.0, 1.0, 10.0  # seconds from one time to the next
 
 
 class Service(Runtime):
@@ -58,6 +58,7 @@ class Service(Runtime):
         self.janitor.add("models of sessions that ended", max(every, min(60.0, times.session)), self._sessions.settle)
         self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)
         self.janitor.add("upkeep of checkpoints", times.upkeep, self._upkeep.run)
+        self.janitor.add("room on the disk", _ROOM, self._upkeep.make_room)
         self.janitor.add("whether the disk takes writes again", _PROBE, self._probe)
         await super().start()
 

@@ -10,7 +10,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.link import LinkClosed
 from twinkle_server.operations import ModelInfo
-from twinkle_server.runtime.child import Child
+from twinkle_server.runtime.child import Child, is_stopped
 from twinkle_server.settings import Times
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Supervisor:
     Args:
         start_child: starts an engine; False says that it takes another's place.
         listener: see there.
-        times: `start`, `deadline`, `drain` and `silent` count.
+        times: `start`, `deadline`, `drain`, `silent` and `stopped` count.
     """
 
     def __init__(self, start_child: StartChild, listener: Listener, times: Times) -> None:
@@ -201,16 +201,23 @@ class Supervisor:
             self._listener.message(message)
 
     async def _watch(self, child: Child) -> None:
-        """End an engine that owes an answer and says nothing for longer than a pass may take."""
-        limit = self._times.deadline
+        """End an engine that owes an answer, and works at a pass for too long or was stopped.
+
+        How long it is stopped is counted in rounds of this loop: where the service was stopped with it, none passes.
+        """
+        limit, most = self._times.deadline, self._times.stopped
+        pause = min(1.0, limit / 8, most / 8)
         idle_since: float | None = None
-        while True:
-            now = time.monotonic()
-            if not self._listener.waiting:
+        stopped = 0.0
+        while not self._why:
+            now, waiting = time.monotonic(), self._listener.waiting
+            if not waiting:
                 idle_since = now
-            silent = now - max(self._heard, idle_since or 0.0)
-            if silent > limit and not self._ending:
+            stopped = stopped + pause if waiting and is_stopped(self.pid) else 0.0
+            if stopped > most and not self._ending:
+                self._why = f"the engine's process was stopped for longer than {most:g} s"
+            elif now - max(self._heard, idle_since or 0.0) > limit and not self._ending:
                 self._why = f"a pass took longer than {limit:g} s"
-                child.kill()
-                return
-            await asyncio.sleep(min(1.0, limit / 8))
+            else:
+                await asyncio.sleep(pause)
+        child.kill()

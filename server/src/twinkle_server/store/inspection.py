@@ -16,8 +16,12 @@ from twinkle_server.store.tables import metadata
 
 DATABASE: Final = "twinkle.db"
 SIDES: Final = ("twinkle.db-wal", "twinkle.db-shm", "twinkle.db-journal")
-_INDEX: Final = "twinkle.db-shm"
-"""SQLite's index of the write-ahead log, which it makes again from the log: no content of its own."""
+_LOG: Final = "twinkle.db-wal"
+_LOG_HEADER: Final = 32
+"""Bytes; a log of this size has no entry."""
+_JOURNAL: Final = "twinkle.db-journal"
+"""SQLite's journal of the switch to a write-ahead log, which the very first start makes."""
+_JOURNAL_MAGIC: Final = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 PLACES: Final = ("checkpoints", "snapshots", "payloads", "results", "trash")
 _MAGIC: Final = b"SQLite format 3\0"
 _FIRST: Final = ("meta", "lease", "keys", "checkpoints", "models")
@@ -102,8 +106,8 @@ def describe(data: Path) -> list[str]:
             found.append(f"{count} in {place}/")
     if (data / "secret").exists():
         found.append("the file secret")
-    kept = [name for name in SIDES if name != _INDEX]  # a start that was killed before its first commit leaves an index
-    return found + [name for name in kept if (data / name).exists() and (data / name).stat().st_size]
+    log = data / _LOG  # a start that was killed before its first commit leaves an empty one, and other files beside it
+    return found + ([_LOG] if log.exists() and log.stat().st_size > _LOG_HEADER else [])
 
 
 def _look(path: Path) -> tuple[Found, str]:
@@ -124,6 +128,8 @@ def _look(path: Path) -> tuple[Found, str]:
         with _opened(path) as raw:
             tables = {name for (name,) in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     except sqlite3.OperationalError as error:
+        if _was_empty(path.with_name(_JOURNAL)):
+            return "empty", f"{DATABASE} was never written whole"
         raise StoreError(f"cannot read {path}: {error}; check the disk and the permissions") from error
     except sqlite3.DatabaseError:
         return "ours", ""  # damaged, of which `check_whole` says more
@@ -136,6 +142,19 @@ def _look(path: Path) -> tuple[Found, str]:
         has = f"it has the table {others[0]!r}, and " if others else ""
         return "foreign", f"{DATABASE} is not a database of this service ({has}the table {lacking[0]!r} is missing)"
     return "ours", ""
+
+
+def _was_empty(journal: Path) -> bool:
+    """Return whether a journal that is still to be rolled back says that the database had no table before.
+
+    A database of one page has none, for each table has a page of its own.
+    """
+    try:
+        with journal.open("rb") as file:
+            head = file.read(20)
+    except FileNotFoundError:
+        return False
+    return head.startswith(_JOURNAL_MAGIC) and len(head) == 20 and int.from_bytes(head[16:]) <= 1
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Sampling operations whose sequences training may name (`record_stability_info`): whose they are, when last used."""
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Final
 
 from sqlalchemy import Connection, and_, insert, select, update
@@ -27,6 +28,8 @@ class Recorded:
     async def use(self, tenant: str, session: str, requests: Collection[str], since: float, now: float) -> set[str]:
         """Return those requests that are recorded for a session, and note that they are used.
 
+        They are looked up in order and in pieces; behind a piece with one that is not recorded, none is looked up.
+
         Args:
             tenant: the caller.
             session: that trains.
@@ -34,25 +37,32 @@ class Recorded:
             since: those that were used last before this time are over.
             now: the time.
         """
+        found: dict[str, tuple[str, int]] = {}
+        for some in _pieces(list(requests)):
+            rows = await self._database.read(partial(_look_up, tenant, session, some, since))
+            found.update(rows)
+            if len(rows) < len(some):
+                break
+        if found:
+            await self._database.write(partial(_note_use, tenant, list(found.values()), now))
+        return set(found)
 
-        def work(connection: Connection) -> set[str]:
-            found: set[str] = set()
-            for some in _pieces(sorted(requests)):
-                operation = and_(operations.c.lane == recorded.c.lane, operations.c.number == recorded.c.number)
-                query = select(operations.c.request, recorded.c.lane, recorded.c.number).join_from(
-                    operations, recorded, operation
-                )
-                own = (operations.c.tenant == tenant, recorded.c.tenant == tenant, recorded.c.session == session)
-                rows = connection.execute(
-                    query.where(*own, operations.c.request.in_(some), recorded.c.used >= since)
-                ).all()
-                for request, lane, number in rows:
-                    key = (recorded.c.tenant == tenant, recorded.c.lane == lane, recorded.c.number == number)
-                    connection.execute(update(recorded).where(*key).values(used=now))
-                    found.add(request)
-            return found
 
-        return await self._database.write(work)
+def _look_up(
+    tenant: str, session: str, requests: list[str], since: float, connection: Connection
+) -> dict[str, tuple[str, int]]:
+    """Return lane and number of those requests that are recorded."""
+    operation = and_(operations.c.lane == recorded.c.lane, operations.c.number == recorded.c.number)
+    query = select(operations.c.request, recorded.c.lane, recorded.c.number).join_from(operations, recorded, operation)
+    own = (operations.c.tenant == tenant, recorded.c.tenant == tenant, recorded.c.session == session)
+    rows = connection.execute(query.where(*own, operations.c.request.in_(requests), recorded.c.used >= since))
+    return {request: (lane, number) for request, lane, number in rows}
+
+
+def _note_use(tenant: str, keys: list[tuple[str, int]], now: float, connection: Connection) -> None:
+    for lane, number in keys:
+        key = (recorded.c.tenant == tenant, recorded.c.lane == lane, recorded.c.number == number)
+        connection.execute(update(recorded).where(*key).values(used=now))
 
 
 def _pieces(requests: list[str]) -> Iterator[list[str]]:

@@ -1,7 +1,7 @@
 """Checks what a pass says of where its tokens were sampled against what sampling recorded."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,6 +52,8 @@ def _claims(data: Sequence[Any]) -> Iterator[Claim]:
             if _TARGETS not in datum.loss_fn_inputs:  # looking it up would add it
                 continue
             targets = read_tensor(datum.loss_fn_inputs[_TARGETS], _TARGETS).astype(np.int64)
+            if targets.ndim != 1:
+                continue
             spans = target_spans(datum, len(targets))
         except ValueError:
             continue
@@ -66,34 +68,43 @@ async def refusal_of(house: House, who: Caller, session: str, claims: Sequence[C
     Each sequence must have been sampled by the session that trains, with `record_stability_info`, and no longer ago
     than `Times.kept_record` or since then been trained on; sampled tokens must be those that were recorded.
     """
-    requests = {claim.request for claim in claims}
+    groups = await asyncio.to_thread(_by_request, claims)
     moment, kept = now(), house.settings.times.kept_record
-    known = await house.store.recorded.use(who.tenant, session, requests, moment - kept, moment)
-    for claim in claims:
-        if claim.request not in known:
+    known = await house.store.recorded.use(who.tenant, session, groups, moment - kept, moment)
+    for request, own in groups.items():
+        if request not in known:
             return (
-                f"datum {claim.datum}: sequence {claim.sequence[:160]!r} must be one that this session sampled with "
+                f"datum {own[0].datum}: sequence {own[0].sequence[:160]!r} must be one that this session sampled with "
                 f"record_stability_info=True and used in the last {kept / 3600:g} hours; sample it again, or train "
                 "with another loss_fn"
             )
-    results: dict[str, bytes] = {}
-    for request in sorted(known):
+    for request, own in groups.items():  # one after the other: results may be large
         try:
             future = await house.service.wait(request, who.tenant, 0.0)
         except (Gone, NotFound):
             return f"the sequences of sampling request {request[:120]!r} are no longer kept; sample again"
         if future.status != "done" or future.result is None:
             return f"sampling request {request[:120]!r} has no sequences: it is {future.status}"
-        results[request] = future.result
-    return await asyncio.to_thread(_compare, claims, results)
+        if (refusal := await asyncio.to_thread(_compare, own, future.result)) is not None:
+            return refusal
+    return None
 
 
-def _compare(claims: Sequence[Claim], results: Mapping[str, bytes]) -> str | None:
+def _by_request(claims: Sequence[Claim]) -> dict[str, list[Claim]]:
+    """Return the claims of each sampling request, in the order in which the pass names them first."""
+    groups: dict[str, list[Claim]] = {}
+    for claim in claims:
+        groups.setdefault(claim.request, []).append(claim)
+    return groups
+
+
+def _compare(claims: Sequence[Claim], result: bytes) -> str | None:
+    """Return what is wrong with the claims about one sampling request, or None."""
     from twinkle_server.wire.codec import read_sample_response
 
-    sampled = {request: read_sample_response(result)[0] for request, result in results.items()}
+    texts = read_sample_response(result)[0]
     for claim in claims:
-        texts, place = sampled[claim.request], claim.sequence.rpartition(":")[2]
+        place = claim.sequence.rpartition(":")[2]
         if not place.isdecimal() or int(place) >= len(texts):
             return (
                 f"datum {claim.datum}: there is no sequence {claim.sequence[:160]!r}; its request has {len(texts)} "

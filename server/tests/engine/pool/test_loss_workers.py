@@ -1,8 +1,13 @@
 """A plugin's loss that hangs, eats memory or crashes costs the operation that named it, and nothing else."""
 
+import errno
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +19,15 @@ import rogue_plugin
 import torch
 from server_pool import Bench, answer, datum, drawn, request
 
+import twinkle_server.engine.pool.loss_workers.child
 import twinkle_server.engine.pool.loss_workers.workers
 from twinkle import registry
 from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.lanes import Task
+from twinkle_server.engine.messages import SIZES, Message
+from twinkle_server.engine.outcomes import failed, is_passing
+from twinkle_server.engine.pool.loss_workers.child import Child, Ended
+from twinkle_server.engine.pool.loss_workers.frames import pack
 from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
 
 SECONDS = 4.0
@@ -118,6 +129,7 @@ def test_a_forward_alone_gives_the_same_number_and_no_gradient(shared, inside):
     assert shared.run("a", rows, "AcmeRich", forward=True)[1] == inside.run("a", rows, "AcmeRich", forward=True)[1]
 
 
+PASSING = ("AcmeSleeps", "AcmeSpins", "AcmeEats", "AcmeEatsShared", "AcmeCloses")
 BAD = {
     "AcmeSleeps": rf"'AcmeSleeps' of plugin 'acme-rogue' took longer than {SECONDS:g} s, the limit",
     "AcmeSpins": rf"took longer than {SECONDS:g} s",
@@ -128,6 +140,7 @@ BAD = {
     "AcmeSegfaults": r"crashed: its process was killed by SIGSEGV",
     "AcmeAborts": r"crashed: its process was killed by SIGABRT",
     "AcmeRaises": r"raised RuntimeError: the moon is in the wrong phase: …/loss.py;",
+    "AcmeSurrogate": r"raised RuntimeError: a file named \?;",
     "AcmeNan": r"'AcmeNan' of plugin 'acme-rogue' is nan; nothing of this operation was kept",
     "AcmeNanGradient": r"the gradient of loss_fn 'AcmeNanGradient' of plugin 'acme-rogue' is not finite",
     "AcmeCloses": r"crashed: its process was killed by SIGKILL",
@@ -148,7 +161,10 @@ def test_it_fails_its_own_operation_and_no_other(shared, inside, loss):
     bad, good = beside(shared, loss)
     seconds = time.monotonic() - begin
     assert isinstance(bad, UserError), bad
-    with pytest.raises(UserError, match=BAD[loss]) as caught:
+    said = failed(Task(1, "a", 1, "forward_backward", "t", replay=True), bad)
+    assert bool(said.head.get("later")) == (loss in PASSING), "a replay is tried again where time or memory lacked"
+    assert re.search(BAD[loss], Message.unpack(said.pack_head()[SIZES.size :], b"").head["error"])
+    with pytest.raises(UserError) as caught:
         answer(bad)
     assert "/site" not in str(caught.value)
     _, metrics = answer(good)
@@ -289,6 +305,32 @@ def test_the_worker_of_a_model_ends_with_the_model(shared):
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_no_process_of_a_plugin_that_is_revoked_goes_on(base, tmp_path, monkeypatch):
+    site = rogue_plugin.write(tmp_path / "site", "acme-import", HANGS, {"AcmeImport": ""})
+    monkeypatch.syspath_prepend(str(site))
+    registry.cache_clear()
+    bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
+    registry.cache_clear()
+    bench.create("a")
+    before = bench.run("a", [plain_row()], "AcmePlain", forward=True)
+    tree = workers(bench)._tree
+    wait_for(lambda: len(children_of(tree.first.pid, PROCESS)) == 2)
+    rogue = {tree.workers["a", "acme-rogue"].process.pid, tree.plugins["acme-rogue"].process.pid}
+    losses, there = bench.backend._losses, bench.backend._losses._specs()
+
+    def without(dist: str) -> None:
+        monkeypatch.setattr(losses, "_specs", lambda: {n: spec for n, spec in there.items() if spec.dist != dist})
+        bench.backend.end_dropped_plugins()
+
+    without("acme-import")
+    assert set(children_of(tree.first.pid, PROCESS)) <= rogue, "though it was never asked for anything"
+    assert bench.run("a", [plain_row()], "AcmePlain", forward=True)[1] == before[1]
+    assert {tree.workers["a", "acme-rogue"].process.pid, tree.plugins["acme-rogue"].process.pid} == rogue
+    without("acme-rogue")
+    assert not any(alive(pid) for pid in rogue)
+    workers(bench).close()
+
+
 def test_no_more_workers_are_kept_than_the_limit(base, tmp_path):
     bench = Bench(base, tmp_path, extra={"loss_workers": {**LIMITS, "warm": 2}})
     pids = []
@@ -329,6 +371,69 @@ def test_processes_that_are_killed_from_outside_are_replaced(base, tmp_path):
     workers(bench).close()
 
 
+FLOOD = """
+import socket, sys, time
+link, end = socket.socket(fileno=int(sys.argv[1])), time.monotonic() + 20
+frames = bytes.fromhex(sys.argv[2]) * 20_000
+while time.monotonic() < end:
+    link.sendall(frames)
+"""
+
+
+def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
+    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.child, "_TRANSFER", 0.5)
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", FLOOD, str(theirs.fileno()), pack({"id": 1}).hex()]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        child = Child(ours, None, MEMORY, process.kill)
+        with pytest.raises(Ended, match="did not answer in time") as late:
+            child.receive(time.monotonic() + 0.5, lambda frame: frame["id"] == 2)
+        child.end()
+    assert late.value.slow
+
+
+def test_an_answer_may_not_be_much_larger_than_what_was_sent():
+    ours, theirs = socket.socketpair()
+    child = Child(ours, None, MEMORY)
+    values = torch.zeros(2**18 + 64)
+    theirs.sendall(pack({"values": values})[:64])
+    with pytest.raises(Ended, match="answered something else"):
+        child.receive(time.monotonic() + 60.0)
+    ours, theirs = socket.socketpair()
+    child = Child(ours, None, MEMORY)
+    frame = pack({"values": values})
+
+    def echo() -> None:
+        theirs.sendall(theirs.recv(len(frame), socket.MSG_WAITALL))
+
+    answering = threading.Thread(target=echo, daemon=True)
+    answering.start()
+    child.send({"values": values}, time.monotonic() + 60.0)
+    assert torch.equal(child.receive(time.monotonic() + 60.0)["values"], values)
+    answering.join(60.0)
+
+
+def test_want_of_descriptors_costs_an_operation_and_no_process(base, tmp_path, monkeypatch):
+    bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
+    for lane in "ab":
+        bench.create(lane)
+    before = bench.run("a", [plain_row()], "AcmePlain", forward=True)
+    plugin = workers(bench)._tree.plugins["acme-rogue"].process
+
+    def lacking() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", lacking)
+        with pytest.raises(UserError, match=r"AcmePlain' of .* could not be started: Too many open files") as lack:
+            bench.run("b", [plain_row()], "AcmePlain", forward=True)
+    assert is_passing(lack.value)
+    assert bench.run("b", [plain_row()], "AcmePlain", forward=True)[1] == before[1]
+    assert workers(bench)._tree.plugins["acme-rogue"].process is plugin
+    workers(bench).close()
+
+
 CRASHES = "import os\nos._exit(9)\n"
 HANGS = "import time\ntime.sleep(3600)\n"
 RAISES = "raise ValueError('broken on purpose')\n"
@@ -359,8 +464,17 @@ def test_a_plugin_whose_import_crashes_or_hangs_is_refused_and_tried_again_later
     assert bench.run("a", [plain_row()], "AcmePlain")[1]["loss:sum"] > 0, "another plugin's losses work"
     begin = time.monotonic()
     for _ in range(3):
-        with pytest.raises(UserError, match=r"cannot be loaded: .*(being loaded again|exit status 9)"):
+        with pytest.raises(UserError, match=r"cannot be loaded: .*(being loaded again|exit status 9)") as again:
             bench.run("a", [plain_row()], "AcmeImport")
+        assert is_passing(again.value), "models that were trained with it are made again later"
+    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 30.0)
+    [plugin] = [found for found in workers(bench)._tree.plugins.values() if found.name == "acme-import"]
+    plugin.again = time.monotonic() + 30.0
+    with pytest.raises(UserError, match=r"cannot be loaded: .*it is loaded again in \d+ s") as again:
+        bench.run("a", [plain_row()], "AcmeImport")
+    assert is_passing(again.value)
+    plugin.again = 0.0
+    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 0.0)
     assert time.monotonic() - begin < 10, "nobody waits for it a second time"
     (site / "acme_import" / "loss.py").write_text(WORKS, "utf-8")
     if code == CRASHES:

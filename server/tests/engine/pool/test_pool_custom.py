@@ -10,6 +10,7 @@ from server_pool import answer, datum, drawn, request
 from torch.nn import functional
 
 from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.outcomes import is_passing
 from twinkle_server.engine.pool import graphs
 from twinkle_server.wire.loss_graphs import LossGraph, loss_id, read_graph, read_loss_id
 
@@ -234,8 +235,11 @@ def test_time_is_limited_in_the_evaluation_and_in_its_backward(seconds: float):
     if seconds > len(graph.nodes):  # enough for the evaluation alone
         graphs.run(graph, {"logprobs": logprobs}, budget)
         ticks = iter(range(1000))
-    with pytest.raises(UserError, match=f"11 nodes for 1 rows took longer than {seconds} s, which is the limit"):
+    with pytest.raises(
+        UserError, match=f"11 nodes for 1 rows took longer than {seconds} s, which is the limit"
+    ) as late:
         graphs.value_and_gradient(graph, {"logprobs": logprobs}, "logprobs", budget)
+    assert is_passing(late.value), "it took less time before: its model is made again later"
     assert next(ticks) < 2 * len(graph.nodes), "it ended where time was over"
 
 
@@ -243,8 +247,9 @@ def test_time_is_counted_over_all_rows_of_an_operation(fresh: Callable[..., Any]
     name = loss_id(graph_of(*CHAIN, ("torch.sum", [{"ref": "n9"}])))
     bench = fresh(extra={"custom_losses": True, "custom_loss_seconds": 1e-9})
     bench.create("a")
-    with pytest.raises(UserError, match=r"11 nodes for 3 rows took longer than 1e-09 s"):
+    with pytest.raises(UserError, match=r"11 nodes for 3 rows took longer than 1e-09 s") as late:
         bench.run("a", [datum(5, seed) for seed in range(3)], "custom", loss_id=name)
+    assert is_passing(late.value)
 
 
 def test_steps_of_all_rows_are_counted_before_the_first_is_done(fresh: Callable[..., Any]):

@@ -1,6 +1,7 @@
 """`CLI.from_args()`: one call that reads a script's arguments from all sources, in a fixed order."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from twinkle_cli.arguments.layers import Layer, from_env_file, from_flags, from_
 from twinkle_cli.arguments.names import EXTRA, USE_MEGATRON
 
 STRATEGY = ("model", "strategy")
+REMOTE_CODE = ("model", "trust_remote_code")
 
 
 class CLI:
@@ -66,9 +68,28 @@ def _env_file(path: str | os.PathLike[str] | None) -> Layer:
     if path is None and not file.is_file():
         return Layer()
     try:
-        return from_env_file(file, read_env_file(file), os.environ)
+        layer = from_env_file(file, read_env_file(file), os.environ)
     except ConfigError as error:
         return Layer(problems=[str(error)])
+    if path is None:  # nobody named it: it may have come with somebody else's folder
+        layer.problems += _needs_trust(layer)
+    return layer
+
+
+def _needs_trust(layer: Layer) -> list[str]:
+    """Return a problem for each value that lets code of a folder run which the user does not trust."""
+    from twinkle_registry.folder_trust import is_trusted_folder
+
+    asking = [path for path, value in layer.values.items() if (path == REMOTE_CODE and value) or ".py:" in str(value)]
+    here = str(Path.cwd())
+    if not asking or is_trusted_folder(here):
+        return []
+    folder = shlex.quote(here)
+    return [
+        f"{'.'.join(path)}: {layer.sources[path]} would let code run, and this folder is not trusted; give it on the "
+        f"command line, name the file by env_file=, or look at it and run: twinkle plugins trust {folder}"
+        for path in asking
+    ]
 
 
 def _config_file(path: str | os.PathLike[str] | None) -> Layer:

@@ -44,7 +44,6 @@ def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
 
     from twinkle.platform import Platform
     from twinkle.testing import tiny_model
-    from twinkle_torch.prefix_attention import has_kernel
     from twinkle_transformers.doctor.machine import machine_facts
 
     device = torch.device(Platform.get_local_device())
@@ -54,7 +53,7 @@ def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
     return {
         "machine": machine_facts(device),
         "model": model or "a tiny random Llama",
-        "prefix_attention_kernel": has_kernel(),
+        "prefix_attention": prefix_attention(device),
         "paths": paths,
     }
 
@@ -82,6 +81,17 @@ def evidence_of(model: str, dtype: str) -> Iterator[Any]:
     yield from TorchSampler(model=built).evidence()
 
 
+def prefix_attention(device: Any) -> str:
+    """Return how plain attention to a prefix that several sequences share is computed on a device."""
+    from twinkle_torch.prefix_attention import has_kernel
+
+    if device.type != "cpu":
+        return f"reads copies of its keys: the kernel that needs none is for the CPU, this is {device.type}"
+    if not has_kernel():
+        return "reads copies of its keys: this torch lacks the flash kernel that needs none"
+    return "reads its keys where they are, by torch's flash kernel"
+
+
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as text, about ten lines."""
     machine = report["machine"]
@@ -99,10 +109,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         f"bfloat16    {half['gflops']:g} GFLOP/s, {max(ratio, 1 / ratio):.1f} x {pace} than float32; "
         f"{_row_bits(half['other_bits'])}"
     )
-    kernel = (
-        "with torch's flash kernel" if report["prefix_attention_kernel"] else "in parts: torch lacks the flash kernel"
-    )
-    yield f"prefixes    attention to shared prefixes runs {kernel}"
+    yield f"prefixes    attention to a shared prefix {report['prefix_attention']}"
     yield f"fast paths of {report['model']}:"
     for dtype, paths in report["paths"].items():
         on = [path for path in paths if path["exact"]]
@@ -119,8 +126,10 @@ def _grounds(path: Mapping[str, Any]) -> str:
 
 
 def _row_bits(other: Sequence[int]) -> str:
+    from twinkle_transformers.doctor.machine import ROW_COUNTS
+
     if not other:
-        return "equal bits for any number of rows"
+        return f"equal bits for all {len(ROW_COUNTS)} numbers of rows that were tried, up to {max(ROW_COUNTS)}, and 64"
     return f"other bits for {', '.join(map(str, other))} rows than for 64"
 
 

@@ -52,12 +52,13 @@ class Runner:
         evidence: what `store` measured; None before.
     """
 
-    def __init__(self, model: Any, *, row_multiple: int = 1) -> None:
+    def __init__(self, model: Any, *, row_multiple: int = 1, backbone: Backbone | None = None) -> None:
         """Look at the model, without running it.
 
         Args:
             model: the Hugging Face module; layers inside may be wrapped by PEFT.
             row_multiple: steps are padded to a multiple of so many rows.
+            backbone: the model as body and head, with its evidence, where somebody has it already.
         """
         self.model, self.row_multiple = model, row_multiple
         weight = model.get_input_embeddings().weight
@@ -67,6 +68,8 @@ class Runner:
         self._banks = Banks()
         self._sites: dict[str, Site] | None = None
         self._structure: tuple[int, ...] = ()
+        if backbone is not None:
+            self.backbone = backbone
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -172,7 +175,7 @@ class Runner:
         head = self.model.get_output_embeddings()
         return next((name for name, module in self.model.named_modules() if module is head), "")
 
-    @cached_property
+    @property
     def _switch(self) -> Switch:
         return self.backbone.segmenter._switch
 
@@ -187,10 +190,10 @@ class Runner:
 
     def _refusal(self) -> str | None:
         backbone, config = self.backbone, self.model.config.get_text_config()
-        if refusal := backbone.segmenter.check():
-            return refusal
+        if backbone.segmenter.check() is not None:
+            return f"several sequences in one row are off: {backbone.segmenter.reason}"
         if not backbone.splits:
-            return "it does something to its logits that Twinkle does not know"
+            return "its body and head, one after the other, do not give its own logits"
         if self._switch.mixers:
             return f"{type(self._switch.mixers[0]).__name__} keeps a state of its own"
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:

@@ -12,7 +12,7 @@ from twinkle_torch.segments import Segments
 from twinkle_transformers.cached import CachedModel, SequenceBytes, Within
 from twinkle_transformers.engine.requests import Request
 from twinkle_transformers.engine.runner import Runner
-from twinkle_transformers.generation import Prompt, generate
+from twinkle_transformers.generation import Prompt, generate, scoring_bytes
 from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import Scope
 from twinkle_transformers.sites import install
@@ -112,12 +112,14 @@ class WholeCalls:
         longest = max(prompts, key=lambda prompt: len(prompt.ids) + prompt.room)
         tokens, widest = len(longest.ids) + longest.room, max(len(prompt.ids) for prompt in prompts)
         needed, budget = self._bytes[1].needed(tokens, widest), self._budget()
-        if needed > budget:
+        scores = scoring_bytes(prompts, model.vocabulary)
+        if needed + scores > budget:
+            what = f"{tokens} tokens{' and the scores of their prompt' if scores else ''}"
             raise CapacityError(
-                f"row {longest.row}: {tokens} tokens need about {needed / 2**20:.1f} MiB, and the sampler may take "
+                f"row {longest.row}: {what} need about {(needed + scores) / 2**20:.1f} MiB, and the sampler may take "
                 f"{budget / 2**20:.1f} MiB; ask for fewer (max_tokens), or give it more (cache_bytes)"
             )
-        return min(self._most, budget // needed)
+        return min(self._most, (budget - scores) // needed)
 
     def _within(self, version: AdapterVersion | None) -> Within | None:
         """Return the context in which all rows have one adapter that is not PEFT's."""

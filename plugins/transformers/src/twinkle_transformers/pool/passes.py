@@ -73,7 +73,8 @@ class Passes:
             why = turned_off("fused") or self.backbone.segmenter.evidence["packing"]
             self.evidence = replace(why, path="fused")
             return
-        self.evidence = judge_adapters(self.backbone, self._body, sites, self.dtype)
+        with self._autocast():
+            self.evidence = judge_adapters(self.backbone, self._body, sites, self.dtype)
         if not self.evidence.exact:
             get_logger().warning(
                 "%s: adapters do not share passes: %s. Each sequence goes through the model alone, which is slower",

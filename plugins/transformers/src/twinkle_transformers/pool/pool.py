@@ -34,6 +34,7 @@ from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.options import check_adapter, check_clipping
 from twinkle_transformers.parallel import Replicated, parallel_of
+from twinkle_transformers.patched import PatchWatch
 from twinkle_transformers.pool import files, state
 from twinkle_transformers.pool.accounting import Costs
 from twinkle_transformers.pool.admission import Admission, no_room
@@ -97,6 +98,7 @@ class LoraPool(AdapterPool):
         self.backbone, self.device = backbone, device
         check_kind(backbone)
         backbone.model.requires_grad_(False).eval()
+        self._patches = PatchWatch(backbone.model)
         alone = goes_alone(backbone)
         sites, self.experts = find_sites(backbone.model), find_expert_sites(backbone.model)
         install(list(sites.values()), head=not backbone.splits)
@@ -125,6 +127,7 @@ class LoraPool(AdapterPool):
         Raises:
             Unsupported: what was changed would bypass adapters, or the model cannot carry them any more.
         """
+        self._patches.changed()  # what there was until now is looked at here
         check_places(self.sites.values())
         install_experts(self.experts.values())
         self.passes.change(backbone, goes_alone(backbone))
@@ -133,6 +136,17 @@ class LoraPool(AdapterPool):
         uninstall(head)
         install(head, head=not backbone.splits)
         self.backbone = backbone
+
+    def _check_patches(self) -> None:
+        """Look at the model again if somebody patched it without its owner's knowledge: its module, or a part of it."""
+        if not self._patches.changed():
+            return
+        replaced = "forward" in vars(self.backbone.model)  # what lies between body and head is the patch's affair
+        try:
+            self.look_again(replace(self.backbone, splits=False) if replaced else self.backbone)
+        except BaseException:
+            self._patches.forget()
+            raise
 
     # adapters
 
@@ -294,6 +308,7 @@ class LoraPool(AdapterPool):
             staged: the loss comes later, and all rows are one part.
             evaluates: whose loss and metrics may be calculated from a forward later.
         """
+        self._check_patches()
         tenant = None if operation.adapter is None else self.tenants[operation.adapter]
         group = next((t.group for t in (tenant, evaluates) if t is not None), self.base)
         if tenant is not None and operation.kind == "forward_backward":

@@ -124,6 +124,10 @@ class PoolBackend:
         with telling():
             self._checkpoints.load(lane, load, source)
 
+    def end_dropped_plugins(self) -> None:
+        """End the worker processes of plugins that offer no loss any more, because they were revoked."""
+        self._losses.end_dropped()
+
     def remove(self, lane: str) -> None:
         """Zero and forget a model; one that is not there is no error."""
         if self._losses.workers is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twinkle.errors import CapacityError
 from twinkle_server.engine.backend import UserError
 from twinkle_server.wire.loss_graphs import FOLDING, POINTWISE, LossGraph, Node
 
@@ -95,10 +96,10 @@ class Budget:
         """
         spent = self.spent + self.clock() - self._begun
         if spent > self.seconds:
+            text = f"{self.nodes} nodes for {self.rows} rows took longer than {self.seconds:g} s"
             raise UserError(
-                f"custom loss: {self.nodes} nodes for {self.rows} rows took longer than {self.seconds:g} s, which is "
-                "the limit for one request; send fewer rows, or make the graph smaller"
-            )
+                f"custom loss: {text}, which is the limit for one request; send fewer rows, or make the graph smaller"
+            ) from CapacityError(text)  # a replay may be tried again: the operation took less time before
 
     def check_steps(self) -> None:
         """Compare the number of steps with the limit, before any is done.

@@ -92,6 +92,11 @@ class Losses:
         _check_missing(spec, loss, rows)
         return loss if spec.name in (*PUBLISHED, *OWN) else honoured(loss, spec.name, rows)
 
+    def end_dropped(self) -> None:
+        """End the worker processes of plugins that offer no loss any more."""
+        if self.workers is not None:
+            self.workers.keep({spec.dist for spec in self._specs().values()})
+
     def _is_remote(self, spec: ComponentSpec) -> bool:
         return spec.dist not in self._in_process and not _is_own(spec)
 

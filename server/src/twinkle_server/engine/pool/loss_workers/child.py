@@ -15,9 +15,13 @@ from twinkle_server.engine.pool.loss_workers.frames import HEADER, BadFrame, pac
 
 _TICK: Final = 0.05
 """Seconds between two looks at the memory of a process that computes."""
+_TRANSFER: Final = 5.0
+"""Seconds for which an answer may still flow when its time is over: the engine may have been busy until then."""
 _CHUNK: Final = 2**20
 _MOST_TEXT: Final = 2**20
-_MOST_BODY: Final = 2**30
+_LEAST_BODY: Final = 2**20
+"""Bytes of tensors that an answer may have though less was sent; gradients are no larger than what they are of."""
+_LATE: Final = "did not answer in time"
 _LINUX: Final = sys.platform.startswith("linux")
 
 
@@ -53,6 +57,7 @@ class Child:
         self._in = bytearray()
         self._frames: list[dict[str, Any]] = []
         self._base: int | None = None
+        self._most_body = _LEAST_BODY
         self.pid: int | None = None
         self.gone = False
 
@@ -80,6 +85,7 @@ class Child:
             Ended: the process is gone, or does not take it in time.
         """
         frame = memoryview(pack(request))
+        self._most_body = max(self._most_body, len(frame))
         if descriptor is not None:
             self._pump(until, lambda: False, once=True)
             try:
@@ -95,11 +101,13 @@ class Child:
         Raises:
             Ended: the process is gone, has sent no such frame in time, has too much memory, or sends something else.
         """
-        while True:
-            self._pump(until, lambda: bool(self._frames))
+        last = max(until, time.monotonic()) + _TRANSFER
+        while time.monotonic() < last:
+            self._pump(until, lambda: bool(self._frames), last=last)
             frame = self._frames.pop(0)
             if wanted(frame):
                 return frame
+        raise Ended(_LATE, slow=True)
 
     def settle(self, until: float) -> None:
         """Wait until it has said which process it is.
@@ -136,6 +144,8 @@ class Child:
         """End it, if it has not ended by itself, and return how it did."""
         if self.gone:
             return "is gone"
+        with contextlib.suppress(Ended):
+            self.settle(time.monotonic())  # who has not been asked for anything may not have been heard yet
         self.gone = True
         pid = self.pid
         if pid is not None:
@@ -159,8 +169,16 @@ class Child:
             return None
         return status if isinstance(status, int) else None
 
-    def _pump(self, until: float, done: Callable[[], bool], *, once: bool = False) -> None:
-        """Send and receive until `done`; a process that waits until its answer is read is never waited for in vain."""
+    def _pump(self, until: float, done: Callable[[], bool], *, once: bool = False, last: float | None = None) -> None:
+        """Send and receive until `done`; a process that waits until its answer is read is never waited for in vain.
+
+        Args:
+            until: when it must be done, unless bytes flow.
+            done: says whether it is.
+            once: look once, and wait for nothing.
+            last: when it must be done though bytes flow.
+        """
+        last = max(until, time.monotonic()) + _TRANSFER if last is None else last
         poll = select.poll()
         while not self.gone:
             if not once and done():
@@ -178,7 +196,9 @@ class Child:
             if not events:
                 self.check()
                 if left <= 0:
-                    raise Ended("did not answer in time", slow=True)
+                    raise Ended(_LATE, slow=True)
+            elif time.monotonic() > last:
+                raise Ended(_LATE, slow=True)
         raise Ended("is gone")
 
     def _write(self) -> None:
@@ -201,7 +221,7 @@ class Child:
         self._in += data
         while len(self._in) >= HEADER.size:
             text, body = HEADER.unpack_from(self._in)
-            if text > _MOST_TEXT or body > _MOST_BODY:
+            if text > _MOST_TEXT or body > self._most_body:
                 raise Ended("answered something else than a loss")
             end = HEADER.size + text + body
             if len(self._in) < end:

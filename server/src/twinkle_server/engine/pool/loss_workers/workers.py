@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -105,14 +105,10 @@ class LossWorkers:
 
     Args:
         limits: of a call, and of a worker.
-
-    Attributes:
-        waited: seconds that were spent waiting for workers, in all.
     """
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
-        self.waited = 0.0
         self._tree = _Tree()
         self._calls = itertools.count(1)
         self._close = weakref.finalize(self, self._tree.close)
@@ -135,6 +131,17 @@ class LossWorkers:
         """End the workers of a model that is gone."""
         for key in [key for key in self._tree.workers if key[0] == lane]:
             self._tree.workers.pop(key).process.end()
+
+    def keep(self, names: Collection[str]) -> None:
+        """End the processes of all plugins but some, and whatever runs in them.
+
+        Args:
+            names: of the plugins that stay.
+        """
+        for key in [key for key in self._tree.workers if key[1] not in names]:
+            self._tree.workers.pop(key).process.end()
+        for name in [name for name in self._tree.plugins if name not in names]:
+            self._drop(self._tree.plugins.pop(name))
 
     def open(
         self, spec: ComponentSpec, config: Mapping[str, float | str], *, lane: str, number: int, weighted: bool
@@ -211,14 +218,14 @@ class LossWorkers:
         """
         again = bool(plugin.failure)
         if again and time.monotonic() < plugin.again:
-            raise UserError(f"{plugin.failure}; it is loaded again in {plugin.again - time.monotonic():.0f} s")
+            raise _passing(f"{plugin.failure}; it is loaded again in {plugin.again - time.monotonic():.0f} s")
         try:
             process = plugin.process
             if process is None or process.gone:
                 process = self._launch(plugin)
             if not plugin.loaded:
                 if again and not process.ready and time.monotonic() < plugin.until:
-                    raise UserError(f"{plugin.failure}; it is being loaded again, try again in some seconds")
+                    raise _passing(f"{plugin.failure}; it is being loaded again, try again in some seconds")
                 process.settle(plugin.until)
                 process.receive(plugin.until, lambda frame: frame.get("id") == 0)
                 plugin.loaded, plugin.failure = True, ""
@@ -232,7 +239,7 @@ class LossWorkers:
                 else str(error)
             )
             self._failed(plugin, what)
-            raise UserError(plugin.failure) from CapacityError(plugin.failure)
+            raise _passing(plugin.failure)  # noqa: B904  # it has a cause of its own
         return process
 
     def _failed(self, plugin: _Plugin, what: str) -> None:
@@ -282,17 +289,16 @@ class _Remote:
 
     def _send(self, frame: Mapping[str, Any]) -> tuple[_Worker, float]:
         """Send a call, and return its worker and its deadline."""
-        begin = time.monotonic()
         worker: _Worker | None = None
         try:
             worker = self._workers.worker(self._spec, self._lane)  # a plugin that is being imported has its own limit
             until = time.monotonic() + self._left
-            worker.call = frame["id"]
             worker.process.send(frame, until)
+            worker.call = frame["id"]
         except Ended as error:
             raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
-        finally:
-            self._workers.waited += time.monotonic() - begin
+        except OSError as error:  # no descriptor, process or memory is left to start one with
+            raise self._said(f"could not be started: {error.strerror}", passing=True)  # noqa: B904
         return worker, until
 
     def _receive(self, number: int, worker: _Worker, until: float) -> dict[str, Any]:
@@ -302,9 +308,7 @@ class _Remote:
         except Ended as error:
             raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
         finally:
-            seconds = time.monotonic() - begin
-            self._workers.waited += seconds
-            self._left = max(0.0, self._left - seconds)
+            self._left = max(0.0, self._left - (time.monotonic() - begin))
             if worker.call == number:
                 worker.call = None
         if "error" in answer:
@@ -315,21 +319,19 @@ class _Remote:
         """End a worker and return what the client is told."""
         how = "is gone" if worker is None else worker.process.end()
         what = str(error)
+        passing = error.slow or worker is None or what == more_memory(self._workers.limits.memory)
         if error.slow:
             what = f"took longer than {self._workers.limits.seconds:g} s, the limit of this service"
         elif what == "is gone":
             what = f"crashed: its process {how}"
             if how == _SIGKILL:
-                what += " (by itself, or by the system for want of memory)"
-        said = self._said(what)
-        if error.slow or how == _SIGKILL:
-            said.__cause__ = CapacityError(what)  # when it is replayed, it may succeed as it did before
-        return said
+                what, passing = f"{what} (by itself, or by the system for want of memory)", True
+        return self._said(what, passing)
 
-    def _said(self, what: str) -> UserError:
+    def _said(self, what: str, passing: bool = False) -> UserError:
         text = f"{what_of(self._spec)} {what}; nothing of this operation was kept, and the weights are as they were"
         _log.warning("%s", text)
-        return UserError(text)
+        return _passing(text) if passing else UserError(text)
 
     def _raised(self, error: Any, worker: _Worker) -> dict[str, Any]:
         """Raise what a loss raised; a key that an output lacks is returned, for the caller knows more."""
@@ -338,7 +340,7 @@ class _Remote:
         kind, text = str(error.get("type")), str(error.get("text"))
         if error.get("memory"):
             worker.process.end()  # what it holds may never be given back
-            raise self._said(more_memory(self._workers.limits.memory))
+            raise self._said(more_memory(self._workers.limits.memory), passing=True)
         if error.get("own"):
             if kind in _CLIENTS:
                 raise getattr(twinkle.errors, kind)(text)
@@ -348,6 +350,13 @@ class _Remote:
         if isinstance(error.get("key"), str):
             return {"key": error["key"]}
         raise self._said(f"raised {kind}: {text}" if text else f"raised {kind}")
+
+
+def _passing(text: str) -> UserError:
+    """Return an error of which a replay may be tried again: the operation succeeded before, and may do so again."""
+    error = UserError(text)
+    error.__cause__ = CapacityError(text)
+    return error
 
 
 def what_of(spec: ComponentSpec) -> str:

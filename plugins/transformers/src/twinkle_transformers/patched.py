@@ -1,0 +1,43 @@
+"""Notices patches and kernels that are applied to a model, or undone on it, by whatever way."""
+
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from twinkle_patches import record
+
+
+class PatchWatch:
+    """Tells whether the patches of a model are others than when it was last asked.
+
+    Patches of what wraps the model and of modules inside count, and those of classes and of Python modules, which may
+    act on any model.
+
+    Args:
+        model: the Hugging Face module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._version, self._known = record.version(), self._applied()
+
+    def changed(self) -> bool:
+        """Return whether a patch was applied or undone since the last call; costs nothing where none was anywhere."""
+        if (version := record.version()) == self._version:
+            return False
+        before, self._version, self._known = self._known, version, self._applied()
+        return before != self._known
+
+    def forget(self) -> None:
+        """Let the next call return True: what changed could not be taken into account."""
+        self._version, self._known = -1, [None]
+
+    def _applied(self) -> list[Any]:
+        inside = {id(module) for module in self._model.modules()}
+        return [a for a in record.applications() if self._concerns(a.target(), inside)]
+
+    def _concerns(self, target: Any, inside: set[int]) -> bool:
+        if not isinstance(target, nn.Module):
+            return isinstance(target, type | ModuleType)
+        return id(target) in inside or any(module is self._model for module in target.modules())
