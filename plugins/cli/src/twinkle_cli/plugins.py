@@ -91,15 +91,6 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if problems else 0)
 
 
-@plugins.command(short_help="List patches: what they change, and whether they fit what is installed.")
-@_json
-def patches(as_json: bool) -> None:
-    """List every installed patch: what it changes, which versions it knows, whether it applies here."""
-    from twinkle_cli.patches import show
-
-    show(as_json)
-
-
 for command in (*COMMANDS, *TRUST_COMMANDS, *REVOCATION_COMMANDS, search):
     plugins.add_command(command)
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinkle.errors import PatchError
+from twinkle.patch import Patch, applications, is_recorded, undo_recorded
 from twinkle_kernels.finding import Replacement, layer_class, replacements, torch_module
 from twinkle_kernels.forward import KernelForward, kernel_name
 from twinkle_kernels.mapping import Key, check_mapping, key_name
-from twinkle_patches import record
-from twinkle_patches.patch import Patch
 
 
 class Kernels(Patch):
@@ -103,7 +102,7 @@ def unkernelize(model: Any) -> Any:
         _undo(model, application)
     for layer in target.modules():
         if isinstance(layer.__dict__.get("forward"), KernelForward):
-            if record.is_recorded(layer, "forward"):
+            if is_recorded(layer, "forward"):
                 raise PatchError(
                     f"unkernelize: this {type(target).__name__} is a part of a model that was kernelized; give that"
                 )
@@ -116,11 +115,11 @@ def _check_free(owner: Any, name: str, kernel: Any) -> None:
     if isinstance(kernel, KernelForward):
         there = owner.__dict__.get(name)
         if isinstance(there, KernelForward):
-            recorded = record.is_recorded(owner, name)
+            recorded = is_recorded(owner, name)
             way = "unkernelize that first" if recorded else "call unkernelize on this copy first"
             what = "of another kernelized model" if recorded else "a copy from a kernelized model"
             raise PatchError(f"kernelize: this {type(owner).__name__} is {what} ({there!r}); {way}")
-        if there is not None and not record.is_recorded(owner, name):
+        if there is not None and not is_recorded(owner, name):
             raise PatchError(
                 f"kernelize: this {type(owner).__name__} has a forward of its own, {there!r}, which a kernel would "
                 "bypass; take it off first, and put it on again afterwards"
@@ -132,15 +131,15 @@ def _check_free(owner: Any, name: str, kernel: Any) -> None:
         )
 
 
-def _all() -> list[record.Application]:
-    return [a for a in record.applications() if isinstance(a.patch, Kernels)]
+def _all() -> list[Any]:
+    return [a for a in applications() if isinstance(a.patch, Kernels)]
 
 
-def _has(application: record.Application, owner: Any, name: str) -> bool:
+def _has(application: Any, owner: Any, name: str) -> bool:
     return any(change.owner() is owner and change.name == name for change in application.changes)
 
 
-def _inside(target: Any) -> list[record.Application]:
+def _inside(target: Any) -> list[Any]:
     """Return what was kernelized before: this module, and those that it wraps."""
     parts = {id(module) for module in target.modules()}
     return [a for a in _all() if id(a.target()) in parts]
@@ -161,14 +160,14 @@ def _apply(model: Any, target: Any, patch: Kernels) -> None:
         patch.plan.clear()
 
 
-def _undo(model: Any, application: record.Application) -> None:
+def _undo(model: Any, application: Any) -> None:
     target = application.target()
     whole = torch_module(model)
     inner = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
     if model is not whole and hasattr(model, "undo_patch") and target in (whole, inner):
         model.undo_patch(application.patch)
     else:
-        record.undo(application.patch, target)
+        undo_recorded(application.patch, target)
 
 
 def _device_of_all(model: Any) -> str | None:

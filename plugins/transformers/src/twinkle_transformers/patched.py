@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from twinkle_patches import record
+from twinkle._registry import registry
 
 
 class PatchWatch:
@@ -20,11 +20,13 @@ class PatchWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._version, self._known = record.version(), self._applied()
+        self._record_version = _exported("record_version") or (lambda: 0)
+        self._applications = _exported("applications") or (lambda: [])
+        self._version, self._known = self._record_version(), self._applied()
 
     def changed(self) -> bool:
         """Return whether a patch was applied or undone since the last call; costs nothing where none was anywhere."""
-        if (version := record.version()) == self._version:
+        if (version := self._record_version()) == self._version:
             return False
         before, self._version, self._known = self._known, version, self._applied()
         return before != self._known
@@ -35,9 +37,16 @@ class PatchWatch:
 
     def _applied(self) -> list[Any]:
         inside = {id(module) for module in self._model.modules()}
-        return [a for a in record.applications() if self._concerns(a.target(), inside)]
+        return [a for a in self._applications() if self._concerns(a.target(), inside)]
 
     def _concerns(self, target: Any, inside: set[int]) -> bool:
         if not isinstance(target, nn.Module):
             return isinstance(target, type | ModuleType)
         return id(target) in inside or any(module is self._model for module in target.modules())
+
+
+def _exported(name: str) -> Any:
+    """Return a function of the plugin that applies patches; None where it is absent, so that nothing is patched."""
+    if name not in registry().exports("twinkle.patch"):
+        return None
+    return registry().export("twinkle.patch", name)

@@ -7,15 +7,18 @@ import click
 
 from twinkle._registry import registry
 from twinkle.errors import NotTrusted, TwinkleError
-from twinkle_cli.text import echo_json, pairs
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
 
 
-def show(as_json: bool) -> None:
-    """Write every installed patch: what it changes, which versions it knows, when it is needed, whether it applies."""
+@click.command(short_help="List patches: what they change, and whether they fit what is installed.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+def patches(as_json: bool) -> None:
+    """List every installed patch: what it changes, which versions it knows, when it is needed, whether it applies."""
+    from twinkle.cli import echo_json
+
     specs = [spec for found in registry().specs("patch").values() for spec in found]
-    rows = [describe(spec) for spec in specs if spec.ref != "twinkle_patches.patch:Patch"]
-    rows += [_undescribed(spec, record) for spec, record in _refused() if spec.ref != "twinkle_patches.patch:Patch"]
+    rows = [describe(spec) for spec in specs]
+    rows += [_undescribed(spec, record) for spec, record in _refused()]
     if as_json:
         echo_json(rows)
     else:
@@ -80,7 +83,9 @@ def _undescribed(spec: ComponentSpec, record: PluginRecord) -> dict[str, Any]:
 
 
 def _text(row: dict[str, Any]) -> str:
-    return pairs(
+    from twinkle.cli import pairs
+
+    text: str = pairs(
         [
             ("patch", f"{row['name']}, of {row['plugin']} {row['version']}"),
             ("summary", row["summary"]),
@@ -90,3 +95,4 @@ def _text(row: dict[str, Any]) -> str:
             ("here", row["here"]),
         ]
     )
+    return text
