@@ -17,9 +17,9 @@ def choose(
 ) -> ComponentSpec | None:
     """Return the one component of that name, or None; several and no preference are a conflict."""
     if dist:
-        found = [spec for spec in found if canonical(spec.dist) == canonical(dist)]
+        found = [spec for spec in found if spec.offered_as(dist)]
     preferred = settings.prefer.get(f"{kind}:{name}", "")
-    wanted = [spec for spec in found if canonical(spec.dist) == canonical(preferred)]
+    wanted = [spec for spec in found if spec.offered_as(preferred)]
     if len(found) > 1 and len(wanted) != 1:
         raise _conflict(found, name, kind, settings)
     return next(iter(wanted or found), None)
@@ -101,7 +101,7 @@ def vain_settings(settings: Settings, records: Sequence[PluginRecord], by_kind: 
         ]
     for component, dist in settings.prefer.items():
         kind, _, name = component.partition(":")
-        if any(canonical(spec.dist) == canonical(dist) for spec in by_kind.get(kind, {}).get(name, ())):
+        if any(spec.offered_as(dist) for spec in by_kind.get(kind, {}).get(name, ())):
             continue
         offered = [spec.dist for spec in by_kind.get(kind, {}).get(name, ())]
         found = f"it is offered by {quoted(offered)}" if offered else "no plugin offers it"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from .naming import canonical
+
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
     from os import PathLike
@@ -31,6 +33,7 @@ class ComponentSpec:
         version: The version of the plugin.
         root: The package that relative refs start from.
         example: Where the function is that gives the contract kit an example (`package.module:function`), or empty.
+        formerly: Names of plugins that offered the component in earlier releases; `dist/Name` and `prefer` take them.
     """
 
     kind: str
@@ -46,6 +49,11 @@ class ComponentSpec:
     version: str = ""
     root: str = ""
     example: str = ""
+    formerly: tuple[str, ...] = ()
+
+    def offered_as(self, dist: str) -> bool:
+        """Return whether the plugin `dist` offers it, or did so in an earlier release."""
+        return canonical(dist) in map(canonical, (self.dist, *self.formerly))
 
     def __str__(self) -> str:
         """Return how errors name it: `loss 'GRPOLoss' of twinkle-losses`."""
@@ -162,8 +170,8 @@ def manifest_from_rows(rows: Sequence[Any]) -> Manifest:
     """Rebuild a manifest that `manifest_to_rows` wrote, without any check."""
     schema, core, name, components, hooks, commands, exports = rows
     specs = tuple(
-        ComponentSpec(kind, label, ref, summary, tuple(requires), tuple(runtimes), *rest)
-        for kind, label, ref, summary, requires, runtimes, *rest in components
+        ComponentSpec(kind, label, ref, summary, tuple(requires), tuple(runtimes), *rest, formerly=tuple(formerly))
+        for kind, label, ref, summary, requires, runtimes, *rest, formerly in components
     )
     lifecycle = HooksSpec(hooks[0], tuple(hooks[1])) if hooks else None
     return Manifest(

@@ -65,11 +65,12 @@ def parse_manifest(
         )
     name = top.take("name", matches(PLUGIN, "the name of the plugin, such as 'acme-losses'"), "")
     place = _Place(name or dist, version, package, root)
+    formerly = tuple(top.optional("formerly", _names(PLUGIN, "names of plugins"), ()))
     manifest = Manifest(
         schema=SCHEMA,
         core=top.take("core", _specifiers, ""),
         name=name,
-        components=tuple(_component(table, place) for table in top.tables("component")),
+        components=tuple(_component(table, place, formerly) for table in top.tables("component")),
         hooks=_hooks(top, place),
         commands=tuple(_command(table, place) for table in top.tables("command")),
         exports=tuple(_export(table, place) for table in top.tables("export")),
@@ -159,7 +160,7 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
-def _component(table: Table, place: _Place) -> ComponentSpec:
+def _component(table: Table, place: _Place, formerly: tuple[str, ...]) -> ComponentSpec:
     table.refuse_unknown(_COMPONENT)
     return ComponentSpec(
         kind=table.take("kind", matches(KIND, "a kind such as 'loss'"), ""),
@@ -175,6 +176,7 @@ def _component(table: Table, place: _Place) -> ComponentSpec:
         version=place.version,
         root=place.root,
         example=place.absolute(table.optional("example", _ref, "")),
+        formerly=formerly,
     )
 
 
@@ -300,7 +302,7 @@ def _is_requirement(text: str) -> bool:
     return True
 
 
-_TOP = ("schema", "core", "name", "hooks", "component", "command", "export")
+_TOP = ("schema", "core", "name", "hooks", "formerly", "component", "command", "export")
 _HOOKS = ("module", "implements")
 _COMMAND = ("name", "ref", "summary")
 _EXPORT = ("module", "name", "ref")
