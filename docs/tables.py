@@ -17,9 +17,11 @@ from typing import Any
 DOCS = Path(__file__).parent
 CONFORMANCE = DOCS.parent / "tests" / "conformance"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
+OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-chat", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
                "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
-               "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-templates")  # fmt: skip
+               "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-cli", "twinkle-testing", "twinkle-templates")  # fmt: skip
+BY_KIND = ("twinkle-core", "twinkle-data", "twinkle-chat")
+"""Plugins whose components are documented on the page of their kind."""
 CORE_PAGES = {
     "reference data": ("dataset", "dataloader", "preprocessor", "filter", "template", "tool_parser", "processor",
                        "loss_scale", "data_format"),
@@ -339,7 +341,7 @@ def reference_plugins() -> str:
     """The components of our plugins, each documented from its docstring."""
     places: dict[str, list[str]] = {}
     for spec in _specs():
-        if not spec.ref.startswith(("torch.", "twinkle.")):
+        if spec.dist not in BY_KIND and not spec.ref.startswith("torch."):
             places.setdefault(spec.dist, []).append(spec.ref.replace(":", "."))
     return "\n\n".join("\n\n".join([f"## {dist}", *(f"::: {p}" for p in sorted(places[dist]))]) for dist in places)
 
@@ -354,13 +356,18 @@ def reference_registry() -> str:
 
 
 def _places(room: str) -> list[str]:
-    """Return where the public names of a room of core are defined, its own component included."""
+    """Return where the public names of a module of core are defined, with what plugins export to it."""
+    from twinkle import registry
+
     module = import_module(f"twinkle.{room}")
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     values = [value for name in names if _is_definition(value := getattr(module, name))]
     places = {_place(value) for value in values if room == "errors" or _room_of(value.__module__) == room}
-    components = (spec.ref.replace(":", ".") for spec in _specs())
-    return sorted(places | {place for place in components if place.startswith(f"twinkle.{room}.")})
+    exports = (export for specs in registry().exports(f"twinkle.{room}").values() for export in specs)
+    places |= {_place(value) for e in exports if _is_definition(value := getattr(module, e.name))}
+    return sorted(
+        places | {spec.ref.replace(":", ".") for spec in _specs() if (spec.kind, spec.dist in BY_KIND) == (room, True)}
+    )
 
 
 def _is_definition(value: Any) -> bool:

@@ -22,11 +22,11 @@ TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".jsonl", ""}
 MACHINE = re.compile(r"/(?:" + "|".join(("work", "root", "home")) + r")/\w|[A-Z]:\\\\?Users")
 ELSEWHERE = {"init_tinker_client", "init_twinkle_client"}  # of twinkle-client, which core names and does not need
 DANGEROUS = {
-    "twinkle_core/src/twinkle/cli/values.py": ["yaml.load"],  # with a safe loader of its own
-    "twinkle_core/src/twinkle/kernel/loading.py": ["trust_remote_code=True"],  # kernels that were judged before
-    "twinkle_core/src/twinkle/testing/contracts/common.py": ["import pickle"],  # to and fro, of a component's own
-    "twinkle_core/src/twinkle/testing/contracts/optimizer.py": ["torch.load"],  # as the next, of what it just saved
-    "twinkle_core/src/twinkle/testing/contracts/scheduler.py": ["torch.load", "weights_only=False"],
+    "plugins/cli/src/twinkle_cli/values.py": ["yaml.load"],  # with a safe loader of its own
+    "plugins/kernels/src/twinkle_kernels/loading.py": ["trust_remote_code=True"],  # kernels that were judged before
+    "plugins/testing/src/twinkle_testing/contracts/common.py": ["import pickle"],  # to and fro, of a component's own
+    "plugins/testing/src/twinkle_testing/contracts/optimizer.py": ["torch.load"],  # as the next, of what it just saved
+    "plugins/testing/src/twinkle_testing/contracts/scheduler.py": ["torch.load", "weights_only=False"],
     "plugins/rewards/src/twinkle_rewards/worker.py": ["import pickle"],  # to its own process and back, of a call
     "plugins/transformers/src/twinkle_transformers/loading.py": ["trust_remote_code=trust_remote_code"],  # asked for
 }

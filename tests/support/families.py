@@ -13,7 +13,7 @@ from twinkle._registry import registry
 from twinkle.template import Template
 from twinkle.testing import tiny_tokenizer
 
-CHAT_TEMPLATES = Path(__file__).parents[2] / "twinkle_core" / "tests" / "chat_templates"
+CHAT_TEMPLATES = Path(__file__).parents[2] / "plugins" / "chat" / "tests" / "chat_templates"
 CHATML = ("<|im_start|>", "<|im_end|>")
 DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 GLM = ("<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>")

@@ -70,7 +70,7 @@ def _check_file(path: Path) -> None:
 def _check_packages(path: Path) -> None:
     if missing := [name for name in _NEEDS if importlib.util.find_spec(name) is None]:
         raise RequirementMissing(
-            f"reading {path.name} needs {', '.join(missing)}; run: pip install 'twinkle-core[gguf]'"
+            f"reading {path.name} needs {', '.join(missing)}; run: pip install 'twinkle-data[gguf]'"
         )
 
 
