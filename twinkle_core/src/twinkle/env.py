@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twinkle._lazy import room
 from twinkle.data_format import Trajectory
@@ -45,8 +45,3 @@ class Env(ABC):
 
 
 __getattr__, __dir__ = room(__name__, "env")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_agentic.envs.openenv import OpenEnv as OpenEnv
-    from twinkle_agentic.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv

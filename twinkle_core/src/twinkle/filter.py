@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twinkle._lazy import room
 
@@ -24,11 +24,3 @@ class Filter(ABC):
 DataFilter = Filter
 
 __getattr__, __dir__ = room(__name__, "filter")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_data.duplicates import DeduplicationFilter as DeduplicationFilter
-    from twinkle_data.length import LengthFilter as LengthFilter
-    from twinkle_data.quality import CharacterFilter as CharacterFilter
-    from twinkle_data.quality import ConversationFilter as ConversationFilter
-    from twinkle_data.quality import RepetitionFilter as RepetitionFilter

@@ -1,6 +1,6 @@
 """Kernels: the contract `Kernel`, and every installed kernel by name."""
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from twinkle._lazy import room
 
@@ -24,18 +24,3 @@ class Kernel(Protocol):
 
 
 __getattr__, __dir__ = room(__name__, "kernel")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_kernels.liger import LigerGatedMLP as LigerGatedMLP
-    from twinkle_kernels.liger import LigerRMSNorm as LigerRMSNorm
-    from twinkle_kernels.liger import LigerRotary as LigerRotary
-    from twinkle_kernels.liger import LigerShiftedRMSNorm as LigerShiftedRMSNorm
-    from twinkle_kernels.mlp import GatedMLPKernel as GatedMLPKernel
-    from twinkle_kernels.norms import RMSNormKernel as RMSNormKernel
-    from twinkle_kernels.norms import ShiftedRMSNormKernel as ShiftedRMSNormKernel
-    from twinkle_kernels.npu import NpuGatedMLP as NpuGatedMLP
-    from twinkle_kernels.npu import NpuRMSNorm as NpuRMSNorm
-    from twinkle_kernels.npu import NpuRotary as NpuRotary
-    from twinkle_kernels.npu import NpuShiftedRMSNorm as NpuShiftedRMSNorm
-    from twinkle_kernels.rotary import RotaryKernel as RotaryKernel

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from twinkle._lazy import room
 from twinkle.data_format import Message
@@ -41,12 +41,3 @@ class LossScale(ABC):
 
 
 __getattr__, __dir__ = room(__name__, "loss_scale")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_data.loss_scales import LastRoundLossScale as LastRoundLossScale
-    from twinkle_data.loss_scales import MessageWeightLossScale as MessageWeightLossScale
-    from twinkle_data.loss_scales import PatternLossScale as PatternLossScale
-    from twinkle_data.loss_scales import ReasoningLossScale as ReasoningLossScale
-    from twinkle_data.loss_scales import RoleLossScale as RoleLossScale
-    from twinkle_data.loss_scales import TurnLossScale as TurnLossScale

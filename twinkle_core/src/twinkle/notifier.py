@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from twinkle._lazy import room
 from twinkle.errors import ArgumentError
@@ -126,12 +126,3 @@ def _parts(address: str) -> list[str]:
 
 
 __getattr__, __dir__ = room(__name__, "notifier")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_notifiers.ding import DingNotifier as DingNotifier
-    from twinkle_notifiers.feishu import FeishuNotifier as FeishuNotifier
-    from twinkle_notifiers.mail import EmailNotifier as EmailNotifier
-    from twinkle_notifiers.slack import SlackNotifier as SlackNotifier
-    from twinkle_notifiers.webhook import WebhookNotifier as WebhookNotifier
-    from twinkle_notifiers.wecom import WeComNotifier as WeComNotifier

@@ -1,6 +1,6 @@
 """Processors: the contract `ProcessorLike`, and every installed processor by name."""
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from twinkle._lazy import room
 from twinkle.data_format import InputFeature
@@ -17,7 +17,3 @@ class ProcessorLike(Protocol):
 
 
 __getattr__, __dir__ = room(__name__, "processor")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_data.processor import InputProcessor as InputProcessor

@@ -26,12 +26,3 @@ class Recipe(Protocol):
 
 
 __getattr__, __dir__ = room(__name__, "recipe")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_recipes.dpo import dpo as dpo
-    from twinkle_recipes.embedding import embedding as embedding
-    from twinkle_recipes.gkd import gkd as gkd
-    from twinkle_recipes.grpo import grpo as grpo
-    from twinkle_recipes.grpo import rloo as rloo
-    from twinkle_recipes.sft import sft as sft

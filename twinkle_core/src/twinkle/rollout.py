@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twinkle._lazy import room
 from twinkle.data_format import Trajectory
@@ -19,8 +19,3 @@ class Rollout(ABC):
 
 
 __getattr__, __dir__ = room(__name__, "rollout")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_agentic.rollout.api_multi_turn import APIMultiTurnRollout as APIMultiTurnRollout
-    from twinkle_agentic.rollout.multi_turn import MultiTurnRollout as MultiTurnRollout

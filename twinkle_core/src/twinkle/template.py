@@ -1,7 +1,7 @@
 """Chat templates: the contract `TemplateLike`, and every installed template by name."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from twinkle._lazy import room
 from twinkle.data_format import InputFeature, Trajectory
@@ -38,11 +38,3 @@ class TemplateLike(Protocol):
 
 
 __getattr__, __dir__ = room(__name__, "template")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_chat.deepseek_v4 import DeepseekV4Template as DeepseekV4Template
-    from twinkle_chat.glm4 import Glm4Template as Glm4Template
-    from twinkle_chat.reasoning import DeepseekR1Template as DeepseekR1Template
-    from twinkle_chat.reasoning import Gemma4Template as Gemma4Template
-    from twinkle_chat.template import Template as Template

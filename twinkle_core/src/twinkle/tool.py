@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twinkle._lazy import room
 from twinkle.data_format import Tool as ToolInfo
@@ -23,8 +23,3 @@ class Tool(ABC):
 
 
 __getattr__, __dir__ = room(__name__, "tool")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_agentic.envs.env_tool import EnvTool as EnvTool
-    from twinkle_agentic.tools.calculator import CalculatorTool as CalculatorTool

@@ -4,7 +4,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from twinkle._lazy import room
 from twinkle.data_format import ToolCall
@@ -139,11 +139,3 @@ def elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[st
 
 
 __getattr__, __dir__ = room(__name__, "tool_parser")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_chat.tool_parsers.cline import ClineParser as ClineParser
-    from twinkle_chat.tool_parsers.dsml import DSMLParser as DSMLParser
-    from twinkle_chat.tool_parsers.hermes import HermesQwenParser as HermesQwenParser
-    from twinkle_chat.tool_parsers.react import ReActParser as ReActParser
-    from twinkle_chat.tool_parsers.vcp import VCPParser as VCPParser

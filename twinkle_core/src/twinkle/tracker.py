@@ -42,12 +42,3 @@ class Tracker:
 
 
 __getattr__, __dir__ = room(__name__, "tracker")
-
-# Names of our own plugins, for editors and type checkers; scripts/type_names.py writes them.
-if TYPE_CHECKING:
-    from twinkle_trackers.jsonl import JsonlTracker as JsonlTracker
-    from twinkle_trackers.mlflow import MLflowTracker as MLflowTracker
-    from twinkle_trackers.swanlab import SwanLabTracker as SwanLabTracker
-    from twinkle_trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
-    from twinkle_trackers.trackio import TrackioTracker as TrackioTracker
-    from twinkle_trackers.wandb import WandbTracker as WandbTracker

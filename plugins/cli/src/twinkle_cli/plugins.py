@@ -10,6 +10,7 @@ from twinkle_cli.revocation import COMMANDS as REVOCATION_COMMANDS
 from twinkle_cli.search import search
 from twinkle_cli.text import echo_json, table
 from twinkle_cli.trust import COMMANDS as TRUST_COMMANDS
+from twinkle_cli.types import types
 
 if TYPE_CHECKING:
     from twinkle_registry import PluginRecord
@@ -91,7 +92,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if problems else 0)
 
 
-for command in (*COMMANDS, *TRUST_COMMANDS, *REVOCATION_COMMANDS, search):
+for command in (*COMMANDS, *TRUST_COMMANDS, *REVOCATION_COMMANDS, search, types):
     plugins.add_command(command)
 
 
