@@ -54,7 +54,7 @@ lint: install  ## Check format, style, types and the floors of the house
 	$(BIN)/lint-imports --no-logo
 
 format: install  ## Format the code, mend what ruff can mend, renew generated blocks
-	$(BIN)/python scripts/type_names.py
+	$(BIN)/python scripts/type_stubs.py
 	$(BIN)/python scripts/own_index.py
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
@@ -79,6 +79,7 @@ clean:  ## Remove what the tools left; .venv and runs stay
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip hatchling editables -c constraints.txt
 	$(PIP) --no-build-isolation -r requirements.txt -c constraints.txt
+	$(BIN)/twinkle plugins types
 	@touch $@
 
 .venv/installed: .venv/members requirements-dev.txt requirements-cookbook.txt

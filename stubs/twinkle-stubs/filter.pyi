@@ -1,0 +1,32 @@
+# Written by `twinkle plugins types`; do not edit.
+"""Filters: the contract `Filter` (published also as `DataFilter`), and every installed filter by name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from twinkle._lazy import room
+
+__all__ = ["DataFilter", "Filter"]
+
+
+class Filter(ABC):
+    """Decides row by row what stays in a data set."""
+
+    @abstractmethod
+    def __call__(self, row: Mapping[str, Any]) -> bool:
+        """Return True to keep `row`."""
+
+    def reset(self) -> None:
+        """Forget the rows seen so far, for filters that remember any; data sets call it when a pass begins."""
+        return
+
+
+DataFilter = Filter
+
+
+from twinkle_data.duplicates import DeduplicationFilter as DeduplicationFilter
+from twinkle_data.length import LengthFilter as LengthFilter
+from twinkle_data.quality import CharacterFilter as CharacterFilter
+from twinkle_data.quality import ConversationFilter as ConversationFilter
+from twinkle_data.quality import RepetitionFilter as RepetitionFilter

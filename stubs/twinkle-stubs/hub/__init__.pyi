@@ -1,0 +1,26 @@
+# Written by `twinkle plugins types`; do not edit.
+"""Hubs: the contract `Hub`, every installed hub by name, and `local_model`, which turns any model id into a folder."""
+
+from typing import Any
+
+from twinkle._lazy import room
+from twinkle.hub.base import Hub
+from twinkle.hub.local import local_folder, local_model, open_hub
+
+__all__ = ["Hub", "local_folder", "local_model", "open_hub"]
+
+_PUBLISHED = {"HFHub": "hf", "MSHub": "ms", "FileHub": "file"}  # class by class; the components have their schemes
+
+_component, __dir__ = room(__name__, "hub")
+
+
+def __getattr__(name: str) -> Any:
+    return _component(_PUBLISHED.get(name, name))
+
+from twinkle_data.builtin import BuiltinHub as builtin
+from twinkle_data.gguf import converted as convert_gguf
+from twinkle_hub.folder import FileHub as file
+from twinkle_hub.hugging_face import HFHub as hf
+from twinkle_hub.model_scope import MSHub as ms
+from twinkle_hub.operation import HubOperation as HubOperation
+from twinkle_hub.uploads import Upload as Upload

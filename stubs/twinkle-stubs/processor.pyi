@@ -1,0 +1,21 @@
+# Written by `twinkle plugins types`; do not edit.
+"""Processors: the contract `ProcessorLike`, and every installed processor by name."""
+
+from typing import Any, Protocol, runtime_checkable
+
+from twinkle._lazy import room
+from twinkle.data_format import InputFeature
+
+__all__ = ["ProcessorLike"]
+
+
+@runtime_checkable
+class ProcessorLike(Protocol):
+    """Collates encoded rows into one batch of tensors; a function will do."""
+
+    def __call__(self, inputs: Any, **kwargs: Any) -> InputFeature:
+        """Return the batch of `inputs`: one row, a list of rows, or a batch that was collated before."""
+
+
+
+from twinkle_data.processor import InputProcessor as InputProcessor

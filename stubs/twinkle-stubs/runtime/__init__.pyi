@@ -1,0 +1,25 @@
+# Written by `twinkle plugins types`; do not edit.
+"""Runtimes: the contract `Runtime`, `initialize` and the decorators, and every installed runtime by name."""
+
+from twinkle._lazy import room
+from twinkle.runtime.base import Runtime, RuntimeOptions
+from twinkle.runtime.current import current_runtime, get_device_placement, initialize, is_master
+from twinkle.runtime.remote import RemoteClass, RemoteFunction, remote_class, remote_function
+from twinkle.runtime.seeding import seed_everything
+
+__all__ = [
+    "RemoteClass",
+    "RemoteFunction",
+    "Runtime",
+    "RuntimeOptions",
+    "current_runtime",
+    "get_device_placement",
+    "initialize",
+    "is_master",
+    "remote_class",
+    "remote_function",
+    "seed_everything",
+]
+
+
+from twinkle.runtime.process import LocalRuntime as local

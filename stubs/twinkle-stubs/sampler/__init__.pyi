@@ -1,0 +1,10 @@
+# Written by `twinkle plugins types`; do not edit.
+"""Samplers: the contract `Sampler`, and every installed sampler by name."""
+
+from twinkle._lazy import room
+from twinkle.sampler.base import Sampler
+
+__all__ = ["Sampler"]
+
+
+from twinkle_transformers.sampler import TorchSampler as TorchSampler

@@ -1,0 +1,149 @@
+# Written by `twinkle plugins types`; do not edit.
+"""The contract of tool-call parsers, and the form that most of them have: a search for whole blocks of markup."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from twinkle._lazy import room
+from twinkle.data_format import ToolCall
+
+__all__ = ["Block", "BlockParser", "ToolCallParser"]
+
+
+class ToolCallParser(ABC):
+    """Knows one way in which models write tool calls.
+
+    Attributes:
+        name: short name of the format.
+        open_marker: text that begins a call; generation may be cut there.
+        close_marker: text that ends it.
+    """
+
+    name: str
+    open_marker: str
+    close_marker: str
+
+    @abstractmethod
+    def detect(self, text: str) -> bool:
+        """Return whether `text` holds a call in this format."""
+
+    @abstractmethod
+    def parse(self, text: str) -> list[ToolCall]:
+        """Return the calls in `text`, in order; a call that does not parse is left out."""
+
+    @abstractmethod
+    def clean(self, text: str) -> str:
+        """Return `text` without its calls."""
+
+    def extract_tool_result(self, text: str) -> str | None:
+        """Return the tool result that `text` quotes, if this format has such a form."""
+        return None
+
+
+class Block(NamedTuple):
+    """One piece of markup: the characters `start` to `end` of a text, and the calls in it as name and arguments."""
+
+    start: int
+    end: int
+    calls: list[tuple[str, Any]]
+
+
+class BlockParser(ToolCallParser):
+    """A parser that says where its blocks are; markup that is no call is no block, and stays in the text."""
+
+    @abstractmethod
+    def blocks(self, text: str) -> Iterable[Block]:
+        """Yield the blocks of `text` that hold calls, in order and disjoint."""
+
+    def detect(self, text: str) -> bool:
+        """Return whether `text` holds a whole call in this format."""
+        return any(True for _ in self.blocks(text))
+
+    def parse(self, text: str) -> list[ToolCall]:
+        """Return the calls in `text`, in order, with arguments as JSON text; what does not parse is left out.
+
+        Their ids are `call_0`, `call_1` and so on: the same text gives the same calls.
+        """
+        calls = [call for block in self.blocks(text) for call in block.calls]
+        return [_tool_call(number, *call) for number, call in enumerate(calls)]
+
+    def clean(self, text: str) -> str:
+        """Return `text` without its calls, and without white space at its ends."""
+        kept, place = [], 0
+        for block in self.blocks(text):
+            kept.append(text[place : block.start])
+            place = block.end
+        return "".join([*kept, text[place:]]).strip()
+
+
+def _tool_call(number: int, name: str, arguments: Any) -> ToolCall:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def json_or_text(text: str) -> Any:
+    """Return what a text says as JSON (a number, a truth value, a list, an object), else the text itself."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return a JSON object; None where the text is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def trimmed(text: str) -> str:
+    """Return a text without the one line break that may stand at each of its ends."""
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and inside of each part of `text` from a `closing` back to the last `opening` before it."""
+    place = 0
+    while (end := text.find(closing, place)) >= 0:
+        start = text.rfind(opening, place, end)
+        if start >= 0:
+            yield start, end + len(closing), text[start + len(opening) : end]
+        place = end + len(closing)
+
+
+def elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[str, ...]] | None:
+    r"""Read a text that is nothing but elements, one after the other with white space between.
+
+    Args:
+        text: the text. It is gone through once, whatever it holds.
+        opening: what begins an element.
+        closing: what ends it, with the groups of `opening` put in as `\\1` and so on.
+
+    Returns:
+        For each element the groups of its opening and its inside; None where there is anything else in the text.
+    """
+    found, place = [], 0
+    while (begin := opening.match(text, place)) is not None:
+        ending = begin.expand(closing)
+        end = text.find(ending, begin.end())
+        if end < 0:
+            return None
+        found.append((*begin.groups(), text[begin.end() : end]))
+        place = end + len(ending)
+    return None if text[place:].strip() else found
+
+
+
+from twinkle_chat.tool_parsers.cline import ClineParser as ClineParser
+from twinkle_chat.tool_parsers.dsml import DSMLParser as DSMLParser
+from twinkle_chat.tool_parsers.finding import detect_first as detect_first
+from twinkle_chat.tool_parsers.finding import parsers as parsers
+from twinkle_chat.tool_parsers.hermes import HermesQwenParser as HermesQwenParser
+from twinkle_chat.tool_parsers.react import ReActParser as ReActParser
+from twinkle_chat.tool_parsers.vcp import VCPParser as VCPParser

@@ -1,0 +1,51 @@
+# Written by `twinkle plugins types`; do not edit.
+"""Trackers: the contract `Tracker`, and every installed tracker by name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle._lazy import room
+from twinkle_registry import hookimpl
+
+if TYPE_CHECKING:
+    from twinkle.run import Run
+
+__all__ = ["Tracker"]
+
+
+class Tracker:
+    """Records a run. Its methods *are* lifecycle hooks: while a run lasts its trackers are attached as plugins.
+
+    A subclass overrides what it needs and marks it with `twinkle_registry.hookimpl`. An error in one tracker is logged
+    and never stops the run.
+    """
+
+    @hookimpl
+    def twinkle_run_start(self, run: "Run") -> None:
+        """Open what is needed; `run.folder` exists."""
+
+    @hookimpl
+    def twinkle_step_end(self, run: "Run", step: int, metrics: Mapping[str, float]) -> None:
+        """Record the numbers of optimizer step `step` (from 1)."""
+
+    @hookimpl
+    def twinkle_checkpoint_saved(self, run: "Run", path: Path, step: int) -> None:
+        """Record that a checkpoint stands at `path`."""
+
+    @hookimpl
+    def twinkle_run_error(self, run: "Run", error: BaseException) -> None:
+        """Record why the run ends."""
+
+    @hookimpl
+    def twinkle_run_end(self, run: "Run") -> None:
+        """Close what was opened."""
+
+
+
+from twinkle_trackers.jsonl import JsonlTracker as JsonlTracker
+from twinkle_trackers.mlflow import MLflowTracker as MLflowTracker
+from twinkle_trackers.swanlab import SwanLabTracker as SwanLabTracker
+from twinkle_trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
+from twinkle_trackers.trackio import TrackioTracker as TrackioTracker
+from twinkle_trackers.wandb import WandbTracker as WandbTracker
