@@ -102,6 +102,8 @@ def _packed(value: Any, body: _Body) -> Any:
 def _unpacked(value: Any, body: bytearray) -> Any:
     if isinstance(value, list):
         return [_unpacked(one, body) for one in value]
+    if isinstance(value, str):  # what a plugin raised may hold halves of surrogate pairs, which no log can write
+        return value.encode("utf-8", "replace").decode()
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()
