@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 import twinkle
 from twinkle_registry import ComponentSpec
 
-PLUGINS = {member.name: member for member in MEMBERS if member.name != "twinkle-registry"}
+PLUGINS = {member.name: member for member in MEMBERS if member.name not in ("twinkle-registry", "twinkle-torch")}
 SPECS = [
     spec
     for record in twinkle.registry().records

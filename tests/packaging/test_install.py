@@ -9,7 +9,7 @@ from environments import Environment, EnvironmentMaker, run
 from house import MEMBERS, ROOT
 
 PLAIN = [text for member in MEMBERS for text in member.project["dependencies"]]
-PLUGINS = {member.name for member in MEMBERS} - {"twinkle-registry"}
+PLUGINS = {member.name for member in MEMBERS} - {"twinkle-registry", "twinkle-torch"}
 
 
 def plugins_in(environment: Environment) -> dict[str, str]:
@@ -20,7 +20,7 @@ def plugins_in(environment: Environment) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def core_alone(environment: EnvironmentMaker, wheels: Path) -> Environment:
-    floors = [member for member in MEMBERS if member.name in ("twinkle-registry", "twinkle-core")]
+    floors = [member for member in MEMBERS if member.name in ("twinkle-registry", "twinkle-core", "twinkle-cli")]
     made = environment(text for member in floors for text in member.project["dependencies"])
     made.install(wheels, *(member.name for member in floors))
     return made
@@ -46,7 +46,7 @@ def test_a_checkout_installs_with_all_members(environment: EnvironmentMaker) -> 
 
 
 def test_core_alone_lists_itself(core_alone: Environment) -> None:
-    assert plugins_in(core_alone) == {"twinkle-core": "ok"}
+    assert plugins_in(core_alone) == {"twinkle-core": "ok", "twinkle-cli": "ok"}
     assert "twinkle 0.1.0" in core_alone.run("twinkle", "--version").stdout
 
 

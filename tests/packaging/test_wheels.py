@@ -19,7 +19,17 @@ each_member = pytest.mark.parametrize("member", MEMBERS, ids=str)
 
 
 def floors_below(member: Member) -> list[str]:
-    return [name for name in FLOORS[: 1 if member.name == FLOORS[0] else 2] if name != member.name]
+    """Return the members that one declares as dependencies, and theirs."""
+    ours = {other.name: other for other in MEMBERS}
+    below: dict[str, None] = {}
+    waiting = [member.name]
+    while waiting:
+        for text in ours[waiting.pop()].project["dependencies"]:
+            name = Requirement(text).name
+            if name in ours and name not in below:
+                below[name] = None
+                waiting.append(name)
+    return list(below)
 
 
 @each_member

@@ -74,7 +74,8 @@ def test_members_share_one_version_and_pin_each_other_to_it() -> None:
     assert {member.project["version"] for member in MEMBERS} == {version}
     ours = {member.name for member in MEMBERS}
     pins = {text for member in MEMBERS for text in member.requirements if Requirement(text).name in ours}
-    assert pins == {f"twinkle-registry=={version}", f"twinkle-core=={version}"}
+    assert pins
+    assert {str(Requirement(text).specifier) for text in pins} == {f"=={version}"}
 
 
 def test_developers_get_every_member_with_all_its_extras_but_those_of_elsewhere() -> None:
@@ -99,14 +100,15 @@ def test_every_tool_knows_every_package() -> None:
     layers = [set(re.split(r"\s*\|\s*", layer)) for layer in TOOLS["importlinter"]["contracts"][0]["layers"]]
     assert layers == [
         {"twinkle_server"},
-        PACKAGES - {"twinkle_server", "twinkle_hub", "twinkle", "twinkle_registry"},
-        {"twinkle_hub"},
+        PACKAGES - {"twinkle_server", "twinkle_hub", "twinkle_torch", "twinkle", "twinkle_registry"},
+        {"twinkle_hub", "twinkle_torch"},
         {"twinkle"},
         {"twinkle_registry"},
     ]
     relaxed = next(o["module"] for o in TOOLS["mypy"]["overrides"] if o.get("strict") is False)
     plugins = {m.source.name for m in MEMBERS if m.folder.parent.name == "plugins"}
-    assert {name.partition(".")[0] for name in relaxed} == plugins
+    strict = {"twinkle_torch", "twinkle_chat", "twinkle_cli", "twinkle_testing"}  # as strict as core
+    assert {name.partition(".")[0] for name in relaxed} == plugins - strict
 
 
 def test_everything_that_the_house_stands_on_is_pinned() -> None:

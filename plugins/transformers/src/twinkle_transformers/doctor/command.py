@@ -43,12 +43,11 @@ def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
     import torch
 
     from twinkle.platform import Platform
-    from twinkle.testing import tiny_model
     from twinkle_transformers.doctor.machine import machine_facts
 
     device = torch.device(Platform.get_local_device())
     with tempfile.TemporaryDirectory() as folder:
-        place = model if model is not None else str(tiny_model(Path(folder, "tiny")))
+        place = model if model is not None else _tiny_llama(Path(folder, "tiny"))
         paths = {name: [found.as_dict() for found in evidence_of(place, name)] for name in dtypes}
     return {
         "machine": machine_facts(device),
@@ -56,6 +55,19 @@ def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
         "prefix_attention": prefix_attention(device),
         "paths": paths,
     }
+
+
+def _tiny_llama(folder: Path) -> str:
+    """Write a random Llama of two layers and return its folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=264, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
 
 
 def evidence_of(model: str, dtype: str) -> Iterator[Any]:
