@@ -17,9 +17,11 @@ from typing import Any
 DOCS = Path(__file__).parent
 CONFORMANCE = DOCS.parent / "tests" / "conformance"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OUR_PLUGINS = ("twinkle-core", "twinkle-data", "twinkle-chat", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
-               "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
-               "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-cli", "twinkle-testing", "twinkle-templates")  # fmt: skip
+OUR_PLUGINS = (
+    "twinkle-core", "twinkle-data", "twinkle-chat", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
+    "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
+    "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-cli", "twinkle-testing", "twinkle-templates",
+)  # fmt: skip
 BY_KIND = ("twinkle-core", "twinkle-data", "twinkle-chat")
 """Plugins whose components are documented on the page of their kind."""
 CORE_PAGES = {
