@@ -45,8 +45,9 @@ class House:
 
     def _why_disabled(self, record: PluginRecord) -> str:
         names = (record.name, record.dist)
+        known = (*names, *(record.manifest.formerly if record.manifest else ()))  # parts of core that moved out of it
         settings = self.settings
-        if settings.enabled_only is not None and self.essential & {canonical(name) for name in names}:
+        if settings.enabled_only is not None and self.essential & {canonical(name) for name in known}:
             settings = replace(settings, enabled_only=None)
         return settings.why_disabled(names)
 

@@ -106,6 +106,7 @@ class Manifest:
     hooks: HooksSpec | None = None
     commands: tuple[CommandSpec, ...] = ()
     exports: tuple[ExportSpec, ...] = ()
+    formerly: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def manifest_to_rows(manifest: Manifest) -> list[Any]:
 
 def manifest_from_rows(rows: Sequence[Any]) -> Manifest:
     """Rebuild a manifest that `manifest_to_rows` wrote, without any check."""
-    schema, core, name, components, hooks, commands, exports = rows
+    schema, core, name, components, hooks, commands, exports, formerly = rows
     specs = tuple(
         ComponentSpec(kind, label, ref, summary, tuple(requires), tuple(runtimes), *rest, formerly=tuple(formerly))
         for kind, label, ref, summary, requires, runtimes, *rest, formerly in components
@@ -182,4 +183,5 @@ def manifest_from_rows(rows: Sequence[Any]) -> Manifest:
         lifecycle,
         tuple(CommandSpec(*row) for row in commands),
         tuple(ExportSpec(*row) for row in exports),
+        tuple(formerly),
     )

@@ -74,6 +74,7 @@ def parse_manifest(
         hooks=_hooks(top, place),
         commands=tuple(_command(table, place) for table in top.tables("command")),
         exports=tuple(_export(table, place) for table in top.tables("export")),
+        formerly=formerly,
     )
     _refuse_twins(problems, "component", ((c.kind, c.name) for c in manifest.components))
     _refuse_twins(problems, "command", ((c.name,) for c in manifest.commands))
