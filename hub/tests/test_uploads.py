@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from twinkle.errors import ArgumentError, HubError
-from twinkle.hub import HubOperation, uploads
+from twinkle.hub import HubOperation
 from twinkle.testing import FakeHub
+from twinkle_hub import uploads
 from twinkle_testing.fakehub import TOKEN
 
 LARGE = b"w" * 5000

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from twinkle import DeviceMesh
+from twinkle.command import twinkle_command
 from twinkle.errors import ConfigError
-from twinkle_cli.processes import check_mesh, process_count, start_ranks, twinkle_command, without_nproc
+from twinkle_cli.processes import check_mesh, process_count, start_ranks, without_nproc
 
 
 @pytest.fixture

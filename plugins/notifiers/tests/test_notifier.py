@@ -20,7 +20,8 @@ from receivers import Web, web
 import twinkle
 from twinkle import Run
 from twinkle.errors import ArgumentError, ComponentNotFound, DataError, RankError, SettingsError
-from twinkle.notifier import Notifier, failures, notify_exception, secrets_of
+from twinkle.notifier import Notifier, notify_exception, secrets_of
+from twinkle_notifiers import failures
 from twinkle_notifiers.message import FRAMES
 from twinkle_notifiers.sources import build_notifiers, notifiers_of_environment, to_environment
 

@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def _dispatch(self) -> None:
-        from twinkle.testing import fakehub_hf, fakehub_ms  # noqa: F401 - they register their routes
+        from twinkle_testing import fakehub_hf, fakehub_ms  # noqa: F401 - they register their routes
 
         path = urlsplit(self.path).path
         method = "GET" if self.command == "HEAD" else self.command
