@@ -20,7 +20,7 @@ BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w -]+) -->\n).*?(<!-- end -->)"
 OUR_PLUGINS = (
     "twinkle-core", "twinkle-data", "twinkle-chat", "twinkle-transformers", "twinkle-losses", "twinkle-metrics",
     "twinkle-trackers", "twinkle-recipes", "twinkle-patches", "twinkle-kernels", "twinkle-notifiers",
-    "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-cli", "twinkle-testing", "twinkle-templates",
+    "twinkle-rewards", "twinkle-agentic", "twinkle-hub", "twinkle-cli", "twinkle-testing", "twinkle-scaffolds",
 )  # fmt: skip
 BY_KIND = ("twinkle-core", "twinkle-data", "twinkle-chat")
 """Plugins whose components are documented on the page of their kind."""
@@ -52,7 +52,7 @@ def kinds() -> str:
 
 def scaffolds() -> str:
     """What each scaffold of `twinkle plugins new` holds."""
-    from twinkle_templates import baking
+    from twinkle_scaffolds import baking
 
     facts = {name: baking.SCAFFOLD / "kinds" / name / "facts.yml" for name in baking.scaffolds()}
     summary = re.compile(r"^summary: (.*)$", re.MULTILINE)

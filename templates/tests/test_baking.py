@@ -15,9 +15,9 @@ import yaml
 from twinkle.errors import ArgumentError, OutputError
 from twinkle.kinds import KINDS
 from twinkle_registry import read_manifest
-from twinkle_templates import baking
-from twinkle_templates.baking import SCAFFOLD, bake, scaffolds
-from twinkle_templates.naming import check_name
+from twinkle_scaffolds import baking
+from twinkle_scaffolds.baking import SCAFFOLD, bake, scaffolds
+from twinkle_scaffolds.naming import check_name
 
 PACKAGES = [kind for kind in scaffolds() if kind != "hub-repo"]
 PLACEHOLDER = re.compile(r"\{%|%\}|\{#|\{\{ *[a-z_]|TODO|FIXME|Undefined")
@@ -228,7 +228,7 @@ def test_an_edit_of_the_scaffold_works_at_once(tmp_path: Path, monkeypatch: pyte
 def test_answers_can_be_read_as_json(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from twinkle_templates.command import new
+    from twinkle_scaffolds.command import new
 
     result = CliRunner().invoke(new, ["loss", "acme-focal", "--into", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output

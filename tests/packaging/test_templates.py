@@ -25,7 +25,7 @@ GROUPS = {
 TOOLS = ("pytest", "pytest-timeout")
 BAKE = """
 import sys
-from twinkle_templates.baking import bake
+from twinkle_scaffolds.baking import bake
 for kind in sys.argv[2:]:
     bake(kind, "acme-my-" + kind.replace("_", "-"), sys.argv[1], author="Ada Lovelace")
 """

@@ -51,10 +51,10 @@ def test_an_unknown_command_names_the_nearest() -> None:
 
 
 def test_a_command_that_is_not_installed_says_which_package_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TWINKLE_PLUGINS_DISABLE", "twinkle-templates")
+    monkeypatch.setenv("TWINKLE_PLUGINS_DISABLE", "twinkle-scaffolds")
     result = twinkle("plugins", "new", "loss", "acme-focal")
     assert result.exit_code == 2
-    assert "`twinkle plugins new` is part of twinkle-templates; run: pip install twinkle-templates" in result.stderr
+    assert "`twinkle plugins new` is part of twinkle-scaffolds; run: pip install twinkle-scaffolds" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["run shout", "plugins  shout", "plugins a b"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twinkle.errors import ArgumentError, OutputError
-from twinkle_templates.naming import check_kind, check_name
+from twinkle_scaffolds.naming import check_kind, check_name
 
 SCAFFOLD = Path(__file__).parent / "scaffold"
 

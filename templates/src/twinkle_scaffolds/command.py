@@ -7,7 +7,7 @@ import click
 
 from twinkle.errors import ArgumentError, SettingsError
 from twinkle_registry.folder_trust import trust
-from twinkle_templates.baking import ask, bake, interactive, scaffolds
+from twinkle_scaffolds.baking import ask, bake, interactive, scaffolds
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
