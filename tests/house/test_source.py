@@ -121,6 +121,7 @@ def test_every_distribution_has_the_same_shape(member: Member) -> None:
     assert (folder / "README.md").read_text("utf-8").startswith(f"# {member.name}\n")
     assert (member.source / "py.typed").is_file()
     assert list((folder / "tests").glob("test_*.py"))
-    expected = "twinkle_core" if member.name == "twinkle-core" else member.name.removeprefix("twinkle-")
+    named = {"twinkle-core": "twinkle_core", "twinkle-scaffolds": "templates"}
+    expected = named.get(member.name, member.name.removeprefix("twinkle-"))
     assert folder.name == expected
     assert not list((folder / "tests").rglob("__init__.py"))
