@@ -26,6 +26,8 @@ TOOLS = ("pytest", "pytest-timeout")
 BAKE = """
 import sys
 from twinkle_templates.baking import bake
+
+pytestmark = pytest.mark.full
 for kind in sys.argv[2:]:
     bake(kind, "acme-my-" + kind.replace("_", "-"), sys.argv[1], author="Ada Lovelace")
 """
