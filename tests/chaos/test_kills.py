@@ -30,7 +30,7 @@ def deaths() -> Iterator[Any]:
             yield pytest.param(name, visit, marks=marks, id=f"{name}-{visit}")
 
 
-@pytest.mark.parametrize(("name", "visit"), deaths())
+@pytest.mark.parametrize(("name", "visit"), list(deaths()))
 def test_a_death_at_any_failpoint_loses_nothing(tmp_path: Path, name: str, visit: int) -> None:
     area = name.partition(".")[0]
     engine, service = die_at(tmp_path, name, visit, [PROGRAM, PROGRAM[3:]])
