@@ -28,6 +28,8 @@ import runpy, sys
 import datasets
 from tinker_cookbook import tokenizer_utils
 from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.full
 folder, questions = sys.argv.pop(1), sys.argv.pop(1).split("|")
 tokenizer = AutoTokenizer.from_pretrained(folder)
 tokenizer_utils.register_tokenizer("NAME", lambda: tokenizer)

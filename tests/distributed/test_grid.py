@@ -13,6 +13,8 @@ from ranks import torchrun
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 WORKER = Path(__file__).with_name("grid_worker.py")
 LIMIT = 2e-6
 KINDS = [" ".join(kind) for kind in itertools.product(("LoRA", "full"), ("token-mean", "sequence-mean"))]

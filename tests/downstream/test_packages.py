@@ -10,6 +10,8 @@ import pytest
 from environments import Environment, EnvironmentMaker
 from house import MEMBERS
 
+pytestmark = pytest.mark.full
+
 
 def test_pip_brings_what_the_package_declares_and_nothing_is_broken(downstream: Environment) -> None:
     listed = {row["name"]: row for row in json.loads(downstream.run("twinkle", "plugins", "list", "--json").stdout)}

@@ -32,12 +32,13 @@ def assert_all_on(model: str, dtype: str) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.full
 def test_all_are_on_for_the_bundled_model_in_float32() -> None:
     assert_all_on(REAL, "float32")
 
 
 @pytest.mark.model
-@pytest.mark.soak  # float64 decides, which takes more than 20 s on one core
+@pytest.mark.full  # float64 decides, which takes more than 20 s on one core
 def test_all_are_on_for_the_bundled_model_in_bfloat16() -> None:
     assert_all_on(REAL, "bfloat16")
 

@@ -28,6 +28,8 @@ FOCAL = '''
 from twinkle.data_format import LossOutput
 from twinkle.loss import Loss
 
+pytestmark = pytest.mark.full
+
 
 class AcmeFocalLoss(Loss):
     """Focal loss: -(1 - p)^gamma log p."""

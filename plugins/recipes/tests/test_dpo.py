@@ -88,7 +88,11 @@ def test_another_loss_is_a_change_of_the_configuration(values: dict[str, Any], l
 FULL = {"lora": None, "optimizer": {"lr": 1e-3}, "reference": {"cache": True}}
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param(FULL, marks=pytest.mark.soak)], ids=["lora", "all parameters"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.full), pytest.param(FULL, marks=pytest.mark.soak)],
+    ids=["lora", "all parameters"],
+)
 def test_a_killed_run_goes_on_in_the_same_numbers(values: dict[str, Any], changes: dict[str, Any]) -> None:
     place = "twinkle_transformers.model:TransformersModel.clip_grad_and_step", 4
     values = {**values, **changes, "save_every": 2, "max_steps": 5, "eval_every": 0}

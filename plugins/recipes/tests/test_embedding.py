@@ -47,6 +47,7 @@ def test_texts_that_mean_the_same_come_close_and_others_separate(values: dict[st
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_in_the_same_numbers(values: dict[str, Any]) -> None:
     place = "twinkle_transformers.model:TransformersModel.clip_grad_and_step", 4
     values = {**values, "save_every": 2, "max_steps": 5, "eval_every": 0}

@@ -68,7 +68,10 @@ SYNC = "twinkle.checkpoint_engine.manager:CheckpointEngineManager.sync_weights",
 
 @pytest.mark.parametrize(
     "places",
-    [{"sampling": SAMPLING}, pytest.param({"training": TRAINING, "sync": SYNC}, marks=pytest.mark.soak)],
+    [
+        pytest.param({"sampling": SAMPLING}, marks=pytest.mark.full),
+        pytest.param({"training": TRAINING, "sync": SYNC}, marks=pytest.mark.soak),
+    ],
     ids=["sampling", "training and sync"],
 )
 def test_a_run_goes_on_in_the_same_numbers_wherever_it_was_killed(

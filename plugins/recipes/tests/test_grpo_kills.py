@@ -18,6 +18,8 @@ import os, signal
 from twinkle.loss import GRPOLoss
 from twinkle.sampler import TorchSampler
 
+pytestmark = pytest.mark.full
+
 
 def die(place, call):
     wanted, at = os.environ.get("DIE", "nowhere:0").split(":")
