@@ -14,6 +14,8 @@ from house import MEMBERS, ROOT
 
 from twinkle.kinds import KINDS
 
+pytestmark = pytest.mark.full
+
 WRITTEN = sorted(name for name, kind in KINDS.items() if kind.author)
 WITH_MODELS = {"model", "recipe", "sampler", "template"}
 WITH_TORCH = {"advantage", "checkpoint_engine", "kernel", "loss", "metric", "patch", "processor", "scheduler"}
@@ -26,8 +28,6 @@ TOOLS = ("pytest", "pytest-timeout")
 BAKE = """
 import sys
 from twinkle_templates.baking import bake
-
-pytestmark = pytest.mark.full
 for kind in sys.argv[2:]:
     bake(kind, "acme-my-" + kind.replace("_", "-"), sys.argv[1], author="Ada Lovelace")
 """
