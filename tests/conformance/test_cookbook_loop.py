@@ -14,6 +14,8 @@ from serving import Served, pool
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("tinker_cookbook", reason="make install brings it")
 
 NAME = "Qwen/Qwen3-8B-Base"  # a name for which the cookbook has a renderer; the service serves the tiny model under it
@@ -29,7 +31,6 @@ import datasets
 from tinker_cookbook import tokenizer_utils
 from transformers import AutoTokenizer
 
-pytestmark = pytest.mark.full
 folder, questions = sys.argv.pop(1), sys.argv.pop(1).split("|")
 tokenizer = AutoTokenizer.from_pretrained(folder)
 tokenizer_utils.register_tokenizer("NAME", lambda: tokenizer)

@@ -9,6 +9,8 @@ from environments import Environment, EnvironmentMaker
 from hatchling.builders.wheel import WheelBuilder
 from house import MEMBERS
 
+pytestmark = pytest.mark.full
+
 PROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -28,7 +30,6 @@ FOCAL = '''
 from twinkle.data_format import LossOutput
 from twinkle.loss import Loss
 
-pytestmark = pytest.mark.full
 
 
 class AcmeFocalLoss(Loss):

@@ -14,6 +14,8 @@ from house import MEMBERS, ROOT
 
 from twinkle.kinds import KINDS
 
+pytestmark = pytest.mark.full
+
 WRITTEN = sorted(name for name, kind in KINDS.items() if kind.author)
 WITH_MODELS = {"model", "recipe", "sampler", "template"}
 WITH_TORCH = {"advantage", "checkpoint_engine", "kernel", "loss", "metric", "patch", "processor", "scheduler"}

@@ -12,13 +12,14 @@ import yaml
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 # Each part dies at its call number AT of a process, once a run: a file says that it has. Steps are saved at 2 and 4.
 PARTS = '''
 import os, signal
 from twinkle.loss import GRPOLoss
 from twinkle.sampler import TorchSampler
 
-pytestmark = pytest.mark.full
 
 
 def die(place, call):
