@@ -25,7 +25,7 @@ quickstart: .venv/members  ## Train a small real model on two CPU cores, in minu
 	$(DEMO)/twinkle run sft --config examples/quickstart.yaml
 	@run=$$(ls -td runs/sft-*/ | head -1); echo; \
 	echo "See the loss:        $${run}loss.png"; \
-	echo "Ask the result:      $(BIN)/python examples/ask.py $${run}adapter 'Who are you?'"; \
+	echo "Ask the result:      OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/ask.py $${run}adapter 'Who are you?'"; \
 	echo "Learn from rewards:  make grpo-demo"
 
 serve-demo: install  ## Train two tenants at once through a service, with a live table, in minutes

@@ -34,7 +34,7 @@ def test_each_set_limits_all_three_libraries() -> None:
 
 
 def test_every_suite_exists() -> None:
-    assert all((SCRIPT["ROOT"] / suite).is_file() for suite in SCRIPT["SUITES"])
+    assert all((SCRIPT["ROOT"] / suite).is_file() for suite in (*SCRIPT["SUITES"], *SCRIPT["POOLS"]))
 
 
 def test_a_variant_whose_tests_fail_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_readers_have_options_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a.jsonl, line 2: not JSON: .*column"),
+        ("a.jsonl", '{"a": 1}\n{"a": \n', r"a.jsonl, line 2: not JSON: .*column 6"),
         ("a.jsonl", '{"a": 1}\n\n[1]\n', r"a.jsonl, line 3: a row must be a JSON object, but this is a list"),
         ("a.jsonl", "", "has no rows after loading"),
         ("a.json", '[{"a": 1},\n {"a": }]', r"a.json, line 2: not JSON"),

@@ -69,10 +69,6 @@ def test_of_row_counts_it_says_what_was_tried() -> None:
     found = report("--dtype", "float32")
     for facts in found["machine"]["products"].values():
         facts["other_bits"] = []
-    told = [line for line in lines_of(found) if "GFLOP/s" in line]
-    assert [
-        f"all {len(ROW_COUNTS)} numbers of rows that were tried, up to {max(ROW_COUNTS)}" in one for one in told
-    ] == [
-        True,
-        True,
-    ]
+    rates = [line for line in lines_of(found) if "GFLOP/s" in line]
+    wanted = f"a row has the same bits in a product of 64 rows and of {len(ROW_COUNTS)} other sizes"
+    assert [line.endswith(wanted) for line in rates] == [True, True]

@@ -68,7 +68,7 @@ def json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())  # a column of the next line would be 1
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{path}, line {number}: not JSON: {error.msg} (column {error.colno}): {line.strip()[:60]!r}"

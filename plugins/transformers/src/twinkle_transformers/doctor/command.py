@@ -1,6 +1,7 @@
 """The command `twinkle doctor [MODEL]`: facts of the machine, and the evidence for each fast path of a model."""
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
     The fast paths are measured on MODEL, a folder or the id of one at a hub; by default on a tiny random Llama, which
     is made for this purpose. Plugins and their problems: `twinkle plugins doctor`.
     """
+    os.environ.setdefault("TWINKLE_LOG_LEVEL", "ERROR")  # what models warn of is in the report
     report = examine(model, dtypes or ("float32", "bfloat16"))
     if as_json:
         click.echo(json.dumps(report, indent=2))
@@ -114,21 +116,23 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"torch       {machine['torch']} on {place}{switches}"
     yield f"memory      {_gigabytes(machine['free_bytes'])} free of {_gigabytes(machine['total_bytes'])}"
     wide, half = machine["products"]["float32"], machine["products"]["bfloat16"]
-    yield f"float32     {wide['gflops']:g} GFLOP/s; {_row_bits(wide['other_bits'])}"
+    yield f"float32     {wide['gflops']:g} GFLOP/s now, less beside other work; {_row_bits(wide['other_bits'])}"
     ratio = half["gflops"] / wide["gflops"]
     pace = "faster" if ratio >= 1 else "slower"
     yield (
-        f"bfloat16    {half['gflops']:g} GFLOP/s, {max(ratio, 1 / ratio):.1f} x {pace} than float32; "
+        f"bfloat16    {half['gflops']:g} GFLOP/s now, {max(ratio, 1 / ratio):.1f} x {pace} than float32; "
         f"{_row_bits(half['other_bits'])}"
     )
-    yield f"prefixes    attention to a shared prefix {report['prefix_attention']}"
+    if any(path["path"] == "prefixes" and path["exact"] for paths in report["paths"].values() for path in paths):
+        yield f"prefixes    attention to a shared prefix {report['prefix_attention']}"
     yield f"fast paths of {report['model']}:"
     for dtype, paths in report["paths"].items():
         on = [path for path in paths if path["exact"]]
         yield f"  {dtype:<9} on: {', '.join(map(_grounds, on)) or 'none'}"
         for path in paths:
             if not path["exact"]:
-                yield f"  {dtype:<9} off: {path['path']}: {path['reason']}"
+                named = path["reason"].startswith(f"{path['path']} ")
+                yield f"  {dtype:<9} off: {path['reason'] if named else path['path'] + ': ' + path['reason']}"
 
 
 def _grounds(path: Mapping[str, Any]) -> str:
@@ -141,8 +145,8 @@ def _row_bits(other: Sequence[int]) -> str:
     from twinkle_transformers.doctor.machine import ROW_COUNTS
 
     if not other:
-        return f"equal bits for all {len(ROW_COUNTS)} numbers of rows that were tried, up to {max(ROW_COUNTS)}, and 64"
-    return f"other bits for {', '.join(map(str, other))} rows than for 64"
+        return f"a row has the same bits in a product of 64 rows and of {len(ROW_COUNTS)} other sizes"
+    return f"a row has other bits in a product of {', '.join(map(str, other))} rows than in one of 64"
 
 
 def _gigabytes(count: int | None) -> str:
