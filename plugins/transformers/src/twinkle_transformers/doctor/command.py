@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,28 @@ def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
     The fast paths are measured on MODEL, a folder or the id of one at a hub; by default on a tiny random Llama, which
     is made for this purpose. Plugins and their problems: `twinkle plugins doctor`.
     """
-    os.environ.setdefault("TWINKLE_LOG_LEVEL", "ERROR")  # what models warn of is in the report
-    report = examine(model, dtypes or ("float32", "bfloat16"))
+    with _errors_alone():
+        report = examine(model, dtypes or ("float32", "bfloat16"))
     if as_json:
         click.echo(json.dumps(report, indent=2))
         return
     for line in lines_of(report):
         click.echo(line)
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Log errors alone inside, unless a level was asked for: what models warn of is in the report."""
+    from twinkle.logging import LEVEL_VARIABLE, get_logger
+
+    logger = get_logger()
+    before = logger.level
+    if LEVEL_VARIABLE not in os.environ:
+        logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
