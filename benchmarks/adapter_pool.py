@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from twinkle.model.pool import Operation, OperationResult
+from twinkle.engine import Operation, OperationResult
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.flat_step import clip_and_step
 from twinkle_transformers.group import new_group

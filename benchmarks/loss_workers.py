@@ -125,7 +125,7 @@ def alone(worker: Any, engine: Any) -> None:
 
 def spent_on_workers() -> list[float]:
     """Return a list that is appended the seconds of each call to a worker from now on, and of each wait for one."""
-    from twinkle_server.engine.pool.loss_workers.workers import _Remote
+    from twinkle_server.engine.losses.workers.workers import _Remote
 
     seconds: list[float] = []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger_engine import ENGINE, MODEL, read_ledger_metrics
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
@@ -28,7 +29,9 @@ def request(*rows: Sequence[int], forward: bool = False, loss: str = "cross_entr
     """Return the payload of a pass over rows of tokens."""
     made = pb.ForwardBackwardRequest(model_id="m", loss_fn=loss, forward_only=forward)
     for row in rows:
-        made.data.add().model_input.add().encoded_text.tokens = np.asarray(row, "<i4").tobytes()
+        datum = made.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray(row, "<i4").tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(codec.write_tensor(np.asarray(row, np.int64)))
     return made.SerializeToString()
 
 
@@ -117,8 +120,9 @@ class Engine:
         """Return the first tokens of the datums that a model has applied, and of those that are pending."""
         outcome = self.done(self.run(lane, number, "forward", request([1], forward=True)))
         assert outcome.head["error"] is None, outcome.head
-        [output], _ = codec.read_forward_backward_output(outcome.body)
-        return [int(n) >> 32 for n in output["applied"]], [int(n) >> 32 for n in output["pending"]]
+        _, metrics = codec.read_forward_backward_output(outcome.body)
+        applied, pending = (read_ledger_metrics(name, metrics) for name in ("applied", "pending"))
+        return [number >> 32 for number in applied], [number >> 32 for number in pending]
 
     def ended(self) -> int:
         """Wait for the process's end and return its status."""
@@ -149,13 +153,16 @@ def engine(data: Path, *, environment: dict[str, str] | None = None, **more: Any
     Args:
         data: the data directory.
         environment: of the process.
-        more: `extra` (the ledger's `Chaos`), `snapshot_steps`, `max_pass_seconds`, `pass_tokens`; `snapshot` (seconds).
+        more: `extra` (the ledger's `Faults`), `snapshot` (seconds), and further settings.
     """
-    backend = more.pop("backend", "ledger")
+    backend = more.pop("backend", ENGINE)
+    if backend == ENGINE:
+        more["extra"] = {"marks": str(data), **more.get("extra", {})}
     times = Times(snapshot=more.pop("snapshot", 3600.0))
     data.mkdir(exist_ok=True)
     made = Engine(
-        Settings(model=more.pop("model", "base"), data=data, backend=backend, times=times, **more), environment
+        Settings(more.pop("model", str(MODEL)), data, more.pop("name", "base"), backend=backend, times=times, **more),
+        environment,
     )
     try:
         made.wait(messages.READY)

@@ -1,13 +1,14 @@
 """What clients asked for and were told, and the check that exactly that was done: once, in order, for nobody else."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from server_raw import arrays, tokens_of
+from ledger_engine import read_ledger_metrics, row_id
+from server_raw import tokens_of
 
+from twinkle_server.wire import codec
 from twinkle_server.wire import tinker_pb2 as wire
 
 Kind = Literal["train", "read", "step", "save", "freeze", "load"]
@@ -81,20 +82,18 @@ class History:
                 pending, applied = read_ledger(event.output)
                 assert (tuple(applied), tuple(pending)) == (before.applied, before.pending), f"operation {number}"
             elif event.kind == "step":
-                assert event.output["metrics"]["grad_norm:mean"] == len(before.pending), f"operation {number}"
+                assert event.output["metrics"]["grad_norm"] == len(before.pending), f"operation {number}"
 
 
 def datum_id(datum: wire.Datum) -> int:
-    """Return the counting engine's name of a datum: its first token, and 32 bits of a hash of all of it."""
-    digest = hashlib.sha256(datum.SerializeToString(deterministic=True)).digest()
-    first = int(np.frombuffer(datum.model_input[0].encoded_text.tokens, "<i4")[0])
-    return first << 32 | int.from_bytes(digest[:4], "big")
+    """Return the counting engine's name of a datum: its first token, and 32 bits of a hash."""
+    tokens = np.frombuffer(datum.model_input[0].encoded_text.tokens, "<i4")
+    return row_id(tokens, codec.datum_inputs(datum)["target_tokens"])
 
 
 def read_ledger(output: wire.ForwardBackwardOutput) -> tuple[list[int], list[int]]:
     """Return what a forward pass of the counting engine says is pending, and what is applied."""
-    pending, applied = arrays(output, "pending"), arrays(output, "applied")
-    return [int(value) for value in pending[0]], [int(value) for value in applied[0]]
+    return read_ledger_metrics("pending", output.metrics), read_ledger_metrics("applied", output.metrics)
 
 
 def read_version(answer: wire.SampleResponse) -> tuple[int, list[int]]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from twinkle_server.engine.files import MANIFEST
-from twinkle_server.engine.pool.checkpoints import CONFIG
-from twinkle_server.engine.pool.states import STATE
+from twinkle_transformers.adapters import CONFIG
+from twinkle_transformers.pool.snapshots import STATE
 
 Damage = Callable[[Path, str], object]
 """Changes a folder, of whose files one is named."""

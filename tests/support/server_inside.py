@@ -14,7 +14,7 @@ import httpx
 
 from twinkle_server.assembly import assemble
 from twinkle_server.engine import messages
-from twinkle_server.engine.__main__ import make_backend
+from twinkle_server.engine.__main__ import make_executor
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.messages import Message
 from twinkle_server.link import AsyncLink, BlockingLink, LinkClosed
@@ -32,7 +32,7 @@ class _Host(Host):
 
     def run(self) -> None:
         with suppress(LinkClosed):
-            self._link.send(Message(messages.READY, {"info": asdict(self._backend.describe())}))
+            self._link.send(Message(messages.READY, {"info": asdict(self._executor.describe())}))
             threading.Thread(target=self._read, daemon=True).start()
             while True:
                 self.turn()
@@ -124,12 +124,12 @@ class Inside:
 @asynccontextmanager
 async def inside(settings: Settings) -> AsyncIterator[Inside]:
     """Start a service in this process, and give a client of it."""
-    backend = make_backend(settings)
+    executor = make_executor(settings)
     children: list[_Inside] = []
 
     async def start(first: bool) -> _Inside:
         ours, theirs = socket.socketpair()
-        host = _Host(backend, BlockingLink(theirs), settings)
+        host = _Host(executor, BlockingLink(theirs), settings)
         children.append(_Inside(await AsyncLink.open(ours), ours, host))
         return children[-1]
 

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from twinkle_server.engine.backend import BackendOptions, Pass
-from twinkle_server.engine.pool.backend import PoolBackend
+from twinkle_server.engine.executor import Executor, Pass
+from twinkle_server.engine.losses.catalog import Losses
+from twinkle_server.engine.losses.workers import WorkerLimits
 from twinkle_server.payloads import Create, OptimStep, Sample, Save
 from twinkle_server.wire import codec
 from twinkle_server.wire import tinker_pb2 as pb
+from twinkle_transformers.engine import TransformersEngine
 
 Datum = tuple[Sequence[int], Mapping[str, Any]]
 VOCABULARY = 264
@@ -59,25 +61,45 @@ def request(data: Sequence[Datum], loss: str = "cross_entropy", *, forward: bool
 
 
 class Bench:
-    """A backend, and short ways to use it.
+    """An executor over `TransformersEngine`, and short ways to use it.
 
     Args:
         base: folder of the base model.
         data: the data directory.
-        **options: further arguments of the backend.
+        losses: names of losses beside the published ones; None is every one for tenants.
+        extra: options of the engine, and `loss_workers` (fields of `WorkerLimits`, or None), `in_process_losses`,
+            `strict_losses`, `custom_losses` and `custom_seconds`.
     """
 
-    def __init__(self, base: Path, data: Path, **options: Any) -> None:
+    def __init__(
+        self, base: Path, data: Path, losses: Sequence[str] | None = None, extra: Mapping[str, Any] | None = None
+    ) -> None:
         self.base, self.data = base, data
-        self.backend = PoolBackend(BackendOptions(str(base), "tiny", data, **options))
+        options = dict(extra or {})
+        limits = options.pop("loss_workers", {})
+        found = Losses(
+            losses,
+            None if limits is None else WorkerLimits(**limits),
+            options.pop("in_process_losses", ()),
+            strict=options.pop("strict_losses", False),
+        )
+        custom = {name: options.pop(name) for name in ("custom_losses", "custom_seconds") if name in options}
+        self.engine = TransformersEngine(str(base), **options)
+        self.executor = Executor(self.engine, "tiny", found, **custom)
+        self.model: Any = self.engine._model
+        self.pool: Any = self.engine._pool
         self._count = 0
+
+    def tenant(self, lane: str) -> Any:
+        """Return the adapter of a model, as the pool has it."""
+        return self.pool.tenants[self.executor._models[lane].ref]
 
     def _folder(self) -> Path:
         return Path(mkdtemp(dir=self.data))
 
     def create(self, lane: str, rank: int = 4, seed: int = 1, **switches: Any) -> None:
         """Make a model."""
-        self.backend.create(lane, Create(rank, seed, **switches), None)
+        self.executor.create(lane, Create(rank, seed, **switches), None)
 
     def shake(self, lane: str, seed: int = 3) -> None:
         """Move a model away from B = 0 by one large step, so that everything it computes says something."""
@@ -86,12 +108,12 @@ class Bench:
 
     def run(self, lane: str, data: Sequence[Datum], loss: str = "cross_entropy", **options: Any) -> tuple[Any, Any]:
         """Do one pass and return each row's log-probabilities, and the metrics; raises its error."""
-        [found], _ = self.backend.run([Pass(lane, request(data, loss, **options), 1)])
+        [found], _ = self.executor.run([Pass(lane, request(data, loss, **options), 1)])
         return answer(found)
 
     def step(self, lane: str, **values: float) -> Mapping[str, float]:
         """Update a model and return the metrics; raises its error."""
-        [found] = self.backend.step([(lane, OptimStep(**values))])
+        [found] = self.executor.step([(lane, OptimStep(**values))])
         if isinstance(found, Exception):
             raise found
         return found
@@ -99,22 +121,22 @@ class Bench:
     def save(self, lane: str, kind: str = "external_weights") -> Path:
         """Save a checkpoint and return its folder."""
         folder = self._folder()
-        copied, _ = self.backend.save(lane, Save(folder.name, kind))
+        copied, _ = self.executor.save(lane, Save(folder.name, kind))
         copied.write(folder)
         return folder
 
     def snapshot(self, lane: str) -> Path:
         """Write a snapshot and return its folder."""
         folder = self._folder()
-        self.backend.snapshot(lane).write(folder)
+        self.executor.snapshot(lane).write(folder)
         return folder
 
     def sample(self, tokens: Sequence[int], source: Path | None = None, **options: Any) -> tuple[Any, Any]:
         """Sample to the end and return sequences and what is said about the prompt; raises its error."""
         self._count += 1
-        self.backend.sample(self._count, Sample(list(tokens), **options), source)
+        self.executor.sample(self._count, Sample(list(tokens), **options), source)
         for _ in range(2000):
-            for found in self.backend.decode():
+            for found in self.executor.decode():
                 if found.error is not None:
                     raise found.error
                 assert found.result is not None
@@ -123,8 +145,7 @@ class Bench:
 
     def weights(self, lane: str) -> dict[str, Tensor]:
         """Return a copy of a model's weights, by PEFT's names."""
-        name = self.backend._lanes[lane].name
-        found: dict[str, Tensor] = self.backend.model.get_state_dict(adapter_name=name)
+        found: dict[str, Tensor] = self.model.get_state_dict(adapter_name=self.tenant(lane).name)
         return found
 
 

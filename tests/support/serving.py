@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ledger_engine import ENGINE, MODEL
 
 SCRIPT = Path(__file__).with_name("server_process.py")
 READY = re.compile(r"at (http://127\.0\.0\.1:\d+)")
@@ -170,13 +171,15 @@ def ledger(data: Path, settings: Mapping[str, Any] | None = None, **environment:
             the backend.
         **environment: more variables of the process.
     """
-    fields = {"model": "ledger/model", "backend": "ledger", "auth": False, "port": 0, **(settings or {})}
+    fields: dict[str, Any] = {"model": str(MODEL), "name": "ledger/model", "backend": ENGINE, "auth": False, "port": 0}
+    fields |= settings or {}
+    fields["extra"] = {"marks": str(data), **fields.get("extra", {})}
     return _with_settings(data, fields, environment)
 
 
 def pool(data: Path, model: Path, settings: Mapping[str, Any] | None = None, **environment: str) -> Served:
     """Return a service, not started, that trains adapters of a tiny model; arguments as those of `ledger`."""
-    fields = {"model": str(model), "backend": "pool", "auth": False, "port": 0, **(settings or {})}
+    fields = {"model": str(model), "auth": False, "port": 0, **(settings or {})}
     return _with_settings(data, fields, environment)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from twinkle_transformers.engine.attention import CacheScope
-from twinkle_transformers.engine.reach import Reach, Stretch
-from twinkle_transformers.engine.store import LayerShape, Store
+from twinkle_transformers.sampling.attention import CacheScope
+from twinkle_transformers.sampling.reach import Reach, Stretch
+from twinkle_transformers.sampling.store import LayerShape, Store
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 

@@ -19,9 +19,10 @@ from pools import (
 )
 from threads import one_thread  # noqa: F401 - a fixture
 
+from twinkle.engine import Operation, OperationError, OperationResult
 from twinkle.errors import ArgumentError, TrainingStateError
-from twinkle.model.pool import AdapterPool, Operation, OperationError, OperationResult
 from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.pool.pool import LoraPool
 
 
 def adapters(folder: Path, count: int = 3, **options: Any) -> Any:
@@ -44,7 +45,7 @@ def train(model: Any, names: list[str], seed: int, length: int = 9) -> None:
 def test_a_result_says_what_an_operation_gave_and_what_its_adapter_got(folder: Path) -> None:
     model = adapters(folder)
     rows = make_rows(3, (9, 5, 12), seed=1)
-    assert isinstance(model.pool, AdapterPool)
+    assert isinstance(model.pool, LoraPool)
     results = model.pool.run(
         [
             Operation("t0", "forward_backward", rows),

@@ -24,8 +24,8 @@ from rounding import rounds_by_rows  # noqa: F401 - a fixture
 from threads import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
 
+from twinkle.engine import Operation, OperationResult
 from twinkle.errors import ArgumentError
-from twinkle.model.pool import Operation, OperationResult
 from twinkle.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("rounds_by_rows")  # on some machines tiny products round alike at any size

@@ -16,7 +16,7 @@ from pools import (
 )
 from threads import one_thread  # noqa: F401 - a fixture
 
-from twinkle.model.pool import Operation, OperationResult
+from twinkle.engine import Operation, OperationResult
 from twinkle_transformers.model import TransformersModel
 
 ROWS = {name: make_rows(2, (9, 6), seed=at) for at, name in enumerate(("a", "b", "c"))}

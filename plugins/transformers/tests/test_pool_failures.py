@@ -9,6 +9,7 @@ from pools import Row, flat_of, lora, make_rows, moments_of, open_pool
 from torch import Tensor
 
 from twinkle.data_format import LossOutput
+from twinkle.engine import AdapterRef, Operation, OperationResult
 from twinkle.errors import (
     ArgumentError,
     CapacityError,
@@ -19,7 +20,6 @@ from twinkle.errors import (
     Unsupported,
 )
 from twinkle.loss import Loss
-from twinkle.model.pool import AdapterRef, Operation, OperationResult
 from twinkle.testing import tiny_model
 
 GOOD = make_rows(2, 9, seed=0)

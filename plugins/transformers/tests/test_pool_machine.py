@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from pools import LINEAR, Alone, Row, distance, flat_of, lora, make_rows, open_pool
 
 from twinkle.data_format import LossOutput
+from twinkle.engine import Operation, OperationError
 from twinkle.errors import ArgumentError, NonFiniteError, OperationsFailed, TrainingStateError
-from twinkle.model.pool import Operation, OperationError
 from twinkle.testing import tiny_model
 
 CONFIGS: list[dict[str, Any]] = [

@@ -13,9 +13,9 @@ from pools import distance, lora, make_rows, open_pool
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from twinkle.data_format import LossOutput
+from twinkle.engine import Operation, OperationError, OperationResult, Usage
 from twinkle.errors import CapacityError
 from twinkle.loss import Loss
-from twinkle.model.pool import Operation, OperationError, OperationResult, Usage
 from twinkle.testing import tiny_model
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.memory import saved_bytes

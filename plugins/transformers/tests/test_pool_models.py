@@ -13,7 +13,7 @@ import transformers
 from peft import get_peft_model
 from torch import Tensor
 
-from twinkle.model.pool import Operation, OperationError
+from twinkle.engine import Operation, OperationError
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import new_group
 from twinkle_transformers.pool.pool import LoraPool

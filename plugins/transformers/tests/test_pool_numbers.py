@@ -29,7 +29,7 @@ from rounding import FACTOR, USELESS, assert_near, measured_rounding, rounding_o
 from threads import one_thread  # noqa: F401 - a fixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from twinkle.model.pool import Operation, OperationResult
+from twinkle.engine import Operation, OperationResult
 from twinkle.testing import tiny_model
 from twinkle_torch.precision import RoundingNoise
 

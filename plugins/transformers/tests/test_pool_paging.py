@@ -11,8 +11,8 @@ import torch
 from pool_states import OPTIMIZERS, ROWS, equal, everything, opened, train
 from pools import flat_of, lora, open_pool
 
+from twinkle.engine import AdapterBytes, Operation, OperationError, OperationResult
 from twinkle.errors import ArgumentError, CapacityError, CheckpointError, OutputError, TrainingStateError
-from twinkle.model.pool import AdapterBytes, Operation, OperationError, OperationResult
 from twinkle.testing import tiny_model
 from twinkle_transformers.pool import paging
 

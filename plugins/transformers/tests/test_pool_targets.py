@@ -17,9 +17,9 @@ from pools import (
 from threads import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
 
+from twinkle.engine import Operation, OperationError, OperationResult, Step
 from twinkle.errors import DataError
 from twinkle.model import TransformersModel
-from twinkle.model.pool import Operation, OperationError, OperationResult, Step
 
 Targets = dict[str, Any]
 HEADS = {"linear layers": lora(), "the head too": lora(target_modules=["q_proj", "down_proj", "lm_head"])}

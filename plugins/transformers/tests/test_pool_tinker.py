@@ -8,7 +8,7 @@ import torch
 from pools import Alone, distance, folder, lora, make_rows, open_pool  # noqa: F401 - a fixture
 from torch import Tensor
 
-from twinkle.model.pool import Operation, OperationError, OperationResult, Step
+from twinkle.engine import Operation, OperationError, OperationResult, Step
 
 LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 LENGTHS = [9, 5, 12, 3, 1, 7]

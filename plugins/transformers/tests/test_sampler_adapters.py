@@ -7,8 +7,8 @@ from peft import LoraConfig, get_peft_model
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
-from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
+from twinkle_transformers.sampling.runner import Runner
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [7, 8, 9, 10, 11]}]
 PARAMS = {"temperature": 0, "max_tokens": 8}

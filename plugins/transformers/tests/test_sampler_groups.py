@@ -16,7 +16,7 @@ from twinkle.errors import Unsupported
 from twinkle.sampler import TorchSampler
 from twinkle_torch.precision import RoundingNoise
 from twinkle_transformers.drawing import draw, drawn_log_probs
-from twinkle_transformers.engine.runner import Runner
+from twinkle_transformers.sampling.runner import Runner
 
 DRAWN = [
     {"temperature": 1.0},

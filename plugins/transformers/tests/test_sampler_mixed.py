@@ -24,8 +24,8 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, NonFiniteError
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
-from twinkle_transformers.engine.adapters import read_version, sites_of
 from twinkle_transformers.loading import load_model
+from twinkle_transformers.sampling.adapters import read_version, sites_of
 from twinkle_transformers.sites import install
 
 

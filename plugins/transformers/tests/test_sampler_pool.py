@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from twinkle.errors import ArgumentError, CheckpointError
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
-from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
+from twinkle_transformers.sampling.runner import Runner
 
 ROWS = [{"input_ids": list(range(n, 2 * n + 3))} for n in range(1, 7)]
 NAMES = ["a", "b", None, "c", "a", None]

@@ -11,11 +11,11 @@ from samplers import folder, rows, sampler_of, tokens_of  # noqa: F401 - fixture
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
-from twinkle_transformers.engine.requests import Request
-from twinkle_transformers.engine.room import Room
-from twinkle_transformers.engine.store import LayerShape, Store
 from twinkle_transformers.generation import Prompt
 from twinkle_transformers.prompt_scores import PromptScores
+from twinkle_transformers.sampling.requests import Request
+from twinkle_transformers.sampling.room import Room
+from twinkle_transformers.sampling.store import LayerShape, Store
 from twinkle_transformers.stopping import StopRule
 
 GREEDY: dict[str, Any] = {"temperature": 0, "stop": []}

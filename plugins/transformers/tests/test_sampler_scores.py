@@ -17,8 +17,8 @@ from torch import Tensor
 from twinkle.data_format import SamplingParams
 from twinkle.errors import DataError, Unsupported
 from twinkle.sampler import TorchSampler
-from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.prompt_scores import PromptScores
+from twinkle_transformers.sampling.runner import Runner
 
 PROMPT = PROMPTS[1]
 OPEN = {"stop": []}

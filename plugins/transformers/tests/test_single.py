@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from twinkle.kernel import kernelize, unkernelize
 from twinkle.testing import tiny_model
 from twinkle_transformers import single
-from twinkle_transformers.engine.adapters import LiveAdapters
 from twinkle_transformers.memory import saved_bytes
 from twinkle_transformers.model import TransformersModel
+from twinkle_transformers.sampling.adapters import LiveAdapters
 
 IN, OUT, RANK = 24, 40, 4
 

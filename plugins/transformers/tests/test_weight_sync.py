@@ -13,9 +13,9 @@ from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.errors import ArgumentError, MeshError, Unsupported
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
-from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.model import TransformersModel
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
+from twinkle_transformers.sampling.runner import Runner
 
 ROWS: list[Any] = [{"input_ids": [1, 2, 3]}, {"input_ids": list(range(7, 40))}]
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}

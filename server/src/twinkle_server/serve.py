@@ -38,7 +38,6 @@ _KEEP_ALIVE = 75  # seconds; clients drop idle connections earlier
 _LAST_ANSWERS = 5  # seconds for answers that are under way when the drain is over
 _FLUSH = 10.0  # seconds
 _LOST = 3  # exit code of a service whose data directory another one has taken over
-_ENGINE_PARTS = (("MultiLoraTransformersModel", "model"), ("TorchSampler", "sampler"))
 
 
 def serve(settings: Settings, log_level: str = "INFO") -> int:
@@ -81,16 +80,16 @@ def resolve(settings: Settings) -> Settings:
 
     Raises:
         ConfigError: a loss that is named is not for tenants.
-        ComponentNotFound: a plugin that trains or samples, or a loss that is named, is not installed.
+        ComponentNotFound: the engine, or a loss that is named, is not installed.
+        ComponentConflict: several engines are installed, and none is named.
         RequirementMissing: a package that it needs is not.
         ModelLoadError: nothing is there, or what is there is not a model.
         HubError: the hub does not have it, or cannot be reached.
     """
-    if settings.backend != "pool":
-        return settings
     from twinkle.hub import local_model
+    from twinkle_server.engine.provider import check_installed
 
-    check_installed()
+    check_installed(settings.backend)
     check_losses(settings.losses or ())
     folder = local_model(settings.model).absolute()
     return replace(settings, model=str(folder), name=settings.served_name, tokenizer=public_id(settings.model))
@@ -113,20 +112,6 @@ def public_id(model: str) -> str | None:
         return None
     scheme, _, name = (reference_of(place) or "").partition("://")
     return name if scheme.lower() == "hf" and "@" not in name else None
-
-
-def check_installed() -> None:
-    """Refuse to start an engine that could not import what it needs; nothing is imported here.
-
-    Raises:
-        ComponentNotFound: no plugin offers what trains or samples.
-        RequirementMissing: it needs a package that is not installed.
-    """
-    from twinkle import registry
-    from twinkle_registry import check_requirements
-
-    for name, kind in _ENGINE_PARTS:
-        check_requirements(registry().find(name, kind))
 
 
 def check_losses(names: Sequence[str]) -> None:
@@ -171,8 +156,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     store = open_store(settings.data, limits=settings.limits, times=settings.times, take_over=settings.take_over)
     try:
         await _check_keys(settings, store)
-        if settings.backend == "pool":
-            await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
+        await check_base(store.database, settings.served_name, Path(settings.model), settings.accept_base)
         metrics = Metrics(store.secret)
         logs.mark_tenants(store.secret)
         service = Service(settings, store, metrics)
@@ -211,7 +195,7 @@ async def _answer(
             gc.freeze()  # without a collection, which would take longer than its finds are worth
             gc.enable()
             await _first_key(settings, store)
-            if settings.backend == "pool" and not service.info.tokenizer:
+            if not service.info.tokenizer:
                 _say(no_tokenizer(settings.model))
             _say_ready(settings, listener, store.secret)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

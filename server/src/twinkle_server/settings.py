@@ -110,7 +110,7 @@ class Settings:
         max_pass_seconds: a decode step waits at most about so long for training, as far as passes are that short.
         pass_tokens: tokens that go through the model at one time; None follows from the model's size. The same
             operations give the same numbers only with the same value.
-        backend: "pool" (torch) or "ledger" (counts what was applied; for tests).
+        backend: the engine, a component of kind `engine` by name or reference; None is the only one installed.
         snapshot_steps: optimizer steps of a model after which it is snapshotted.
         losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
             says it is tenant-safe.
@@ -124,7 +124,7 @@ class Settings:
         accept_base: serve the model though the directory's adapters of that name were trained on another one.
         limits: see `Limits`.
         times: see `Times`.
-        extra: of the backend (`BackendOptions.extra`).
+        extra: further options of the engine.
     """
 
     model: str
@@ -136,7 +136,7 @@ class Settings:
     auth: bool = True
     max_pass_seconds: float = 0.5
     pass_tokens: int | None = None
-    backend: str = "pool"
+    backend: str | None = None
     snapshot_steps: int = 20
     losses: tuple[str, ...] | None = None
     custom_losses: bool = False

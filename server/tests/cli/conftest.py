@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ledger_engine import ENGINE, MODEL
 
 READY = re.compile(r"^Twinkle serves (\S+) at (http://\S+) \(pid (\d+)\)$", re.MULTILINE)
 KEY = re.compile(r"tml-[\w-]{43}")
@@ -28,7 +29,9 @@ class Process:
 
     def __init__(self, data: Path, *arguments: str) -> None:
         self.data = data
-        self.arguments = ["ledger/model", "--backend", "ledger", "--data", str(data), "--port", "0", *arguments]
+        self.arguments = [
+            str(MODEL), "--name", "ledger/model", "--backend", ENGINE, "--data", str(data), "--port", "0", *arguments,
+        ]  # fmt: skip
         self.logs = data.parent / f"{data.name}-logs"
         self.logs.mkdir(exist_ok=True)
         self.starts = 0

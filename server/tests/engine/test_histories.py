@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from ledger_engine import read_ledger_metrics
 from server_engine import Engine, engine, request
 
 from twinkle_server.engine import messages
@@ -121,10 +122,10 @@ class History:
             return
         assert bool(error) == (operation in self.bad), error
         if operation in self.forwards:
-            [output], _ = codec.read_forward_backward_output(message.body)
+            _, metrics = codec.read_forward_backward_output(message.body)
             state = self.forwards[operation]
-            assert tuple(int(n) >> 32 for n in output["applied"]) == state.applied
-            assert tuple(int(n) >> 32 for n in output["pending"]) == state.pending
+            assert tuple(n >> 32 for n in read_ledger_metrics("applied", metrics)) == state.applied
+            assert tuple(n >> 32 for n in read_ledger_metrics("pending", metrics)) == state.pending
         elif operation in self.samples:
             [text], _ = codec.read_sample_response(message.body)
             state = self.samples[operation]

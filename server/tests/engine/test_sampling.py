@@ -5,22 +5,24 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from ledger_engine import LedgerEngine
 
 from twinkle_server.engine import messages
-from twinkle_server.engine.backend import BackendOptions, Sampled, UserError
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import Task
-from twinkle_server.engine.ledger import LedgerBackend
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.samples import Sampled
 from twinkle_server.engine.sampling import TOGETHER, Sampling
 from twinkle_server.payloads import Sample
 
 
-class Decoder(LedgerBackend):
+class Decoder(Executor):
     """A ledger in which requests end when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(BackendOptions("base", "base", Path()))
+        super().__init__(LedgerEngine("base"), "base")
         self.given: list[int] = []
         self.over: list[Sampled] = []
         self.steps = 0

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ledger_engine import Ledger, LedgerEngine
 
 from twinkle_server.engine import messages
-from twinkle_server.engine.backend import BackendOptions
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.lanes import Task
-from twinkle_server.engine.ledger import Ledger, LedgerBackend
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.payloads import Create
@@ -19,17 +19,17 @@ class Bench:
     """Snapshots over a ledger, whose thread's words are heard when the test says so."""
 
     def __init__(self, data: Path, steps: int = 2, seconds: float = 3600.0) -> None:
-        self.backend = LedgerBackend(BackendOptions("base", "base", data))
+        self.executor = Executor(LedgerEngine("base"), "base")
         self.said: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.told: list[Message] = []
         self.left: list[str] = []
         self.snapshots = Snapshots(
-            self.backend, data, self.said.put, self.told.append, self.left.append, steps, seconds
+            self.executor, data, self.said.put, self.told.append, self.left.append, steps, seconds
         )
         self.numbers: dict[str, int] = {}
 
     def create(self, lane: str) -> None:
-        self.backend.create(lane, Create(8, 0), None)
+        self.executor.create(lane, Create(8, 0), None)
         self.snapshots.there(lane, 0)
         self.apply(lane, "create")
 
@@ -70,7 +70,7 @@ def test_no_operation_is_to_blame_for_what_copying_a_model_does(
 ) -> None:
     bench, told = Bench(tmp_path, steps=1), list[str]()
     bench.snapshots = Snapshots(
-        bench.backend,
+        bench.executor,
         tmp_path,
         bench.said.put,
         bench.told.append,
@@ -83,8 +83,8 @@ def test_no_operation_is_to_blame_for_what_copying_a_model_does(
     bench.snapshots.tend()
     assert told == []
     bench.apply("m")
-    copy = bench.backend.snapshot
-    monkeypatch.setattr(bench.backend, "snapshot", lambda lane: (told.append(lane), copy(lane))[1])
+    copy = bench.executor.snapshot
+    monkeypatch.setattr(bench.executor, "snapshot", lambda lane: (told.append(lane), copy(lane))[1])
     bench.snapshots.tend()
     bench.hear()
     assert told == ["", "m"]
@@ -151,7 +151,7 @@ def test_a_disk_that_takes_nothing_is_asked_again_and_the_number_is_the_newest(
     def refuse(self: Ledger, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    bench = Bench(bench.backend._options.data, seconds=0.01)
+    bench = Bench(bench.executor._options.data, seconds=0.01)
     bench.create("m")
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "write", refuse)
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_copied_harms_no_other(bench: Bench) -> None:
         bench.create(lane)
         bench.apply(lane)
         bench.apply(lane)
-    bench.backend.remove("broken")
+    bench.executor.remove("broken")
     bench.snapshots.tend()
     bench.snapshots.tend()
     bench.hear()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_engine import ENGINE, MODEL, read_ledger_metrics
 from server_runtime import SOON, answer, within
 
 from twinkle_server.environment import scrubbed
@@ -30,6 +31,7 @@ def _pass(first: int, forward: bool = False) -> bytes:
     request = pb.ForwardBackwardRequest(loss_fn="cross_entropy", forward_only=forward)
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.asarray([first, 1, 2], np.int32).tobytes()
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(codec.write_tensor(np.asarray([1, 2, 3], np.int64)))
     return request.SerializeToString()
 
 
@@ -59,13 +61,14 @@ class Client:
     async def applied(self, lane: str) -> list[int]:
         told = await answer(self.service, (await self.ask(lane, "forward", _pass(1, forward=True))).request)
         assert told.result is not None, told.error
-        outputs, _ = codec.read_forward_backward_output(told.result)
-        assert list(outputs[0]["pending"]) == []
-        return [int(number) >> 32 for number in outputs[0]["applied"]]
+        _, metrics = codec.read_forward_backward_output(told.result)
+        assert read_ledger_metrics("pending", metrics) == []
+        return [number >> 32 for number in read_ledger_metrics("applied", metrics)]
 
 
 def _settings(data: Path, **more: Any) -> Settings:
-    return Settings("ledger", data, backend="ledger", snapshot_steps=3, **more)
+    extra = {"marks": str(data), **more.pop("extra", {})}
+    return Settings(str(MODEL), data, name="ledger", backend=ENGINE, snapshot_steps=3, extra=extra, **more)
 
 
 def test_kills_of_the_engine_lose_and_repeat_nothing(tmp_path: Path) -> None:

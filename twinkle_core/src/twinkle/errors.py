@@ -18,6 +18,7 @@ TwinkleError
 │   └── EncodeError                      a template cannot encode a row
 ├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
 ├── HubError (OSError)                   a hub cannot be reached, refuses, or lacks what was asked
+├── EngineFault (RuntimeError)           an engine cannot go on; its process must end
 ├── CapacityError (RuntimeError)         no room: how much is needed, for whom, how much there is
 ├── CheckpointError (OSError)            a checkpoint is incomplete or belongs to another model
 ├── OutputError (OSError)                an output folder cannot be written
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EncodeError",
+    "EngineFault",
     "HubError",
     "ManifestError",
     "MeshError",
@@ -120,6 +122,13 @@ class NonFiniteError(TwinkleError, ArithmeticError):
     def __init__(self, message: str, inputs: Any = None) -> None:
         super().__init__(message)
         self.inputs = inputs
+
+
+class EngineFault(TwinkleError, RuntimeError):
+    """An engine's state cannot be trusted any more: its device failed, or a call stopped halfway.
+
+    The process must end; a new one restores adapters from their snapshots.
+    """
 
 
 class CapacityError(TwinkleError, RuntimeError):

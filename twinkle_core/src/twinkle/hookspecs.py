@@ -22,6 +22,11 @@ def twinkle_model() -> list[ComponentSpec]:  # type: ignore[empty-body]
 
 
 @hookspec
+def twinkle_engine() -> list[ComponentSpec]:  # type: ignore[empty-body]
+    """Components of kind `engine`. Trains and samples many adapters on one base model."""
+
+
+@hookspec
 def twinkle_sampler() -> list[ComponentSpec]:  # type: ignore[empty-body]
     """Components of kind `sampler`. Generates tokens from a model and its adapters."""
 

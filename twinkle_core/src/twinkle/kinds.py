@@ -21,6 +21,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "model": Kind("twinkle.model:TwinkleModel", "Trains: forward, backward, step, save, load."),
+    "engine": Kind("twinkle.engine:Engine", "Trains and samples many adapters on one base model."),
     "sampler": Kind("twinkle.sampler:Sampler", "Generates tokens from a model and its adapters."),
     "dataset": Kind("twinkle.dataset:DatasetLike", "Rows with a length, or a stream of rows.", author=False),
     "dataloader": Kind("twinkle.dataloader:DataLoaderLike", "Batches of rows for each data rank.", author=False),

@@ -15,12 +15,12 @@ from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.engine.handle import SampleHandle
-from twinkle_transformers.engine.requests import Request
-from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.generation import Draft, Prompt
 from twinkle_transformers.prompt_scores import PromptScores
 from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms, token_ids
+from twinkle_transformers.sampling.handle import SampleHandle
+from twinkle_transformers.sampling.requests import Request
+from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.service import Limits, Service
 from twinkle_transformers.sources import OwnWeights, Pick, SharedModel, Source
 from twinkle_transformers.stopping import StopRule

@@ -12,14 +12,14 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.engine.engine import Engine
-from twinkle_transformers.engine.handle import Server
-from twinkle_transformers.engine.requests import Request
-from twinkle_transformers.engine.room import default_budget
-from twinkle_transformers.engine.runner import Runner
-from twinkle_transformers.engine.whole import WholeCalls
 from twinkle_transformers.generation import Prompt
 from twinkle_transformers.patched import PatchWatch
+from twinkle_transformers.sampling.engine import Engine
+from twinkle_transformers.sampling.handle import Server
+from twinkle_transformers.sampling.requests import Request
+from twinkle_transformers.sampling.room import default_budget
+from twinkle_transformers.sampling.runner import Runner
+from twinkle_transformers.sampling.whole import WholeCalls
 from twinkle_transformers.sources import Pick, Source
 from twinkle_transformers.stopping import StopRule
 

@@ -19,11 +19,11 @@ from twinkle.logging import get_logger
 from twinkle_torch.numerics import evaluating
 from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.engine.adapters import LiveAdapters, Spare, read_version, sites_of
-from twinkle_transformers.engine.modes import active_adapters, has_adapters, silent, with_adapter
-from twinkle_transformers.engine.runner import Runner
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
+from twinkle_transformers.sampling.adapters import LiveAdapters, Spare, read_version, sites_of
+from twinkle_transformers.sampling.modes import active_adapters, has_adapters, silent, with_adapter
+from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.sites import Site
 from twinkle_transformers.versions import AdapterVersion
 

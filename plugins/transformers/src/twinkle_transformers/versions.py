@@ -23,6 +23,11 @@ class AdapterVersion:
     key: str
     _finite: list[bool] = field(default_factory=list, repr=False)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weights take, in bytes."""
+        return self.flat.numel() * self.flat.element_size()
+
     def check(self) -> None:
         """Refuse weights that are not finite: in a product they could reach rows of others.
 

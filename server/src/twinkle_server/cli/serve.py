@@ -97,10 +97,8 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 )
 @click.option(
     "--backend",
-    type=click.Choice(["pool", "ledger"]),
-    default="pool",
-    show_default=True,
-    help="`ledger` trains nothing and counts what would have been applied: for tests of clients.",
+    metavar="NAME",
+    help="The engine that trains and samples (`twinkle plugins list engine`). By default the only one installed.",
 )
 def main(
     model: str,
@@ -123,7 +121,7 @@ def main(
     accept_base: bool,
     trash_hours: float,
     log_level: str,
-    backend: str,
+    backend: str | None,
 ) -> None:
     """Serve MODEL, a local folder or the id of one at a hub, to clients of the Tinker protocol.
 

@@ -1,1 +1,1 @@
-"""The child process's half: lanes, fused passes and decode steps over a backend."""
+"""The child process's half: lanes, fused passes and decode steps over an engine."""

@@ -4,11 +4,16 @@ import ctypes
 import logging
 import signal
 import sys
-from dataclasses import replace
 
+from twinkle import registry
+from twinkle.engine import Engine
 from twinkle.errors import TwinkleError
-from twinkle_server.engine.backend import Backend, BackendOptions
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.host import Host
+from twinkle_server.engine.losses.catalog import Losses
+from twinkle_server.engine.losses.workers import WorkerLimits
+from twinkle_server.engine.provider import engine_name
+from twinkle_server.engine.revocations import RevocationWatch
 from twinkle_server.link import BlockingLink
 from twinkle_server.settings import Settings
 
@@ -26,58 +31,40 @@ def main(arguments: list[str]) -> None:
     settings = Settings.parse(arguments[1])
     link = BlockingLink.from_descriptor(int(arguments[0]))
     try:
-        backend = make_backend(settings)
+        executor = make_executor(settings)
     except TwinkleError as error:
-        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the service tells it, and nothing else
-    host = Host(backend, link, settings)
-    if settings.backend == "pool":
-        _watch_revocations(backend, host, settings.times.revocations)
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}")  # the service shows it, and nothing else
+    host = Host(executor, link, settings)
+    RevocationWatch(settings.times.revocations, lambda: host.soon(executor.drop_plugins)).start()
     host.serve()
 
 
-def _watch_revocations(backend: Backend, host: Host, every: float) -> None:
-    """Have revoked plugins dropped, and their worker processes ended on the engine's own thread."""
-    from twinkle_server.engine.pool.backend import PoolBackend
-    from twinkle_server.engine.revocations import RevocationWatch
-
-    if isinstance(backend, PoolBackend):
-        RevocationWatch(every, lambda: host.soon(backend.end_dropped_plugins)).start()
-
-
-def make_backend(settings: Settings) -> Backend:
-    """Return the backend that the settings name.
+def make_executor(settings: Settings) -> Executor:
+    """Build the engine that the settings name, and what executes operations on it.
 
     Raises:
-        ValueError: there is none of that name.
+        TwinkleError: there is no such engine, or it cannot load the model.
     """
-    options = BackendOptions(settings.model, settings.served_name, settings.data, settings.losses, settings.extra)
-    if settings.backend == "ledger":
-        from twinkle_server.engine.ledger import LedgerBackend
-
-        return LedgerBackend(options)
-    if settings.backend == "pool":
-        from twinkle_server.engine.pool.backend import PoolBackend  # imports torch
-
-        given = {
-            "pass_tokens": settings.pass_tokens,
-            "custom_losses": settings.custom_losses,
-            "custom_loss_seconds": settings.limits.graph_seconds,
-            "strict_losses": settings.strict_losses,
-            "loss_workers": _worker_limits(settings),
-            "in_process_losses": settings.in_process_losses,
-        }
-        extra = {**given, **settings.extra}
-        return PoolBackend(replace(options, extra=extra))
-    raise ValueError(f"there is no backend {settings.backend!r}; there are 'pool' and 'ledger'")
+    losses = Losses(  # their worker processes start while the model is loaded
+        settings.losses, _worker_limits(settings), settings.in_process_losses, strict=settings.strict_losses
+    )
+    engine: Engine = registry().build(
+        engine_name(settings.backend), "engine", model_id=settings.model, pass_tokens=settings.pass_tokens,
+        **settings.extra,
+    )  # fmt: skip
+    return Executor(
+        engine, settings.served_name, losses,
+        custom_losses=settings.custom_losses, custom_seconds=settings.limits.graph_seconds,
+    )  # fmt: skip
 
 
-def _worker_limits(settings: Settings) -> dict[str, float] | None:
+def _worker_limits(settings: Settings) -> WorkerLimits | None:
     """Return the limits of loss workers; a loss must fail before the whole pass is taken for hung."""
     if not settings.loss_workers:
         return None
     times, half = settings.times, settings.times.deadline / 2
     seconds, start = min(times.loss, half), min(times.loss_start, half)
-    return {"seconds": seconds, "start": start, "memory": settings.limits.loss_bytes}
+    return WorkerLimits(seconds=seconds, start=start, memory=settings.limits.loss_bytes)
 
 
 def _die_with_parent() -> None:

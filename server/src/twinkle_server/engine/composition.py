@@ -12,8 +12,8 @@ class Composition:
     """Passes in which an operation was computed, in order.
 
     Attributes:
-        passes: what the backend recorded. Of each its number (`pass`), which grows with time and is the same for all
-            operations that shared it; the rest is the backend's own.
+        passes: what the engine recorded. Of each its number (`pass`), which grows with time and is the same for all
+            operations that shared it; the rest is the engine's own.
     """
 
     passes: Sequence[Mapping[str, Any]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from twinkle_server.engine.backend import State
+from twinkle.engine import SavedAdapter
 
 SUFFIX: Final = ".age"
 MOST_RECIPIENTS: Final = 64
@@ -45,11 +45,11 @@ class Encrypted:
         recipients: who can read it; see `check_recipients`.
     """
 
-    copy: State
+    copy: SavedAdapter
     recipients: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
-        """Write the files; see `State`. What is not encrypted is removed before this returns."""
+        """Write the files; see `SavedAdapter`. What is not encrypted is removed before this returns."""
         import pyrage
 
         recipients: list[Any] = [_recipient(recipient) for recipient in self.recipients]

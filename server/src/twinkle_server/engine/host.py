@@ -12,8 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 
+from twinkle.errors import EngineFault
 from twinkle_server.engine import messages
-from twinkle_server.engine.backend import Backend, Fatal, Interruptible
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.files import Published
 from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import DETACH, RESTORE, SNAPSHOT, Lanes, Task
@@ -39,22 +40,22 @@ class Host:
     """Serves one service over a link until it is closed.
 
     Args:
-        backend: computes.
+        executor: executes operations.
         link: to the service.
         settings: of the service.
     """
 
-    def __init__(self, backend: Backend, link: BlockingLink, settings: Settings) -> None:
-        self._backend, self._link = backend, link
+    def __init__(self, executor: Executor, link: BlockingLink, settings: Settings) -> None:
+        self._executor, self._link = executor, link
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._backlog: deque[_Item] = deque()  # what was taken out of it, and is not done
         self._lanes = Lanes()
         self._scheduler = Scheduler(self._lanes)
-        pieces = _PIECES if isinstance(backend, Interruptible) else 1
-        self._turn_tokens = pieces * (settings.pass_tokens or backend.pass_tokens)
+        pieces = _PIECES if executor.interruptible else 1
+        self._turn_tokens = pieces * (settings.pass_tokens or executor.pass_tokens)
         sources = Sources(settings.data)
         self._snapshots = Snapshots(
-            backend=backend,
+            executor=executor,
             data=settings.data,
             later=self._inbox.put,
             report=link.send,
@@ -63,10 +64,10 @@ class Host:
             steps=settings.snapshot_steps,
             seconds=settings.times.snapshot,
         )
-        self._sampling = Sampling(backend, sources, link.send)
+        self._sampling = Sampling(executor, sources, link.send)
         self._interleaving = Interleaving(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
         self._turns = Turns(
-            backend=backend,
+            executor=executor,
             sources=sources,
             snapshots=self._snapshots,
             waiting=self._lanes,
@@ -76,24 +77,23 @@ class Host:
         )
         self._threads = ThreadPoolExecutor(2, "files")
         self._behind = 0  # functions that run on threads
-        if isinstance(backend, Interruptible):
-            backend.interrupt(self._interleaving.between)
+        executor.interrupt(self._interleaving.between)
         self._draining = False
         self._drained = False
 
     def serve(self) -> None:
-        """Work until the process ends; it does when the other end of the link is closed, or after `Fatal`."""
+        """Work until the process ends; it does when the other end of the link is closed, or after `EngineFault`."""
         gc.collect()
         gc.freeze()  # a model's modules are many objects, and none of them will be garbage
         try:
-            self._link.send(Message(messages.READY, {"info": asdict(self._backend.describe())}))
+            self._link.send(Message(messages.READY, {"info": asdict(self._executor.describe())}))
             threading.Thread(target=self._read, name="reader", daemon=True).start()
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
             while True:
                 self.turn()
         except LinkClosed:
             os._exit(0)
-        except Fatal:
+        except EngineFault:
             _log.exception("the engine cannot go on")
         except BaseException:
             _log.exception("the engine failed")

@@ -4,9 +4,10 @@ import errno
 import logging
 from typing import Any
 
+from twinkle.errors import CapacityError
 from twinkle_server.engine import messages
-from twinkle_server.engine.backend import UserError
 from twinkle_server.engine.composition import Composition
+from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.files import Damaged
 from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
@@ -45,6 +46,9 @@ def failed(task: Task, error: Exception) -> Message:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether there was no memory, on the host or on a device."""
+    if isinstance(error, CapacityError):  # an engine's own, of an allocation that failed
+        cause = error.__cause__
+        return cause is not None and not isinstance(cause, CapacityError) and is_out_of_memory(cause)
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch has no kind for the host's
@@ -53,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_passing(error: BaseException | None) -> bool:
     """Return whether the same may work a while later, because memory, room or descriptors were lacking."""
     while error is not None:
-        if is_out_of_memory(error) or _is_capacity(error):
+        if is_out_of_memory(error) or isinstance(error, CapacityError):
             return True
         if isinstance(error, OSError) and error.errno in _PASSING:
             return True
@@ -77,15 +81,9 @@ def explain(task: Task, error: Exception) -> tuple[str, Category]:
         )
     if isinstance(error, OSError) or "(os error " in str(error):  # as safetensors has it
         return f"The service's disk failed during this {task.kind}; nothing of it was kept. Try again.", "server"
-    if _is_capacity(error):
+    if isinstance(error, CapacityError):
         return _line(str(error)), "server"
     return f"The service failed during this {task.kind} ({type(error).__name__}); its log has more.", "server"
-
-
-def _is_capacity(error: BaseException) -> bool:
-    # by name, for `twinkle.errors` costs a tenth of the start of an engine without torch, and cannot be had when
-    # descriptors are lacking
-    return any((kind.__module__, kind.__name__) == ("twinkle.errors", "CapacityError") for kind in type(error).__mro__)
 
 
 def _line(text: str) -> str:

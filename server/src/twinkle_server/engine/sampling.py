@@ -5,33 +5,35 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from twinkle_server.engine.backend import Backend, Fatal, Sampled
+from twinkle.errors import EngineFault
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.outcomes import done, failed
+from twinkle_server.engine.samples import Sampled
 from twinkle_server.payloads import Sample
 
 TOGETHER = 256
-"""Sequences that the backend is given at once; of what waits, the tenant who has the fewest is next."""
+"""Sequences that the engine samples at once. Of the waiting requests, one of the tenant with the fewest is next."""
 
 
 class Sampling:
     """The requests that wait or run.
 
     Args:
-        backend: decodes.
+        executor: decodes.
         source: gives the folder of a checkpoint, checked.
         report: sends messages to the service.
 
     Attributes:
-        begins: is told of a request right before the backend is given it, which takes memory.
+        begins: called with a request right before the engine is given it, which takes memory.
     """
 
     def __init__(
-        self, backend: Backend, source: Callable[[str | None], Path | None], report: Callable[[Message], None]
+        self, executor: Executor, source: Callable[[str | None], Path | None], report: Callable[[Message], None]
     ) -> None:
         self.begins: Callable[[int], None] = lambda operation: None
-        self._backend, self._source, self._report = backend, source, report
+        self._executor, self._source, self._report = executor, source, report
         self._waiting: dict[str, dict[int, Task]] = {}  # by tenant and id, in order
         self._sequences: Counter[str] = Counter()  # that run, by tenant
         self._counts: dict[int, int] = {}  # of sequences, by request
@@ -48,7 +50,7 @@ class Sampling:
         """Drop a request, wherever it is; returns whether there was one."""
         if operation in self.running:
             self._leave(operation)
-            self._backend.cancel(operation)
+            self._executor.cancel(operation)
             return True
         for tenant, tasks in self._waiting.items():
             if operation in tasks:
@@ -57,14 +59,14 @@ class Sampling:
         return False
 
     def admit(self) -> None:
-        """Give the backend what waits; a request that must be alone waits for the others' end, and they for its own."""
+        """Submit what waits; a request that must be alone waits for the others' end, and they for its own."""
         while (task := self._next()) is not None:
             self._unqueue(task.tenant, task.id)
             try:
                 sample = Sample.parse(task.payload)
                 self.begins(task.id)
-                self._backend.sample(task.id, sample, self._source(sample.source))
-            except Fatal:
+                self._executor.sample(task.id, sample, self._source(sample.source))
+            except EngineFault:
                 raise
             except Exception as error:
                 self._report(failed(task, error))
@@ -76,8 +78,8 @@ class Sampling:
     def decode(self) -> int:
         """Take one step, report what is over, and return the tokens of those."""
         try:
-            over = self._backend.decode()
-        except Fatal:
+            over = self._executor.decode()
+        except EngineFault:
             raise
         except Exception as error:
             self._one_by_one(error)
@@ -87,7 +89,7 @@ class Sampling:
         return sum(sampled.tokens for sampled in over)
 
     def _next(self) -> Task | None:
-        """Return the request that the backend should have now, if it should have one."""
+        """Return the request that the engine should have now, if it should have one."""
         full = sum(self._sequences.values()) >= TOGETHER or any(task.alone for task in self.running.values())
         if full or not self._waiting:
             return None
@@ -120,7 +122,7 @@ class Sampling:
         tasks = list(self.running.values())
         for task in reversed(tasks):
             self._leave(task.id)
-            self._backend.cancel(task.id)
+            self._executor.cancel(task.id)
             if len(tasks) > 1:
                 self._waiting[task.tenant] = {task.id: replace(task, alone=True)} | self._waiting.get(task.tenant, {})
         if len(tasks) == 1:

@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from twinkle.errors import EngineFault
 from twinkle_server.engine import files
-from twinkle_server.engine.backend import Backend, Fatal
 from twinkle_server.engine.encryption import Encrypted
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.payloads import Save
 
@@ -29,15 +30,17 @@ class Saves:
     """Saves models; a lane is held until its checkpoint is on the disk, and the others go on.
 
     Args:
-        backend: has the models.
+        executor: has the models.
         sources: knows where checkpoints are.
         waiting: lanes.
         background: runs a function on a thread, and then another on this one.
         end: see `End`.
     """
 
-    def __init__(self, backend: Backend, sources: "Sources", waiting: Lanes, background: Background, end: End) -> None:
-        self._backend, self._sources, self._waiting = backend, sources, waiting
+    def __init__(
+        self, executor: Executor, sources: "Sources", waiting: Lanes, background: Background, end: End
+    ) -> None:
+        self._executor, self._sources, self._waiting = executor, sources, waiting
         self._background, self._end = background, end
         self._queue: deque[Task] = deque()
         self._writing = 0
@@ -53,7 +56,7 @@ class Saves:
             task = self._queue.popleft()
             try:
                 self._begin(task)
-            except Fatal:
+            except EngineFault:
                 raise
             except Exception as error:
                 self._over(task, error)
@@ -61,7 +64,7 @@ class Saves:
     def _begin(self, task: Task) -> None:
         save = Save.parse(task.payload)
         place = self._sources.place(save.folder)
-        copy, row = self._backend.save(task.lane, save)
+        copy, row = self._executor.save(task.lane, save)
         if save.recipients:
             copy = Encrypted(copy, tuple(save.recipients))
 

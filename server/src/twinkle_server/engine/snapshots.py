@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from twinkle.engine import SavedAdapter
+from twinkle.errors import EngineFault
 from twinkle_server.engine import files, messages
-from twinkle_server.engine.backend import Backend, Fatal, State
+from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
 from twinkle_server.ids import new_id
@@ -37,7 +39,7 @@ class Snapshots:
     """Keeps a snapshot of each model that is not much older than the model.
 
     Args:
-        backend: has the models; called on the caller's thread alone.
+        executor: has the models; called on the caller's thread alone.
         data: the data directory.
         later: runs a function on the caller's thread; called by the writing thread.
         report: sends a message to the service.
@@ -49,7 +51,7 @@ class Snapshots:
 
     def __init__(
         self,
-        backend: Backend,
+        executor: Executor,
         data: Path,
         later: Callable[[Callable[[], None]], None],
         report: Callable[[Message], None],
@@ -59,7 +61,7 @@ class Snapshots:
         begins: Callable[[], None] = lambda: None,
     ) -> None:
         self._begins = begins
-        self._backend, self._data, self._later, self._report, self._left = backend, data, later, report, left
+        self._executor, self._data, self._later, self._report, self._left = executor, data, later, report, left
         self._steps, self._seconds = steps, seconds
         self._lanes: dict[str, _Lane] = {}
         self._thread = ThreadPoolExecutor(1, "snapshots")
@@ -145,8 +147,8 @@ class Snapshots:
         self._writing = lane
         try:
             self._begins()
-            copy = self._backend.snapshot(lane)
-        except Fatal:
+            copy = self._executor.snapshot(lane)
+        except EngineFault:
             raise
         except Exception:
             _log.exception("a model could not be copied for a snapshot")
@@ -154,7 +156,7 @@ class Snapshots:
             return
         self._thread.submit(self._write, lane, number, copy, state, changed)
 
-    def _write(self, lane: str, number: int, copy: State, state: _Lane, changed: float | None) -> None:
+    def _write(self, lane: str, number: int, copy: SavedAdapter, state: _Lane, changed: float | None) -> None:
         folder = f"{FOLDER}/{new_id()}"
         message = None
         try:

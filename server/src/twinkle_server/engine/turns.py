@@ -1,4 +1,4 @@
-"""Turns of the engine: what the scheduler chose is done by the backend, and told to the service."""
+"""Turns of the engine: what the scheduler chose is done by the executor, and told to the service."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 
+from twinkle.errors import EngineFault
 from twinkle_server.engine import files, lanes, messages
-from twinkle_server.engine.backend import Backend, Cost, Fatal, Pass
 from twinkle_server.engine.composition import Composition
+from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.interleaving import Interleaving
 from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.engine.messages import Message
@@ -70,7 +71,7 @@ class Turns:
     """Does what was chosen.
 
     Args:
-        backend: computes.
+        executor: computes.
         sources: finds checkpoints.
         snapshots: is told what was applied.
         waiting: lanes; one whose checkpoint is on its way to the disk is held.
@@ -81,7 +82,7 @@ class Turns:
 
     def __init__(
         self,
-        backend: Backend,
+        executor: Executor,
         sources: Sources,
         snapshots: Snapshots,
         waiting: Lanes,
@@ -89,17 +90,17 @@ class Turns:
         interleaving: Interleaving,
         report: Callable[[Message], None],
     ) -> None:
-        self._backend, self._sources, self._snapshots = backend, sources, snapshots
+        self._executor, self._sources, self._snapshots = executor, sources, snapshots
         self._report = report
         self._interleaving = interleaving
-        self._saves = Saves(backend, sources, waiting, background, self._end)
+        self._saves = Saves(executor, sources, waiting, background, self._end)
         self._broken: set[str] = set()
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Do the tasks of a turn.
 
         Raises:
-            Fatal: the process must end; what was done was reported.
+            EngineFault: the process must end; what was done was reported.
         """
         tasks = [task for task in tasks if not self._skips(task)]
         if not tasks:
@@ -123,12 +124,12 @@ class Turns:
         """Do a RESTORE; where memory or descriptors are lacking, the service asks for it again later."""
         error: Exception | None = None
         try:
-            self._backend.remove(task.lane)
+            self._executor.remove(task.lane)
             self._snapshots.forget(task.lane)
             self._broken.discard(task.lane)
             if folder := task.payload.decode():
                 self._snapshots.there(task.lane, self._restored(task.lane, folder))
-        except Fatal:
+        except EngineFault:
             raise
         except Exception as caught:
             error = caught
@@ -139,7 +140,7 @@ class Turns:
 
     def forget(self, lane: str) -> None:
         """Free a model's memory."""
-        self._backend.remove(lane)
+        self._executor.remove(lane)
         self._broken.discard(lane)
 
     def _lose(self, lane: str) -> None:
@@ -152,7 +153,7 @@ class Turns:
         facts = files.verify(place).facts
         if facts.get("lane") != lane or not isinstance(facts.get("number"), int):
             raise files.Damaged(f"{place.name} is no snapshot of this model")
-        self._backend.restore(lane, place)
+        self._executor.restore(lane, place)
         return int(facts["number"])
 
     def _skips(self, task: Task) -> bool:
@@ -170,7 +171,7 @@ class Turns:
         composition: Composition | None = None,
     ) -> None:  # fmt: skip
         """Report how a task ended, and that its number is used."""
-        if isinstance(result, Fatal):
+        if isinstance(result, EngineFault):
             raise result
         if task.replay and isinstance(result, Exception):
             self._lose(task.lane)
@@ -180,8 +181,8 @@ class Turns:
     def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
         passes = [Pass(task.lane, task.payload, task.number, task.composition) for task in tasks]
         try:
-            results, cost = self._backend.run(passes)
-        except Fatal:
+            results, cost = self._executor.run(passes)
+        except EngineFault:
             raise
         except Exception as error:
             if len(tasks) > 1:
@@ -215,8 +216,8 @@ class Turns:
         if not steps:
             return
         try:
-            results = self._backend.step([(task.lane, step) for task, step in steps])
-        except Fatal:
+            results = self._executor.step([(task.lane, step) for task, step in steps])
+        except EngineFault:
             raise
         except Exception as error:
             if len(steps) > 1:
@@ -238,7 +239,7 @@ class Turns:
                 self._saves.add(task)
                 return
             self._do(task)
-        except Fatal:
+        except EngineFault:
             raise
         except Exception as error:
             self._end(task, error)
@@ -248,17 +249,17 @@ class Turns:
     def _do(self, task: Task) -> None:
         if task.kind == "create":
             create = Create.parse(task.payload)
-            self._backend.create(task.lane, create, self._sources(create.source))
+            self._executor.create(task.lane, create, self._sources(create.source))
             self._snapshots.there(task.lane, task.number)
         elif task.kind == "load":
             load = Load.parse(task.payload)
             source = self._sources(load.source)
             if source is None:
                 raise ValueError("there is nothing to load from")
-            self._backend.load(task.lane, load, source)
+            self._executor.load(task.lane, load, source)
         elif task.kind == "unload":
             self._snapshots.forget(task.lane)
-            self._backend.remove(task.lane)
+            self._executor.remove(task.lane)
         else:
             raise ValueError(f"the engine knows no operation {task.kind!r}")
 

@@ -19,16 +19,17 @@ import rogue_plugin
 import torch
 from server_pool import Bench, answer, datum, drawn, request
 
-import twinkle_server.engine.pool.loss_workers.child
-import twinkle_server.engine.pool.loss_workers.workers
+import twinkle_server.engine.losses.workers.child
+import twinkle_server.engine.losses.workers.workers
 from twinkle import registry
-from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.lanes import Task
+from twinkle_server.engine.losses.workers.child import Child, Ended
+from twinkle_server.engine.losses.workers.frames import pack
+from twinkle_server.engine.losses.workers.workers import LossWorkers, WorkerLimits
 from twinkle_server.engine.messages import SIZES, Message
 from twinkle_server.engine.outcomes import failed, is_passing
-from twinkle_server.engine.pool.loss_workers.child import Child, Ended
-from twinkle_server.engine.pool.loss_workers.frames import pack
-from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
 
 SECONDS = 4.0
 MEMORY = 128 * 2**20
@@ -68,7 +69,7 @@ def inside(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def workers(bench: Bench) -> LossWorkers:
-    found = bench.backend._losses.workers
+    found = bench.executor._losses.workers
     assert found is not None
     return found
 
@@ -85,7 +86,7 @@ def rich_row(length: int, seed: int) -> Any:
 
 def gradient(bench: Bench, lane: str) -> torch.Tensor:
     """Return a copy of a model's pending gradient, and forget it."""
-    tenant = bench.backend.model.pool.tenants[bench.backend._lanes[lane].name]
+    tenant = bench.tenant(lane)
     found = tenant.flat.grad.clone()
     bench.step(lane, learning_rate=0.0)
     return found
@@ -95,7 +96,7 @@ def beside(bench: Bench, loss: str, rows: Any = None, **config: Any) -> tuple[An
     """Do a pass of a plugin's loss and of a neighbour together; return what each gave."""
     rows = [plain_row()] if rows is None else rows
     payload = request(rows, loss, **config)
-    found, _ = bench.backend.run([Pass("a", payload, 1), Pass("b", request([datum(6, 2)]), 2)])
+    found, _ = bench.executor.run([Pass("a", payload, 1), Pass("b", request([datum(6, 2)]), 2)])
     return found[0], found[1]
 
 
@@ -117,7 +118,7 @@ def test_many_rows_that_go_through_the_model_in_pieces_give_the_same_bits(shared
     rows = [rich_row(5 + number % 7, number) for number in range(24)]
     found = []
     for bench in (shared, inside):
-        monkeypatch.setattr(bench.backend.model.pool, "tokens_per_pass", 32)
+        monkeypatch.setattr(bench.pool, "tokens_per_pass", 32)
         _, metrics = bench.run("a", rows, "AcmeRich")
         found.append((metrics, gradient(bench, "a")))
     assert found[0][0] == found[1][0]
@@ -186,7 +187,7 @@ def test_two_losses_that_hang_in_one_pass_delay_it_by_one_deadline(shared):
     for lane in "ab":
         shared.step(lane, learning_rate=0.0)
     begin = time.monotonic()
-    found, _ = shared.backend.run([Pass(lane, request([plain_row()], "AcmeSleeps"), 1) for lane in "ab"])
+    found, _ = shared.executor.run([Pass(lane, request([plain_row()], "AcmeSleeps"), 1) for lane in "ab"])
     seconds = time.monotonic() - begin
     assert all(isinstance(one, UserError) for one in found)
     assert SECONDS <= seconds < 1.9 * SECONDS
@@ -219,7 +220,7 @@ def test_the_older_form_of_a_loss_is_read(shared):
 
 def test_random_numbers_follow_from_the_number_of_the_operation(shared):
     def value(number: int) -> float:
-        [found], _ = shared.backend.run([Pass("a", request([plain_row()], "AcmeRandom", forward=True), number)])
+        [found], _ = shared.executor.run([Pass("a", request([plain_row()], "AcmeRandom", forward=True), number)])
         return answer(found)[1]["loss:sum"]
 
     assert value(5) == value(5) != value(6)
@@ -294,7 +295,7 @@ def test_an_operator_may_trust_a_plugin_with_the_engine(base, tmp_path):
     bench.create("a")
     _, metrics = bench.run("a", [plain_row()], "AcmeLooks", forward=True)
     assert metrics["pid:sum"] == os.getpid()
-    assert bench.backend._losses.workers is None
+    assert bench.executor._losses.workers is None
 
 
 def test_the_worker_of_a_model_ends_with_the_model(shared):
@@ -302,7 +303,7 @@ def test_the_worker_of_a_model_ends_with_the_model(shared):
     _, metrics = shared.run("gone", [plain_row()], "AcmeLooks", forward=True)
     pid = int(metrics["pid:sum"])
     assert Path(f"/proc/{pid}").exists()
-    shared.backend.remove("gone")
+    shared.executor.remove("gone")
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -317,11 +318,11 @@ def test_no_process_of_a_plugin_that_is_revoked_goes_on(base, tmp_path, monkeypa
     tree = workers(bench)._tree
     wait_for(lambda: len(children_of(tree.first.pid, PROCESS)) == 2)
     rogue = {tree.workers["a", "acme-rogue"].process.pid, tree.plugins["acme-rogue"].process.pid}
-    losses, there = bench.backend._losses, bench.backend._losses._specs()
+    losses, there = bench.executor._losses, bench.executor._losses._specs()
 
     def without(dist: str) -> None:
         monkeypatch.setattr(losses, "_specs", lambda: {n: spec for n, spec in there.items() if spec.dist != dist})
-        bench.backend.end_dropped_plugins()
+        bench.executor.drop_plugins()
 
     without("acme-import")
     assert set(children_of(tree.first.pid, PROCESS)) <= rogue, "though it was never asked for anything"
@@ -382,7 +383,7 @@ while time.monotonic() < end:
 
 
 def test_a_process_that_sends_without_end_is_ended_at_its_deadline(monkeypatch):
-    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.child, "_TRANSFER", 0.5)
+    monkeypatch.setattr(twinkle_server.engine.losses.workers.child, "_TRANSFER", 0.5)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", FLOOD, str(theirs.fileno()), pack({"id": 1}).hex()]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
@@ -452,7 +453,7 @@ def test_a_plugin_whose_import_crashes_or_hangs_is_refused_and_tried_again_later
 ):
     site = rogue_plugin.write(tmp_path / "site", "acme-import", code, {"AcmeImport": ""})
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 0.0)
+    monkeypatch.setattr(twinkle_server.engine.losses.workers.workers, "_PAUSE", 0.0)
     registry.cache_clear()
     bench = Bench(base, tmp_path, extra={"loss_workers": {**LIMITS, "start": 15.0}})
     registry.cache_clear()
@@ -468,14 +469,14 @@ def test_a_plugin_whose_import_crashes_or_hangs_is_refused_and_tried_again_later
         with pytest.raises(UserError, match=r"cannot be loaded: .*(being loaded again|exit status 9)") as again:
             bench.run("a", [plain_row()], "AcmeImport")
         assert is_passing(again.value), "models that were trained with it are made again later"
-    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 30.0)
+    monkeypatch.setattr(twinkle_server.engine.losses.workers.workers, "_PAUSE", 30.0)
     [plugin] = [found for found in workers(bench)._tree.plugins.values() if found.name == "acme-import"]
     plugin.again = time.monotonic() + 30.0
     with pytest.raises(UserError, match=r"cannot be loaded: .*it is loaded again in \d+ s") as again:
         bench.run("a", [plain_row()], "AcmeImport")
     assert is_passing(again.value)
     plugin.again = 0.0
-    monkeypatch.setattr(twinkle_server.engine.pool.loss_workers.workers, "_PAUSE", 0.0)
+    monkeypatch.setattr(twinkle_server.engine.losses.workers.workers, "_PAUSE", 0.0)
     assert time.monotonic() - begin < 10, "nobody waits for it a second time"
     (site / "acme_import" / "loss.py").write_text(WORKS, "utf-8")
     if code == CRASHES:

@@ -12,8 +12,8 @@ import torch
 from twinkle import registry
 from twinkle.errors import TwinkleError
 from twinkle_registry import ComponentSpec
-from twinkle_server.engine.backend import UserError
-from twinkle_server.engine.pool.loss_workers.workers import LossWorkers, WorkerLimits
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.workers.workers import LossWorkers, WorkerLimits
 
 MANIFEST = """schema = 1
 core = ">=0.1,<1"

@@ -11,7 +11,7 @@ from server_pool import Bench, datum
 from server_reference import Reference
 
 from twinkle.testing import tiny_model
-from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.errors import UserError
 from twinkle_server.payloads import Create, Load, Save
 from twinkle_torch.layout import Layout
 from twinkle_transformers.pool import config as pool_config
@@ -41,9 +41,9 @@ def go_on(bench, lane):
 
 def test_a_model_from_a_checkpoint_with_its_optimizer_goes_on_as_if_nothing_had_happened(trained, fresh):
     folder = trained.save("a", "weights")
-    trained.backend.create("b", Create(4, 99, source="x", optimizer=True), folder)
+    trained.executor.create("b", Create(4, 99, source="x", optimizer=True), folder)
     other = fresh()
-    other.backend.create("c", Create(4, 98, source="x", optimizer=True), folder)
+    other.executor.create("c", Create(4, 98, source="x", optimizer=True), folder)
     expected = go_on(trained, "a")
     assert same(go_on(trained, "b"), expected)
     assert same(go_on(other, "c"), expected)
@@ -51,7 +51,7 @@ def test_a_model_from_a_checkpoint_with_its_optimizer_goes_on_as_if_nothing_had_
 
 def test_without_the_optimizer_the_weights_are_equal_and_the_moments_fresh(trained):
     folder = trained.save("a", "weights")
-    trained.backend.create("b", Create(4, 99, source="x"), folder)
+    trained.executor.create("b", Create(4, 99, source="x"), folder)
     assert same(trained.weights("a"), trained.weights("b"))
     other = Reference(trained.base, trained.save("b"))
     tokens, inputs = datum(9, 5)
@@ -71,7 +71,7 @@ def test_loading_into_a_model_drops_what_it_had(trained, optimizer):
     expected = trained.weights("a")
     go_on(trained, "a")
     trained.run("a", [datum(9, 31)])
-    trained.backend.load("a", Load("x", "tinker://x", optimizer), folder)
+    trained.executor.load("a", Load("x", "tinker://x", optimizer), folder)
     assert same(trained.weights("a"), expected)
     assert trained.step("a", learning_rate=0.0) == {"grad_norm": 0.0}
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_safetensors_and_json_alone(trained):
 
 
 def test_what_a_row_says_of_a_checkpoint(trained):
-    _, said = trained.backend.save("a", Save("one", "weights"))
+    _, said = trained.executor.save("a", Save("one", "weights"))
     assert said == {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
@@ -118,10 +118,10 @@ def test_external_weights_of_a_model_whose_head_is_its_embedding(tmp_path):
 
 def test_weights_without_an_optimizer_may_begin_a_model_but_not_with_one(trained):
     folder = trained.save("a", "sampler_weights")
-    trained.backend.create("b", Create(4, 3, source="x"), folder)
+    trained.executor.create("b", Create(4, 3, source="x"), folder)
     assert same(trained.weights("a"), trained.weights("b"))
     with pytest.raises(UserError, match="without the optimizer"):
-        trained.backend.create("c", Create(4, 3, source="x", optimizer=True), folder)
+        trained.executor.create("c", Create(4, 3, source="x", optimizer=True), folder)
     with pytest.raises(UserError, match="no model 'c'"):
         trained.run("c", [datum(3, 1)])
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_shape_changes_nothing(trained, kind):
     folder = trained.save("b", kind)
     before = trained.weights("a")
     with pytest.raises(UserError, match=r"rank|does not fit"):
-        trained.backend.load("a", Load("x", "tinker://x"), folder)
+        trained.executor.load("a", Load("x", "tinker://x"), folder)
     assert same(trained.weights("a"), before)
 
 
@@ -147,7 +147,7 @@ def test_damaged_files_are_an_error_and_leave_nothing(trained, broken, how):
     else:
         path.write_bytes(data[: len(data) // 2] if how == "cut" else b"\x80\x04\x95 not one of ours")
     with pytest.raises(UserError) as caught:
-        trained.backend.create("b", Create(4, 1, source="x"), folder)
+        trained.executor.create("b", Create(4, 1, source="x"), folder)
     assert str(trained.data) not in str(caught.value)
     with pytest.raises(UserError, match="no model"):
         trained.run("b", [datum(3, 1)])
@@ -160,7 +160,7 @@ def test_a_snapshot_brings_back_everything_pending_gradients_included(trained, f
     norm = trained.step("a", learning_rate=1e-2)
     expected = go_on(trained, "a")
     other = fresh()
-    other.backend.restore("a", folder)
+    other.executor.restore("a", folder)
     other.run("a", [datum(9, 31)])
     assert other.step("a", learning_rate=1e-2) == norm
     assert same(go_on(other, "a"), expected)
@@ -168,12 +168,12 @@ def test_a_snapshot_brings_back_everything_pending_gradients_included(trained, f
 
 def test_a_snapshot_is_a_copy_that_later_training_does_not_change(trained):
     expected = trained.weights("a")
-    taken = trained.backend.snapshot("a")
+    taken = trained.executor.snapshot("a")
     go_on(trained, "a")
     folder = trained.data / "late"
     folder.mkdir()
     taken.write(folder)
-    trained.backend.restore("a", folder)
+    trained.executor.restore("a", folder)
     assert same(trained.weights("a"), expected)
 
 
@@ -181,14 +181,14 @@ def test_a_restored_snapshot_takes_the_place_of_the_model(trained, tmp_path):
     folder = trained.snapshot("a")
     shutil.copy(folder / "state.json", tmp_path / "manifest.json")
     expected = go_on(trained, "a")
-    trained.backend.restore("a", folder)
+    trained.executor.restore("a", folder)
     assert same(go_on(trained, "a"), expected)
 
 
 def test_a_fresh_model_snapshots_before_its_first_step(bench, fresh):
     bench.create("a", seed=4)
     other = fresh()
-    other.backend.restore("a", bench.snapshot("a"))
+    other.executor.restore("a", bench.snapshot("a"))
     assert same(go_on(bench, "a"), go_on(other, "a"))
 
 
@@ -203,9 +203,9 @@ def test_a_state_fits_a_pool_that_lays_matrices_out_otherwise(trained, fresh, mo
         laid = lambda shapes, rank_multiple=1: real(sorted(shapes, reverse=True), rank_multiple=8)  # noqa: E731
         patch.setattr(pool_config.Layout, "of", staticmethod(laid))
         other.create("a", rank=4)
-    monkeypatch.setattr(other.backend._lanes, "add", lambda lane, create: other.backend._lanes[lane])
-    monkeypatch.setattr(other.backend._lanes, "remove", lambda lane: None)
-    other.backend.restore("a", folder)
+    monkeypatch.setattr(other.executor._lanes, "add", lambda lane, create: other.executor._lanes[lane])
+    monkeypatch.setattr(other.executor._lanes, "remove", lambda lane: None)
+    other.executor.restore("a", folder)
     assert other.step("a")["grad_norm"] == pytest.approx(norm["grad_norm"], rel=1e-6)
     mine, theirs = trained.weights("a"), other.weights("a")
     for name in mine:
@@ -214,13 +214,13 @@ def test_a_state_fits_a_pool_that_lays_matrices_out_otherwise(trained, fresh, mo
 
 def test_a_model_that_is_removed_leaves_zeros_and_its_name_is_free(trained):
     trained.run("a", [datum(9, 1)])
-    tenant = trained.backend.model.pool.tenants[trained.backend._lanes["a"].name]
+    tenant = trained.tenant("a")
     state = next(iter(tenant.group.optimizer.state.values()))
     held = [tenant.flat.detach(), tenant.flat.grad, state["exp_avg"], state["exp_avg_sq"]]
     assert all(bool(tensor.count_nonzero()) for tensor in held)
-    trained.backend.remove("a")
+    trained.executor.remove("a")
     assert not any(bool(tensor.count_nonzero()) for tensor in held)
-    trained.backend.remove("a")
+    trained.executor.remove("a")
     with pytest.raises(UserError, match="no model 'a'"):
         trained.step("a")
     trained.create("a", seed=2)
@@ -245,7 +245,7 @@ def test_models_that_are_paged_out_come_back_as_they_were(base, tmp_path, fresh)
     assert same(one, other)
     for lane in "abcdef":
         assert same(room.weights(lane), small.weights(lane))
-        small.backend.remove(lane)
+        small.executor.remove(lane)
 
 
 def test_arrays_of_a_message_may_be_read_only(bench):

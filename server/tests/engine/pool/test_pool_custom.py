@@ -9,9 +9,10 @@ import torch
 from server_pool import answer, datum, drawn, request
 from torch.nn import functional
 
-from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.executor import Pass
+from twinkle_server.engine.losses import graphs
 from twinkle_server.engine.outcomes import is_passing
-from twinkle_server.engine.pool import graphs
 from twinkle_server.wire.loss_graphs import LossGraph, loss_id, read_graph, read_loss_id
 
 
@@ -182,7 +183,7 @@ def test_other_models_of_the_same_pass_are_trained_though_one_graph_is_refused(f
     for lane in ("a", "b"):
         bench.create(lane)
     hostile = request([datum(9, 1)], "custom", loss_id=loss_id(doubled(60)))
-    results, _ = bench.backend.run([Pass("a", hostile, 1), Pass("b", request([datum(9, 1)]), 1)])
+    results, _ = bench.executor.run([Pass("a", hostile, 1), Pass("b", request([datum(9, 1)]), 1)])
     assert isinstance(results[0], UserError)
     answer(results[1])
     assert bench.step("b")["grad_norm"] > 0
@@ -245,7 +246,7 @@ def test_time_is_limited_in_the_evaluation_and_in_its_backward(seconds: float):
 
 def test_time_is_counted_over_all_rows_of_an_operation(fresh: Callable[..., Any]):
     name = loss_id(graph_of(*CHAIN, ("torch.sum", [{"ref": "n9"}])))
-    bench = fresh(extra={"custom_losses": True, "custom_loss_seconds": 1e-9})
+    bench = fresh(extra={"custom_losses": True, "custom_seconds": 1e-9})
     bench.create("a")
     with pytest.raises(UserError, match=r"11 nodes for 3 rows took longer than 1e-09 s") as late:
         bench.run("a", [datum(5, seed) for seed in range(3)], "custom", loss_id=name)

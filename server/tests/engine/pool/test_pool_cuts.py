@@ -5,8 +5,8 @@ import time
 import pytest
 from server_pool import datum, request
 
-from twinkle_server.engine.backend import Pass
-from twinkle_server.engine.pool.backend import _pass_tokens
+from twinkle_server.engine.executor import Pass
+from twinkle_transformers.engine import default_pass_tokens
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def pieces(monkeypatch):
 
     def watch(bench, slow=0.0):
         found = []
-        passes = bench.backend.model.pool.passes
+        passes = bench.pool.passes
         forward = passes.forward
 
         def noted(parts, free):
@@ -32,13 +32,13 @@ def pieces(monkeypatch):
 @pytest.mark.parametrize("forward", [False, True])
 def test_a_pass_is_cut_by_tokens_but_not_within_a_row(fresh, pieces, forward):
     bench = fresh(extra={"pass_tokens": 50})
-    assert bench.backend.pass_tokens == 50
+    assert bench.executor.pass_tokens == 50
     bench.create("a")
     bench.create("b")
     found = pieces(bench)
     data = [[datum(n, n) for n in (20, 20, 20, 120, 30)], [datum(10, 1)]]
     payloads = [request(rows, forward=forward) for rows in data]
-    bench.backend.run([Pass(lane, payload, 1) for lane, payload in zip("ab", payloads, strict=True)])
+    bench.executor.run([Pass(lane, payload, 1) for lane, payload in zip("ab", payloads, strict=True)])
     assert found == [40, 20, 120, 40]
 
 
@@ -58,24 +58,15 @@ def test_operations_of_one_model_share_no_pass_whenever_they_come(fresh, pieces)
     bench.create("a")
     bench.create("b")
     found = pieces(bench)
-    bench.backend.run([Pass(lane, request([datum(9, at)]), at) for at, lane in enumerate("aaba")])
+    bench.executor.run([Pass(lane, request([datum(9, at)]), at) for at, lane in enumerate("aaba")])
     assert found == [18, 9, 9], "the first of each model, and then one after the other"
 
 
-class _Pool:
-    """What decides on the tokens of a pass."""
-
-    def __init__(self, numbers, kind, most=16_384):
-        self.device = type("Device", (), {"type": kind})()
-        self.costs = type("Costs", (), {"base": numbers})()
-        self.tokens_per_pass = most
-
-
 def test_without_a_number_it_follows_from_the_sizes_of_model_and_device():
-    assert _pass_tokens(_Pool(1e5, "cpu")) == 1024
-    assert _pass_tokens(_Pool(1.35e8, "cpu")) == 128
-    assert _pass_tokens(_Pool(2.5e7, "cpu")) == 960
-    assert _pass_tokens(_Pool(8e9, "cpu")) == 128
-    assert _pass_tokens(_Pool(8e9, "cuda")) == 3072
-    assert _pass_tokens(_Pool(7e10, "cuda")) == 1024
-    assert _pass_tokens(_Pool(8e9, "cuda", most=2000)) == 2000
+    assert default_pass_tokens("cpu", 1e5, 100_000) == 1024
+    assert default_pass_tokens("cpu", 1.35e8, 100_000) == 128
+    assert default_pass_tokens("cpu", 2.5e7, 100_000) == 960
+    assert default_pass_tokens("cpu", 8e9, 100_000) == 128
+    assert default_pass_tokens("cuda", 8e9, 100_000) == 3072
+    assert default_pass_tokens("cuda", 7e10, 100_000) == 1024
+    assert default_pass_tokens("cuda", 8e9, 2000) == 2000

@@ -9,11 +9,12 @@ from server_pool import VOCABULARY, answer, datum, drawn, request
 
 from twinkle import registry
 from twinkle.data_format import LossOutput
-from twinkle.errors import CapacityError
+from twinkle.errors import CapacityError, EngineFault
 from twinkle.loss import Loss
 from twinkle_registry import ComponentSpec
-from twinkle_server.engine.backend import Fatal, Pass, UserError
-from twinkle_server.engine.pool.losses import OWN, PUBLISHED, Losses
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.executor import Pass
+from twinkle_server.engine.losses.catalog import OWN, PUBLISHED, Losses
 from twinkle_server.payloads import Create, OptimStep
 from twinkle_server.wire import tinker_pb2 as pb
 
@@ -94,7 +95,7 @@ def test_a_bad_operation_fails_alone_with_words(shared, name):
     good = [datum(6, 2)]
     passes = [Pass("a", request(good), 1), Pass("a", request(rows, loss, **config), 2), Pass("b", request(good), 3)]
     with np.errstate(all="ignore"):
-        found, _ = shared.backend.run(passes)
+        found, _ = shared.executor.run(passes)
     with pytest.raises(UserError, match=words) as caught:
         answer(found[1])
     assert "model-" not in str(caught.value)
@@ -106,7 +107,7 @@ def test_chunks_that_are_no_text_are_refused(shared):
     for chunk in (pb.Chunk(image=pb.ImageChunk(data=b"x", format="png")), pb.Chunk(dmel=pb.DmelChunk(dmel=b"x"))):
         made = pb.ForwardBackwardRequest.FromString(request([datum(6, 1)]))
         made.data[0].model_input.append(chunk)
-        [found], _ = shared.backend.run([Pass("a", made.SerializeToString(), 1)])
+        [found], _ = shared.executor.run([Pass("a", made.SerializeToString(), 1)])
         with pytest.raises(UserError, match=r"datum 0: .*reads text"):
             answer(found)
 
@@ -118,7 +119,7 @@ def test_sparse_arrays_that_would_be_huge_are_refused_before_they_are_written_ou
     tensor.dtype = pb.DTYPE_INT64
     tensor.shape.extend([6, 10_000_000])
     tensor.sparse_csr.crow_indices = np.zeros(7, np.int64).tobytes()
-    [found], _ = shared.backend.run([Pass("a", made.SerializeToString(), 1)])
+    [found], _ = shared.executor.run([Pass("a", made.SerializeToString(), 1)])
     with pytest.raises(UserError, match="more than 6144 cells"):
         answer(found)
 
@@ -132,13 +133,13 @@ def test_whatever_bytes_come_the_answer_is_a_result_or_the_clients_error(shared,
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with np.errstate(all="ignore"):
-        [found], _ = shared.backend.run([Pass("a", bytes(payload), 1)])
+        [found], _ = shared.executor.run([Pass("a", bytes(payload), 1)])
     assert isinstance(found, bytes | UserError), found
     shared.step("a", learning_rate=0.0)  # the bytes may have asked for gradients
 
 
 def test_bytes_that_are_no_message_are_refused(shared):
-    [found], _ = shared.backend.run([Pass("a", b"\xff\xff\xff", 1)])
+    [found], _ = shared.executor.run([Pass("a", b"\xff\xff\xff", 1)])
     with pytest.raises(UserError, match="3 bytes"):
         answer(found)
 
@@ -160,7 +161,7 @@ def test_a_bad_step_changes_nothing_and_leaves_the_others(shared, values, words)
     for lane in "ab":
         shared.run(lane, [datum(6, 2)])
     before = shared.weights("a")
-    bad, good = shared.backend.step([("a", OptimStep(**values)), ("b", OptimStep(learning_rate=0.0))])
+    bad, good = shared.executor.step([("a", OptimStep(**values)), ("b", OptimStep(learning_rate=0.0))])
     assert isinstance(bad, UserError)
     with pytest.raises(UserError, match=words):
         raise bad
@@ -178,7 +179,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(shared):
 
 
 def test_gradients_whose_sum_is_not_finite_are_dropped_and_the_weights_stay(shared):
-    tenant = shared.backend.model.pool.tenants[shared.backend._lanes["a"].name]
+    tenant = shared.tenant("a")
     before = shared.weights("a")
     shared.run("a", [datum(6, 2)])
     tenant.flat.grad[0] = float("inf")
@@ -190,7 +191,7 @@ def test_gradients_whose_sum_is_not_finite_are_dropped_and_the_weights_stay(shar
 @pytest.mark.parametrize("rank", [0, -1, 2.5, True])
 def test_a_rank_that_is_none_is_refused(shared, rank):
     with pytest.raises(UserError, match="rank"):
-        shared.backend.create("c", Create(rank, 1), None)
+        shared.executor.create("c", Create(rank, 1), None)
 
 
 def test_a_lane_is_created_once(shared):
@@ -239,7 +240,7 @@ def plugin(monkeypatch, loss=Fraction, **fields):
 
 def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
     plugin(monkeypatch)
-    monkeypatch.setattr(shared.backend._training, "_losses", Losses())
+    monkeypatch.setattr(shared.executor, "_losses", Losses())
     tokens, inputs = datum(6, 1)
     fractions = np.linspace(0, 1, 6, dtype=np.float32)
     own = {"target_tokens": inputs["target_tokens"], "fractions": fractions}
@@ -276,7 +277,7 @@ def test_a_plugin_that_does_not_say_it_is_safe_and_served_is_none(monkeypatch, f
 @pytest.mark.parametrize(("loss", "words"), [(Detached, "has no gradient"), (Text, "returned a str")])
 def test_a_plugin_that_gives_nothing_to_train_by_is_said_so(shared, monkeypatch, loss, words):
     plugin(monkeypatch, loss, inputs={})
-    monkeypatch.setattr(shared.backend._training, "_losses", Losses())
+    monkeypatch.setattr(shared.executor, "_losses", Losses())
     with pytest.raises(UserError, match=words):
         shared.run("a", [broken(weights=None)], "Fraction")
 
@@ -300,8 +301,8 @@ def test_a_device_that_fails_ends_everything(shared, monkeypatch):
     def fails(operations):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(shared.backend.model.pool, "run", fails)
-    with pytest.raises(Fatal, match="device failed"):
+    monkeypatch.setattr(shared.pool, "run", fails)
+    with pytest.raises(EngineFault, match="device failed"):
         shared.run("a", [datum(3, 1)])
 
 
@@ -309,8 +310,8 @@ def test_a_pass_that_breaks_off_may_be_tried_again_only_if_nothing_of_it_was_kep
     def fails(*arguments):
         raise MemoryError("no memory")
 
-    pool = shared.backend.model.pool
-    for method, found in (("execute", MemoryError), ("finish", Fatal)):
+    pool = shared.pool
+    for method, found in (("execute", MemoryError), ("finish", EngineFault)):
         with monkeypatch.context() as patch:
             patch.setattr(pool, method, fails)
             with pytest.raises(found):
@@ -324,8 +325,8 @@ def test_a_step_that_breaks_off_is_not_tried_again(shared, monkeypatch):
 
     shared.run("a", [datum(3, 1)])
     with monkeypatch.context() as patch:
-        patch.setattr(shared.backend.model.pool, "step", fails)
-        with pytest.raises(Fatal, match="a step broke off"):
+        patch.setattr(shared.pool, "step", fails)
+        with pytest.raises(EngineFault, match="a step broke off"):
             shared.step("a")
     shared.step("a", learning_rate=0.0)
 
@@ -334,11 +335,11 @@ def test_sampling_that_fails_between_the_pieces_of_a_pass_ends_everything(shared
     def fails():
         raise ValueError("not expected")
 
-    pool = shared.backend.model.pool
+    pool = shared.pool
     monkeypatch.setattr(pool, "between", pool.between)
     monkeypatch.setattr(pool, "tokens_per_pass", 4)
-    shared.backend.interrupt(fails)
-    with pytest.raises(Fatal, match="broke off"):
+    shared.executor.interrupt(fails)
+    with pytest.raises(EngineFault, match="broke off"):
         shared.run("a", [datum(3, 1), datum(3, 2)])
 
 

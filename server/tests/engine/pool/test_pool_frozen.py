@@ -37,7 +37,7 @@ class House:
         self.checked = 0
         self.reads = 0
         self._count = 0
-        sources = bench.backend._sampling._sources
+        sources = bench.executor._samples._versions
         sources._kept = 0
         read = sources._read
 
@@ -54,7 +54,7 @@ class House:
 
     def make(self, lane):
         """The model goes, and another is made in its place."""
-        self.bench.backend.remove(lane)
+        self.bench.executor.remove(lane)
         self.bench.create(lane, rank=self.draw.choice([2, 4, 8]), seed=self.draw.randrange(1000))
         self.bench.shake(lane, seed=self.draw.randrange(1000))
 
@@ -96,15 +96,15 @@ class House:
         self._count += 1
         key = 10**6 + self._count
         sample = Sample(PROMPT, max_tokens=6, temperature=0.0, stop=[], prompt_logprobs=True)
-        self.bench.backend.sample(key, sample, sampler.folder)
+        self.bench.executor.sample(key, sample, sampler.folder)
         self.under_way[key] = sampler
 
     def decode(self, lane):
-        self.hear(self.bench.backend.decode())
+        self.hear(self.bench.executor.decode())
 
     def finish(self, lane="a"):
         for _ in range(200):
-            self.hear(self.bench.backend.decode())
+            self.hear(self.bench.executor.decode())
             if not self.under_way:
                 return
         raise AssertionError("requests are not over after 200 steps")

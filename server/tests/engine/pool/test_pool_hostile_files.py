@@ -14,12 +14,12 @@ import torch
 from server_hostile import CONFIGS, CONFIGS_OF_SAMPLERS, FOLDERS, STATES, TENSOR_FILES, Damage, Prepare, seal, sealed
 from server_pool import Bench, datum
 
-from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.files import Damaged
-from twinkle_server.engine.pool.checkpoints import CONFIG, WEIGHTS
-from twinkle_server.engine.pool.states import STATE, TENSORS
 from twinkle_server.engine.turns import Sources
 from twinkle_server.payloads import Create, Load
+from twinkle_transformers.adapters import CONFIG, WEIGHTS
+from twinkle_transformers.pool.snapshots import STATE, TENSORS
 
 WAYS = [("state", "create"), ("state", "load"), ("state", "restore"), ("adapter", "create"), ("adapter", "sample")]
 GROWTH = 64 * 2**20
@@ -62,11 +62,11 @@ def attempt(bench: Bench, way: str, folder: Path) -> None:
     place = Sources(bench.data)(folder.name)
     assert place is not None
     if way == "create":
-        bench.backend.create("b", Create(4, 1, source="x"), place)
+        bench.executor.create("b", Create(4, 1, source="x"), place)
     elif way == "load":
-        bench.backend.load("a", Load("x", "tinker://x"), place)
+        bench.executor.load("a", Load("x", "tinker://x"), place)
     elif way == "restore":
-        bench.backend.restore("b", place)
+        bench.executor.restore("b", place)
     else:
         bench.sample([1, 2], place, max_tokens=1)
 
@@ -83,7 +83,7 @@ def refused(house: tuple[Bench, dict[str, Path]], kind: str, way: str, prepare: 
         with pytest.raises(UserError, match="no model 'b'"):
             bench.step("b")
     finally:
-        bench.backend.remove("b")
+        bench.executor.remove("b")
     assert isinstance(caught.value, Damaged) or str(bench.data) not in str(caught.value)  # clients see no `Damaged`
     assert not (bench.data / "mark").exists()
     after = bench.weights("a")
@@ -135,4 +135,4 @@ def test_the_sound_ones_are_taken(house: Any, kind: str, way: str) -> None:
     seal(folder)
     with little_memory():
         attempt(bench, way, folder)
-    bench.backend.remove("b")
+    bench.executor.remove("b")

@@ -8,8 +8,8 @@ from server_pool import Bench, datum, drawn
 
 from twinkle import registry
 from twinkle.loss import Loss
-from twinkle_server.engine.backend import UserError
-from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.catalog import Losses
 
 
 def test_rows_without_weights_among_rows_with_them_have_weights_of_one(shared: Bench) -> None:

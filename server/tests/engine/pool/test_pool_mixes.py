@@ -7,7 +7,7 @@ import pytest
 from rounding import FACTOR, USELESS, gap, units
 from server_pool import answer, datum, drawn, request
 
-from twinkle_server.engine.backend import Pass
+from twinkle_server.engine.executor import Pass
 from twinkle_torch.precision import RoundingNoise
 
 LANES = "abcdefgh"
@@ -29,7 +29,7 @@ def house(fresh):
 def flights(house, monkeypatch):
     """How many operations each pass through the model had."""
     found = []
-    passes = house.backend.model.pool.passes
+    passes = house.pool.passes
     forward = passes.forward
 
     def counted(parts, free):
@@ -60,10 +60,10 @@ def mix(draw):
 
 def done(house, passes):
     """Do passes in one call and return the answers, and the gradients that they added up to; these are forgotten."""
-    found, _ = house.backend.run(passes)
+    found, _ = house.executor.run(passes)
     gradients = {}
     for lane in LANES:
-        gradient = house.backend.model.pool.tenants[house.backend._lanes[lane].name].flat.grad
+        gradient = house.tenant(lane).flat.grad
         gradients[lane] = None if gradient is None else gradient.clone()
         house.step(lane, learning_rate=0.0)
     return [answer(one) for one in found], gradients
@@ -91,7 +91,7 @@ def compare(house, passes):
     for lane in LANES:
         mine = [at for at, item in enumerate(passes) if item.lane == lane]
         for at in mine:
-            found, _ = house.backend.run([passes[at]])
+            found, _ = house.executor.run([passes[at]])
             ours = together[at]
             apart, metrics = moved(ours, answer(found[0]))
             assert apart <= FACTOR * logs
@@ -143,7 +143,7 @@ def test_a_second_life_in_the_place_of_the_first_is_equal_to_the_bit(bench):
     for lane in "bcd":
         bench.create(lane, rank=8, seed=7)
         bench.shake(lane)
-    bench.backend.remove("a")
+    bench.executor.remove("a")
     second = life(bench)
     assert len(first) == len(second) > 10
     for one, other in zip(first, second, strict=True):

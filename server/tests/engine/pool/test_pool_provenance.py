@@ -8,8 +8,9 @@ import torch
 from server_pool import Bench, answer, drawn, request
 from server_reference import Reference
 
-from twinkle_server.engine.backend import Pass, UserError
-from twinkle_server.engine.pool.losses import Losses
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.executor import Pass
+from twinkle_server.engine.losses.catalog import Losses
 from twinkle_server.wire import tinker_pb2 as pb
 
 NAME = "stable_reinforce"
@@ -60,7 +61,7 @@ def expected(logps: torch.Tensor, inputs: Any, numbers: np.ndarray, kl_coeff: fl
 
 
 def run(bench: Bench, lane: str, made: pb.ForwardBackwardRequest) -> tuple[Any, Any]:
-    [found], _ = bench.backend.run([Pass(lane, made.SerializeToString(), 1)])
+    [found], _ = bench.executor.run([Pass(lane, made.SerializeToString(), 1)])
     return answer(found)
 
 

@@ -7,7 +7,7 @@ from server_pool import VOCABULARY, Bench, datum
 from server_reference import Reference
 
 from twinkle.testing import tiny_config, tiny_model, tiny_tokenizer
-from twinkle_server.engine.backend import UserError
+from twinkle_server.engine.errors import UserError
 from twinkle_server.payloads import Sample
 from twinkle_server.wire.codec import EMPTY_LOGPROB, Sparse, read_sample_response
 
@@ -140,7 +140,7 @@ def test_only_an_empty_list_goes_on_behind_the_end_token(base, tmp_path, fresh):
     bench = fresh()
     [first], _ = bench.sample(PROMPT, None, max_tokens=1, temperature=0.0, stop=[])
     token = int(first.tokens[0])
-    bench.backend.model.model.generation_config.eos_token_id = token
+    bench.model.model.generation_config.eos_token_id = token
     for stop in (None, ["zzzz"], [(token + 1) % 256]):
         [sequence], _ = bench.sample(PROMPT, None, max_tokens=6, temperature=0.0, stop=stop)
         assert (sequence.tokens.tolist(), sequence.stop) == ([token], "stop")
@@ -233,14 +233,14 @@ def test_a_prompt_that_comes_again_is_found_in_the_cache(shared, source):
 def test_requests_of_many_sources_run_side_by_side_and_one_that_is_cancelled_goes(shared, source):
     alone = [shared.sample(PROMPT, where, max_tokens=6, seed=4, stop=[])[0] for where in (source, None)]
     for key, where in ((1001, source), (1002, None), (1003, source)):
-        shared.backend.sample(key, Sample(PROMPT, max_tokens=6, seed=4, stop=[]), where)
-    assert shared.backend.sampling == 3
-    shared.backend.cancel(1003)
-    shared.backend.cancel(4711)
+        shared.executor.sample(key, Sample(PROMPT, max_tokens=6, seed=4, stop=[]), where)
+    assert shared.executor.sampling == 3
+    shared.executor.cancel(1003)
+    shared.executor.cancel(4711)
     over = {}
     for _ in range(100):
-        over |= {found.key: found for found in shared.backend.decode()}
-        if not shared.backend.sampling:
+        over |= {found.key: found for found in shared.executor.decode()}
+        if not shared.executor.sampling:
             break
     assert over.keys() == {1001, 1002}
     for key, expected in ((1001, alone[0]), (1002, alone[1])):
@@ -250,7 +250,7 @@ def test_requests_of_many_sources_run_side_by_side_and_one_that_is_cancelled_goe
 
 
 def test_weights_that_nobody_samples_from_are_forgotten_beyond_a_bound(shared, monkeypatch):
-    sources = shared.backend._sampling._sources
+    sources = shared.executor._samples._versions
     folders = [shared.save("a", "sampler_weights") for _ in range(3)]
     monkeypatch.setattr(sources, "_kept", 0)
     for folder in folders:
@@ -265,7 +265,7 @@ def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(shared
     (source / "adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="damaged"):
         shared.sample(PROMPT, source, max_tokens=1)
-    assert shared.backend.sampling == 0
+    assert shared.executor.sampling == 0
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(shared
 def test_what_makes_no_sense_is_said_at_once(shared, options, words):
     sample = Sample(**{"tokens": PROMPT, "max_tokens": 4, **options})
     with pytest.raises(UserError, match=words):
-        shared.backend.sample(1, sample, None)
-    assert shared.backend.sampling == 0
+        shared.executor.sample(1, sample, None)
+    assert shared.executor.sampling == 0
 
 
 def test_adapters_of_a_mixture_of_experts_are_sampled_from(tmp_path):
@@ -325,7 +325,7 @@ def test_adapters_of_a_mixture_of_experts_are_sampled_from(tmp_path):
     assert prompt.logprobs[1:] == pytest.approx(rescored(bench, PROMPT), abs=1e-4)
     _, plain = bench.sample(PROMPT, None, max_tokens=1, prompt_logprobs=True)
     assert plain.logprobs[1:] != pytest.approx(prompt.logprobs[1:], abs=1e-2)
-    bench.backend.restore("b", bench.snapshot("a"))
+    bench.executor.restore("b", bench.snapshot("a"))
     assert bench.weights("b").keys() == bench.weights("a").keys()
 
 
@@ -334,20 +334,20 @@ def test_sampling_goes_on_between_the_pieces_of_a_long_pass(shared, source, monk
     rows = [datum(40, at) for at in range(6)]
     expected, said = shared.run("a", rows, forward=True)
     over = []
-    pool = shared.backend.model.pool
+    pool = shared.pool
     monkeypatch.setattr(pool, "between", pool.between)
     monkeypatch.setattr(pool, "tokens_per_pass", 50)  # a row and a bit
 
     def between() -> None:
         if not over:  # it comes in the middle of the pass
-            shared.backend.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
-        over.append(shared.backend.decode())
+            shared.executor.sample(1, Sample(PROMPT, max_tokens=4, seed=4, stop=[]), source)
+        over.append(shared.executor.decode())
 
-    shared.backend.interrupt(between)
+    shared.executor.interrupt(between)
     found, metrics = shared.run("a", rows)
     assert len(over) == 5
     [sampled] = [item for items in over for item in items]
-    assert not shared.backend.sampling
+    assert not shared.executor.sampling
     [mine], _ = read_sample_response(sampled.result)
     assert mine.tokens.tolist() == alone[0].tokens.tolist()
     for one, other in zip(found, expected, strict=True):
@@ -360,7 +360,7 @@ def test_a_model_without_tokenizer_samples_and_refuses_to_stop_at_texts(tmp_path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).unlink()
     bench = Bench(base, tmp_path)
-    assert bench.backend.describe().tokenizer == ""
+    assert bench.executor.describe().tokenizer == ""
     sequences, _ = bench.sample(PROMPT, max_tokens=4, stop=[5])
     assert len(sequences[0].tokens) > 0
     with pytest.raises(UserError, match="cannot stop at the text 'x': the folder of the served model has no tokenizer"):

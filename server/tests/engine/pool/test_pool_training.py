@@ -6,7 +6,8 @@ import torch
 from server_pool import VOCABULARY, Bench, answer, datum, drawn, request
 from server_reference import ADAM, Reference, loss
 
-from twinkle_server.engine.backend import Pass, UserError
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.executor import Pass
 from twinkle_server.payloads import OptimStep
 
 CLIPS = {
@@ -83,7 +84,7 @@ def test_losses_and_three_updates_are_those_of_peft_and_torch(bench, name):
     bench.shake("a")
     other = reference(bench, "a")
     other.optimizer = None
-    bench.backend._lanes.reset_optimizer("a")
+    bench.executor._models._reset_optimizer(bench.executor._models["a"])
     adam = {**ADAM, "learning_rate": 3e-3, "weight_decay": 0.1}
     for turn in range(3):
         data = rows_of(name, seed=10 * turn)
@@ -106,7 +107,7 @@ def test_the_summed_gradient_is_clipped_by_its_norm(bench, bound):
     bench.create("a")
     bench.shake("a")
     other = reference(bench, "a")
-    bench.backend._lanes.reset_optimizer("a")
+    bench.executor._models._reset_optimizer(bench.executor._models["a"])
     adam = {**ADAM, "learning_rate": 1e-2, "grad_clip_norm": bound, "eps": 1e-3}
     for seed in (1, 2):
         bench.run("a", [datum(8, seed)])
@@ -152,7 +153,7 @@ def test_operations_of_two_models_in_one_pass_are_each_alone(bench, fresh):
         data = {"a": [datum(9, turn)], "b": rows_of("ppo", seed=turn)}
         names = {"a": "cross_entropy", "b": "ppo"}
         passes = [Pass(lane, request(data[lane], names[lane]), turn) for lane in "ab"]
-        together, cost = bench.backend.run(passes)
+        together, cost = bench.executor.run(passes)
         for lane, found in zip("ab", together, strict=True):
             logprobs, metrics = answer(found)
             mine, said = alone.run(lane, data[lane], names[lane])
@@ -161,7 +162,7 @@ def test_operations_of_two_models_in_one_pass_are_each_alone(bench, fresh):
             assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
         assert cost.tokens == 9 + 7 + 12 + 9
         assert cost.flops > 0
-        bench.backend.step([("a", OptimStep()), ("b", OptimStep(learning_rate=1e-3))])
+        bench.executor.step([("a", OptimStep()), ("b", OptimStep(learning_rate=1e-3))])
         alone.step("a")
         alone.step("b", learning_rate=1e-3)
     for lane in "ab":
@@ -175,7 +176,7 @@ def test_several_operations_of_one_model_in_one_call_run_in_their_order(bench):
     bench.create("b")
     data = [datum(8, 1)]
     passes = [Pass("a", request(data), 1), Pass("a", request(data, forward=True), 2), Pass("a", request(data), 3)]
-    together, _ = bench.backend.run(passes)
+    together, _ = bench.executor.run(passes)
     assert len({answer(found)[1]["loss:sum"] for found in together}) == 1
     bench.run("b", data)
     bench.run("b", data)
@@ -186,7 +187,7 @@ def test_a_step_without_gradients_moves_by_momentum_and_decay_as_in_torch(bench)
     bench.create("a")
     bench.shake("a")
     other = reference(bench, "a")
-    bench.backend._lanes.reset_optimizer("a")
+    bench.executor._models._reset_optimizer(bench.executor._models["a"])
     adam = {**ADAM, "learning_rate": 1e-2, "weight_decay": 0.2}
     bench.run("a", [datum(8, 1)])
     tokens, inputs = datum(8, 1)
@@ -274,7 +275,7 @@ def test_custom_losses_of_the_sdk_are_cross_entropy_with_weights_of_either_sign(
     bench.create("a")
     bench.shake("a")
     other = reference(bench, "a")
-    bench.backend._lanes.reset_optimizer("a")
+    bench.executor._models._reset_optimizer(bench.executor._models["a"])
     tokens, inputs = datum(9, 1)
     [logprobs], _ = bench.run("a", [(tokens, inputs)], forward=True)
     bench.run("a", [(tokens, {**inputs, "weights": -2 * logprobs})])
@@ -295,7 +296,7 @@ def test_metrics_are_sums_by_their_names(bench, loss):
 
 
 def test_what_the_base_is_made_of_is_said(bench):
-    info = bench.backend.describe()
+    info = bench.executor.describe()
     assert (info.context, info.vocabulary, info.architecture) == (512, VOCABULARY, "Qwen3ForCausalLM")
     assert info.losses[:6] == ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
     assert "GRPOLoss" in info.losses

@@ -47,7 +47,7 @@ class Process:
 
     def __post_init__(self) -> None:
         settings = Settings(model="tiny", data=self.bench.data, max_pass_seconds=0.001)
-        self.host = Host(self.bench.backend, self, settings)  # type: ignore[arg-type]
+        self.host = Host(self.bench.executor, self, settings)  # type: ignore[arg-type]
 
     def send(self, message: Message) -> None:
         """Hear what the engine tells the service."""
@@ -145,7 +145,7 @@ def test_twenty_five_steps_of_a_model_alone_are_equal_to_the_bit_on_a_quiet_and_
     """Busy: passes take long, now more and now less; operations come one by one; others sample between the pieces."""
     quiet = life(process(CUT), "m", at_once=True)
     busy = process(CUT)
-    passes, at = busy.bench.backend.model.pool.passes, count()
+    passes, at = busy.bench.pool.passes, count()
     forward = passes.forward
     monkeypatch.setattr(passes, "forward", lambda *given: (time.sleep(0.02 * (next(at) % 3)), forward(*given))[1])
     busy.sample(60)
@@ -219,7 +219,7 @@ def test_an_update_is_the_same_to_the_bit_whoever_steps_with_it(fresh: Callable[
             for lane in "a" + others:
                 bench.run(lane, [datum(20, step)])
             update = OptimStep(learning_rate=RATE, grad_clip_norm=0.5 * (step % 2))
-            bench.backend.step([(lane, update) for lane in others + "a"])
+            bench.executor.step([(lane, update) for lane in others + "a"])
         found.append([value.numpy() for value in bench.weights("a").values()])
     assert equal(*found)
 

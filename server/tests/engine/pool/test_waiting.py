@@ -31,13 +31,13 @@ class Inside:
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = Settings(model="tiny", data=bench.data, max_pass_seconds=PROMISED)
-        self.host = Host(bench.backend, self, settings)  # type: ignore[arg-type]
+        self.host = Host(bench.executor, self, settings)  # type: ignore[arg-type]
         self.over: dict[int, Message] = {}
         self.on_begin: dict[int, Callable[[], object]] = {}
         self.steps: list[tuple[float, float]] = []
         self.turns: list[set[int]] = []
         self._ids = count(1)
-        decode = bench.backend.decode
+        decode = bench.executor.decode
 
         def timed() -> Any:
             begin = time.perf_counter()
@@ -45,7 +45,7 @@ class Inside:
             self.steps.append((begin, time.perf_counter()))
             return over
 
-        monkeypatch.setattr(bench.backend, "decode", timed)
+        monkeypatch.setattr(bench.executor, "decode", timed)
 
     def send(self, message: Message) -> None:
         """Hear what the engine tells the service."""
@@ -129,16 +129,16 @@ def test_a_request_has_its_turn_among_the_steps_and_checkpoints_of_many_tenants(
 
 def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying it takes a moment; writing it takes long, and is no part of any turn."""
-    from twinkle_server.engine.pool.states import SavedState
+    from twinkle_transformers.pool.snapshots import AdapterSnapshot
 
-    write, writers = SavedState.write, set()
+    write, writers = AdapterSnapshot.write, set()
 
-    def slow(state: SavedState, folder: Path) -> None:
+    def slow(state: AdapterSnapshot, folder: Path) -> None:
         writers.add(threading.current_thread())
         time.sleep(1.0)
         write(state, folder)
 
-    monkeypatch.setattr(SavedState, "write", slow)
+    monkeypatch.setattr(AdapterSnapshot, "write", slow)
     lanes = [f"m{at}" for at in range(5)]
     inside.work(*[inside.create(lane) for lane in lanes])
     saves = [inside.ask(lane, 1, "save", Save(f"c/{lane}", "weights").dump(), tenant=lane) for lane in lanes]

@@ -1,10 +1,11 @@
-"""Models: the contracts `TwinkleModel` and `AdapterPool`, and every installed model by name."""
+"""Models: the contract `TwinkleModel`, and every installed model by name.
+
+Operations on several adapters (`Operation`, `Step`, ...) are those of `twinkle.engine`.
+"""
 
 from twinkle._lazy import room
-from twinkle.model.base import TwinkleModel
-from twinkle.model.pool import (
+from twinkle.engine import (
     AdapterBytes,
-    AdapterPool,
     AdapterRef,
     Operation,
     OperationError,
@@ -13,10 +14,10 @@ from twinkle.model.pool import (
     StepResult,
     Usage,
 )
+from twinkle.model.base import TwinkleModel
 
 __all__ = [
     "AdapterBytes",
-    "AdapterPool",
     "AdapterRef",
     "Operation",
     "OperationError",

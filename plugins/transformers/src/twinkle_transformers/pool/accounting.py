@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from twinkle.model.pool import Usage
+from twinkle.engine import Usage
 from twinkle_torch.layout import Layout
 from twinkle_transformers.pool.passes import Flight
 from twinkle_transformers.pool.work import Part

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from twinkle.engine import AdapterRef, Operation
 from twinkle.errors import ArgumentError
-from twinkle.model.pool import AdapterRef, Operation
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.needs import Needs

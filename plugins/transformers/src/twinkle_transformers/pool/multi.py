@@ -9,10 +9,10 @@ import torch
 from twinkle import get_logger, registry, remote_class, remote_function
 from twinkle.data_format import ModelOutput
 from twinkle.digests import check_digests
+from twinkle.engine import Operation, OperationError, OperationResult
 from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
 from twinkle.hub import local_folder
 from twinkle.model.base import Inputs
-from twinkle.model.pool import Operation, OperationError, OperationResult
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers.adapters import CONFIG, WEIGHTS
 from twinkle_transformers.describe import describe

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from twinkle.engine import AdapterBytes
 from twinkle.errors import ArgumentError, CapacityError, OutputError, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle.model.pool import AdapterBytes
 from twinkle_transformers.memory import free_bytes, free_host_bytes
 from twinkle_transformers.pool.pages import Page, bytes_in, bytes_of_optimizer, erase
 from twinkle_transformers.pool.tenants import Tenant
@@ -147,7 +147,7 @@ class Paging:
             self._evict(self.limit, tenant)
 
     def page(self, tenant: Tenant, to: Literal["device", "host", "disk"], folder: Path | None = None) -> None:
-        """Move an adapter; see `AdapterPool.page`.
+        """Move an adapter; see `Engine.page`.
 
         Raises:
             ArgumentError: there is no such place, or a folder without "disk".

@@ -14,11 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError
-from twinkle.logging import get_logger
-from twinkle.model.pool import (
+from twinkle.engine import (
     AdapterBytes,
-    AdapterPool,
     AdapterRef,
     Operation,
     OperationError,
@@ -27,6 +24,8 @@ from twinkle.model.pool import (
     StepResult,
     Usage,
 )
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError
+from twinkle.logging import get_logger
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone
@@ -62,7 +61,7 @@ _FULL_ON_CPU = 1_024
 larger activations are given back to the system and faulted in anew each time (`benchmarks/RESULTS.md` has both)."""
 
 
-class LoraPool(AdapterPool):
+class LoraPool:
     """Adapters of one model, and operations of many of them in one pass.
 
     Args:
@@ -151,7 +150,7 @@ class LoraPool(AdapterPool):
     # adapters
 
     def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
-        """Add an adapter; see `AdapterPool.add`."""
+        """Add an adapter; see `Engine.add` for what is raised."""
         check_adapter(name, dict.fromkeys(self.tenants.names()))
         plan = self._plan(name, config)
         seed = next((s for s in (seed, plan.seed) if s is not None), None)
@@ -207,7 +206,7 @@ class LoraPool(AdapterPool):
     # operations
 
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
-        """Do operations together; see `AdapterPool.run`."""
+        """Run operations together; see `Engine.run`."""
         with self.paging.together():
             return self._run(operations)
 
@@ -227,7 +226,7 @@ class LoraPool(AdapterPool):
         return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
-        """Update several adapters together; see `AdapterPool.step`."""
+        """Update several adapters together; see `Engine.step`."""
         with self.paging.together():
             return self._step(steps)
 

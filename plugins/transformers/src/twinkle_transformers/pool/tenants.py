@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from twinkle.engine import AdapterRef, Usage
 from twinkle.errors import ArgumentError, TrainingStateError
-from twinkle.model.pool import AdapterRef, Usage
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan

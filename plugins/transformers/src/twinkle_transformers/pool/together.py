@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
+from twinkle.engine import OperationError, OperationResult
 from twinkle.errors import ArgumentError, DataError, OperationsFailed
-from twinkle.model.pool import OperationError, OperationResult
 from twinkle_registry import check_keywords
 from twinkle_transformers.pool.work import asks_for_base
 from twinkle_transformers.rows import as_rows, row_count, row_inputs

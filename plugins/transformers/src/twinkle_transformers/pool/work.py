@@ -10,8 +10,8 @@ from torch import Tensor
 
 from twinkle import registry
 from twinkle.data_format import InputFeature
+from twinkle.engine import Operation, Usage
 from twinkle.errors import ArgumentError, DataError
-from twinkle.model.pool import Operation, Usage
 from twinkle_transformers import loop
 from twinkle_transformers.backbone import Backbone, check_batch
 from twinkle_transformers.group import Pass
@@ -364,7 +364,7 @@ _TEXT = frozenset({"input_ids", "attention_mask", "position_ids", "labels", "los
 
 def _loss_of(operation: Operation, tenant: Tenant | None, training: bool) -> Any:
     if operation.loss is not None:
-        return registry().build(operation.loss, "loss")
+        return registry().build(operation.loss, "loss", **operation.loss_options)
     return tenant.group.loss() if tenant is not None and training else None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from twinkle import remote_function
 from twinkle.checkpoint_engine import CheckpointEngine, CheckpointEngineMixin
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle_transformers.engine.adapters import arrived_version
+from twinkle_transformers.sampling.adapters import arrived_version
 from twinkle_transformers.service import Service
 from twinkle_transformers.sources import OwnWeights, SharedModel, Source
 from twinkle_transformers.sync.base import base_weights, ties

@@ -1,0 +1,297 @@
+"""Executes operations of the service on an engine: reads their payloads, runs them, and writes their results."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from twinkle.engine import Engine, Operation, OperationError, OperationResult, SavedAdapter, Step
+from twinkle.errors import NonFiniteError
+from twinkle_server.engine.composition import Composition
+from twinkle_server.engine.errors import UserError, public_error, public_errors
+from twinkle_server.engine.losses.catalog import CUSTOM, Losses, ignores, takes
+from twinkle_server.engine.models import Models
+from twinkle_server.engine.rows import SEQUENCES, Rows, read_request, read_rows
+from twinkle_server.engine.samples import Sampled, Samples
+from twinkle_server.operations import ModelInfo
+from twinkle_server.payloads import Create, Load, OptimStep, Sample, Save
+from twinkle_server.settings import Limits
+from twinkle_server.wire import codec
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward or forward_backward of one model.
+
+    Attributes:
+        lane: id of the model.
+        payload: a serialized `ForwardBackwardRequest`; its `forward_only` decides whether gradients are added.
+        number: number of the operation, a seed of dropout.
+        composition: how an earlier run of the operation was composed; see `twinkle.engine.Operation`.
+    """
+
+    lane: str
+    payload: bytes
+    number: int
+    composition: Composition | None = None
+
+
+@dataclass(slots=True)
+class Cost:
+    """What a call of `run` cost.
+
+    Attributes:
+        tokens: tokens of the operations.
+        padded: padding tokens that were computed.
+        flops: floating-point operations.
+        compositions: for operations whose numbers depend on it, by their index in the call, how they were composed.
+    """
+
+    tokens: int = 0
+    padded: int = 0
+    flops: float = 0.0
+    compositions: Mapping[int, Composition] = field(default_factory=dict)
+
+
+class Executor:
+    """Executes operations on an engine. All methods are called from one thread.
+
+    An error of one operation affects that operation only. A method that raises has changed nothing and can be called
+    again with less; after an `EngineFault` the process must end.
+
+    Args:
+        engine: trains and samples.
+        name: what clients call its base model.
+        losses: what a request may name; by default those that ship with Twinkle or with the engine.
+        custom_losses: whether clients may send loss graphs.
+        custom_seconds: time limit of such a loss for one operation.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        losses: Losses | None = None,
+        *,
+        custom_losses: bool = False,
+        custom_seconds: float = Limits().graph_seconds,
+    ) -> None:
+        self.engine = engine
+        about = engine.describe()
+        self._losses = Losses() if losses is None else losses
+        self._losses.native = about.losses
+        self._info = ModelInfo(
+            name=name,
+            context=about.context,
+            vocabulary=about.vocabulary,
+            architecture=about.architecture,
+            tokenizer="" if about.tokenizer is None else str(about.tokenizer),
+            losses=self._losses.names(),
+            paths=about.paths,
+        )
+        self._custom_losses, self._custom_seconds = custom_losses, custom_seconds
+        self._models = Models(engine, name)
+        self._samples = Samples(engine, self._info)
+
+    def describe(self) -> ModelInfo:
+        """Return what the base model is."""
+        return self._info
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether `run` calls the function given to `interrupt`."""
+        return "interrupt" in self.engine.describe().features
+
+    @property
+    def pass_tokens(self) -> int:
+        """Maximum number of tokens of a forward pass of the engine."""
+        return self.engine.pass_tokens
+
+    # Training
+
+    def run(self, passes: Sequence[Pass]) -> tuple[list[bytes | Exception], Cost]:
+        """Run passes of several models together; return a serialized `ForwardBackwardOutput` or the error of each."""
+        results: list[bytes | Exception] = [UserError("not done")] * len(passes)
+        operations: list[tuple[int, Operation, Rows]] = []
+        for index, item in enumerate(passes):
+            try:
+                operations.append((index, *self._read(item)))
+            except Exception as error:  # the constructor of a plugin's loss may raise anything
+                results[index] = public_error(error)
+        cost = Cost()
+        compositions: dict[int, Composition] = {}
+        outcomes = self.engine.run([operation for _, operation, _ in operations]) if operations else []
+        for (index, _, rows), outcome in zip(operations, outcomes, strict=True):
+            results[index] = _output(outcome, rows)
+            if isinstance(outcome, OperationResult):
+                cost.tokens += outcome.usage.tokens
+                cost.padded += outcome.usage.padded
+                cost.flops += outcome.usage.flops
+                if outcome.composition:
+                    compositions[index] = Composition(outcome.composition)
+        cost.compositions = compositions
+        return results, cost
+
+    def interrupt(self, between: Callable[[], None]) -> None:
+        """Set the function that is called between forward passes; it may sample."""
+        self.engine.interrupt(between)
+
+    def _read(self, item: Pass) -> tuple[Operation, Rows]:
+        model = self._models[item.lane]
+        request = read_request(item.payload)
+        context, vocabulary = self._info.context, self._info.vocabulary
+        try:
+            config = codec.loss_config(request)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        options: Mapping[str, Any] = {}
+        loss: Any
+        if self._custom_losses and request.loss_fn == CUSTOM:
+            from twinkle_server.engine.losses import custom  # imports torch
+
+            rows = read_rows(request, context, vocabulary, ())
+            loss = custom.build(config, rows, self._custom_seconds)
+        elif request.loss_fn in self._losses.native:
+            rows = read_rows(request, context, vocabulary, ())
+            loss, options = request.loss_fn, config
+        else:
+            spec = self._losses.find(request.loss_fn)
+            rows = read_rows(request, context, vocabulary, takes(spec), ignores(spec), SEQUENCES in spec.inputs)
+            loss = self._losses.build(spec, config, rows, lane=item.lane, number=item.number)
+        kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
+        features: Any = rows.features
+        operation = Operation(
+            model.ref, kind, features, loss, options, rows.inputs, number=item.number,
+            composition=None if item.composition is None else item.composition.passes,
+        )  # fmt: skip
+        return operation, rows
+
+    def step(self, steps: Sequence[tuple[str, OptimStep]]) -> list[Mapping[str, float] | Exception]:
+        """Update several models together; return the metrics or the error of each.
+
+        A gradient that is not finite is dropped, the weights stay, and the metric `skipped` is 1.
+        """
+        results: list[Mapping[str, float] | Exception] = [UserError("not done")] * len(steps)
+        ready: list[tuple[int, Step]] = []
+        for index, (lane, step) in enumerate(steps):
+            try:
+                ready.append((index, _step_of(self._models[lane].ref, step)))
+            except UserError as error:
+                results[index] = error
+        outcomes = self.engine.step([step for _, step in ready]) if ready else []
+        for (index, _), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, OperationError) and isinstance(outcome.error, NonFiniteError):
+                results[index] = {"skipped": 1.0}  # not a failure: it has an effect, and failures are not replayed
+            elif isinstance(outcome, OperationError):
+                results[index] = public_error(outcome.error)
+            else:
+                results[index] = {"grad_norm": float(outcome.grad_norm)}
+        return results
+
+    # Models
+
+    def create(self, lane: str, create: Create, source: Path | None) -> None:
+        """Create a model, from a checkpoint's folder if `source` is given."""
+        with public_errors():
+            self._models.create(lane, create, source)
+
+    def save(self, lane: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
+        """Copy what a checkpoint holds; return it with the columns of the checkpoint's row (`rank`, ...)."""
+        with public_errors():
+            return self._models.save(lane, save)
+
+    def load(self, lane: str, load: Load, source: Path) -> None:
+        """Replace a model's weights by those of a checkpoint."""
+        with public_errors():
+            self._models.load(lane, load, source)
+
+    def remove(self, lane: str) -> None:
+        """Remove a model and zero its weights; no-op if there is none of this id."""
+        if self._losses.workers is not None:
+            self._losses.workers.forget(lane)
+        with public_errors():
+            self._models.remove(lane)
+
+    def snapshot(self, lane: str) -> SavedAdapter:
+        """Copy the complete state of a model, pending gradients included."""
+        with public_errors():
+            return self._models.snapshot(lane)
+
+    def restore(self, lane: str, folder: Path) -> None:
+        """Create a model from a snapshot, in place of the one that has the id."""
+        with public_errors():
+            self._models.restore(lane, folder)
+
+    def drop_plugins(self) -> None:
+        """End the worker processes of plugins that were revoked."""
+        self._losses.end_dropped()
+
+    # Sampling
+
+    def sample(self, key: int, sample: Sample, source: Path | None) -> None:
+        """Submit a sampling request; raises what is wrong with it."""
+        with public_errors():
+            self._samples.submit(key, sample, source)
+
+    def decode(self) -> list[Sampled]:
+        """Take one step of sampling; return the requests that have ended."""
+        with public_errors():
+            return self._samples.decode()
+
+    @property
+    def sampling(self) -> int:
+        """Number of sampling requests that have not ended."""
+        return len(self._samples)
+
+    def cancel(self, key: int) -> None:
+        """Cancel a sampling request; no-op if there is none."""
+        self._samples.cancel(key)
+
+
+def _step_of(ref: Any, step: OptimStep) -> Step:
+    checks = {
+        "learning_rate": (step.learning_rate, 0.0, math.inf),
+        "beta1": (step.beta1, 0.0, 1.0),
+        "beta2": (step.beta2, 0.0, 1.0),
+        "eps": (step.eps, 0.0, math.inf),
+        "weight_decay": (step.weight_decay, 0.0, math.inf),
+        "grad_clip_norm": (step.grad_clip_norm, 0.0, math.inf),
+    }
+    for name, (value, least, below) in checks.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least <= value < below:
+            limit = "a finite number of at least 0" if below == math.inf else "a number in [0, 1)"
+            raise UserError(f"adam_params.{name} must be {limit}, got {value!r}")
+    options = {
+        "lr": step.learning_rate, "betas": (step.beta1, step.beta2), "eps": step.eps,
+        "weight_decay": step.weight_decay,
+    }  # fmt: skip
+    return Step(ref, step.grad_clip_norm, options, divide=False, zero_if_none=True)
+
+
+def _output(outcome: OperationResult | OperationError, rows: Rows) -> bytes | Exception:
+    if isinstance(outcome, OperationError):
+        return public_error(outcome.error)
+    outputs = []
+    for output, shape in zip(outcome.outputs, rows.shapes, strict=True):
+        if "logps" not in output:
+            return UserError("this loss scores no tokens, so that there are no logprobs; name another")
+        outputs.append({"logprobs": np.asarray(_on_host(output["logps"]), np.float32).reshape(shape)})
+    metrics = dict(_metric(name, float(value), len(rows.shapes)) for name, value in outcome.metrics.items())
+    metrics["loss:sum"] = float(outcome.loss_sum or 0.0)
+    return codec.forward_backward_output(outputs, metrics)
+
+
+def _on_host(logps: Any) -> Any:
+    """Return log-probabilities as numpy reads them: a tensor of torch may be on a device, or in bfloat16."""
+    return logps.float().cpu() if hasattr(logps, "cpu") else logps
+
+
+def _metric(name: str, total: float, rows: int) -> tuple[str, float]:
+    """Return a metric's name and value on the wire, from its sum over the rows; custom losses name theirs so."""
+    if name.startswith("custom/"):
+        return name, total / rows if name.endswith(":mean") else total
+    return f"{name.replace(':', '_')}:sum", total  # the wire splits names at the colon

@@ -1,0 +1,200 @@
+"""The losses that a request may name: the published ones, and installed plugins that say they are safe for tenants.
+
+Those that ship with Twinkle are computed in the engine; those of other plugins in worker processes.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from twinkle import registry
+from twinkle.errors import NotTrusted
+from twinkle_registry import ComponentSpec, nearest
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.building import build_loss, with_inputs
+from twinkle_server.engine.losses.weights import honoured, mask_weightless
+from twinkle_server.engine.losses.workers import WorkerLimits
+from twinkle_server.engine.rows import SEQUENCES, TARGETS, WEIGHTS, WIRE_NAMES, Rows
+from twinkle_server.wire.codec import Array
+
+if TYPE_CHECKING:
+    from twinkle_server.engine.losses.workers.workers import LossWorkers
+
+CUSTOM: Final = "custom"
+"""The name under which requests use a loss graph that the client has registered."""
+PUBLISHED: Final = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+OWN: Final = ("stable_reinforce",)
+"""Names that the protocol has without a published formula; the formula is Twinkle's own, and `strict` refuses it."""
+_SHIPPED: Final = "twinkle-losses"
+"""The distribution whose losses are trusted with the engine's process."""
+_STRICT: Final = (
+    "cannot run loss_fn {!r}: its published name has no published formula, and this service was started with "
+    "--strict-losses, which refuses Twinkle's own; pass loss_fn='importance_sampling', 'ppo', 'cispo' or 'gspo'"
+)
+_CROSS_ENTROPY: Final = "cross_entropy"
+_IGNORED: Final = ("logprobs", "advantages", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")
+"""Inputs of other published losses, which `cross_entropy` leaves unread: clients send one datum to several losses."""
+
+
+class Losses:
+    """The losses of a service.
+
+    Args:
+        allowed: names beside the published ones; None is every installed loss that says it is tenant-safe and served.
+        strict: refuse `OWN`.
+        limits: of the worker processes that compute the losses of plugins; None computes them in this process.
+        in_process: plugins whose losses are computed in this process all the same.
+
+    Attributes:
+        workers: the worker processes; None where no loss needs one.
+        native: names of losses that the engine computes itself.
+    """
+
+    def __init__(
+        self, allowed: Sequence[str] | None = None, limits: WorkerLimits | None = None, in_process: Sequence[str] = (),
+        *, strict: bool = False,
+    ) -> None:  # fmt: skip
+        self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED) | frozenset(OWN)
+        self._strict = strict
+        self._in_process = frozenset(in_process)
+        self.native: frozenset[str] = frozenset()
+        self.workers: LossWorkers | None = None
+        remote = [spec for spec in self._specs().values() if limits is not None and self._is_remote(spec)]
+        if limits is not None and remote:
+            from twinkle_server.engine.losses.workers import workers  # imports torch
+
+            self.workers = workers.LossWorkers(limits)
+            self.workers.prepare(remote)
+
+    def names(self) -> tuple[str, ...]:
+        """Return what a request may name, the published ones first."""
+        names = self._specs().keys() | self.native
+        first = (*PUBLISHED, *OWN)
+        return (*(name for name in first if name in names), *sorted(names - set(first)))
+
+    def build(
+        self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows, *, lane: str = "", number: int = 0
+    ) -> Any:
+        """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
+
+        Args:
+            spec: which loss.
+            config: its options.
+            rows: of the request.
+            lane: the model, which has a worker of its own for each plugin.
+            number: of the operation.
+
+        Raises:
+            UserError: an option is wrong, or an input is missing, unknown or misshapen.
+        """
+        _check_inputs(spec, rows)
+        if self.workers is not None and self._is_remote(spec):
+            weighted = mask_weightless(rows)
+            loss: Any = self.workers.open(spec, config, lane=lane, number=number, weighted=weighted)
+            loss.row_inputs = with_inputs(loss.row_inputs, spec)
+            _check_missing(spec, loss, rows)
+            return loss
+        try:
+            loss = build_loss(spec, config)
+        except NotTrusted as error:  # it was revoked since it was found
+            raise UserError(f"loss_fn {spec.name!r} is not offered any more: {error}") from error
+        _check_missing(spec, loss, rows)
+        return loss if spec.name in (*PUBLISHED, *OWN) else honoured(loss, spec.name, rows)
+
+    def end_dropped(self) -> None:
+        """End the worker processes of plugins that offer no loss any more."""
+        if self.workers is not None:
+            self.workers.keep({spec.dist for spec in self._specs().values()})
+
+    def _is_remote(self, spec: ComponentSpec) -> bool:
+        return spec.dist not in self._in_process and not _is_own(spec)
+
+    def _specs(self) -> dict[str, ComponentSpec]:
+        """Return what there is now: a plugin that is revoked while the service runs is gone at once."""
+        found = {}
+        for name, specs in registry().specs("loss").items():
+            safe = [spec for spec in specs if spec.tenant_safe and "served" in spec.runtimes]
+            refused = self._strict and name in OWN
+            if len(safe) == 1 and not refused and (self._allowed is None or name in self._allowed):
+                found[name] = safe[0]
+        return found
+
+    def find(self, name: str) -> ComponentSpec:
+        """Return the loss that a request names.
+
+        Raises:
+            UserError: there is none, or its plugin may not be used any more; says why, or what there is.
+        """
+        specs = self._specs()
+        if name in specs:
+            return specs[name]
+        if self._strict and name in OWN:
+            raise UserError(_STRICT.format(name))
+        if reason := _why_refused(name):
+            raise UserError(f"loss_fn {name!r} is not offered any more: {reason}")
+        close = nearest(name, specs)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"there is no loss_fn {name[:80]!r}{hint}; there are {', '.join(self.names())}")
+
+
+def _why_refused(name: str) -> str:
+    """Return why the plugin that would offer a loss must not run, or an empty text."""
+    for record in registry().records:
+        offered = record.manifest.components if record.manifest and isinstance(record.cause, NotTrusted) else ()
+        if any(spec.kind == "loss" and spec.name == name for spec in offered):
+            return record.reason
+    return ""
+
+
+def _is_own(spec: ComponentSpec) -> bool:
+    """Say whether a loss ships with Twinkle; the name of a plugin alone would be easy to take."""
+    shipped = {record.package for record in registry().records if record.name == record.dist == _SHIPPED}
+    return spec.dist == _SHIPPED and spec.ref.partition(":")[0].partition(".")[0] in shipped
+
+
+def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
+    for name, arrays in rows.inputs.items():
+        wire = WIRE_NAMES.get(name, name)
+        if name not in spec.inputs:
+            raise UserError(f"loss_fn {spec.name!r} has no loss_fn_input {wire!r}; it takes {', '.join(takes(spec))}")
+        for number, array in enumerate(arrays):
+            _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
+
+
+def takes(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs of a loss, as the wire calls them."""
+    return (TARGETS, WEIGHTS, *(WIRE_NAMES.get(name, name) for name in spec.inputs if name != SEQUENCES))
+
+
+def ignores(spec: ComponentSpec) -> tuple[str, ...]:
+    """Return the inputs that a loss is sent and does not read, as the wire calls them."""
+    return _IGNORED if spec.name == _CROSS_ENTROPY else ()
+
+
+def _check_missing(spec: ComponentSpec, loss: Any, rows: Rows) -> None:
+    """Refuse a request without an input that the loss cannot be called without."""
+    for name, parameter in inspect.signature(loss).parameters.items():
+        if name in spec.inputs and name not in rows.inputs and parameter.default is parameter.empty:
+            wire = WIRE_NAMES.get(name, name)
+            raise UserError(f"loss_fn {spec.name!r} needs the loss_fn_input {wire!r}; it has {_found(rows)}")
+
+
+def _found(rows: Rows) -> str:
+    return ", ".join(["target_tokens", *(WIRE_NAMES.get(name, name) for name in rows.inputs)])
+
+
+def _check_shape(kind: str, array: Array, where: str, length: int) -> None:
+    """Compare an array with a declaration such as `float32[T]`; T is the number of the row's tokens.
+
+    A size that is another letter is free, but it must be there.
+    """
+    dtype, _, rest = kind.partition("[")
+    sizes = [size.strip() for size in rest.rstrip("]").split(",") if size.strip()]
+    if array.dtype.kind == "f" and dtype.startswith("int"):
+        raise UserError(f"{where} holds {array.dtype}; it should hold whole numbers ({kind})")
+    wanted = [length if size == "T" else int(size) if size.isdigit() else None for size in sizes]
+    found = list(array.shape)
+    if not sizes and found == [1]:
+        return
+    if len(found) != len(wanted) or any(w not in (None, f) for w, f in zip(wanted, found, strict=True)):
+        raise UserError(f"{where} has the shape {found}, and the row has {length} tokens; the loss wants {kind}")

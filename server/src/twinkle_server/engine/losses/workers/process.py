@@ -1,0 +1,185 @@
+"""`python -m twinkle_server.engine.losses.workers.process DESCRIPTOR`: a process that computes losses of plugins.
+
+The first process imports torch and forks; each of its children imports one plugin and forks again, and their children
+compute. So a process that was ended is replaced in milliseconds, and most of the memory of all of them is shared.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+_REAP_SECONDS: Final = 2.0
+_GRACE: Final = {"first": 1.0, "fork": 0.2}
+"""Seconds in which children end by themselves once the engine is gone; those of the first have children too."""
+_PR_SET_PDEATHSIG: Final = 1
+_LINUX: Final = sys.platform.startswith("linux")
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the other end of the socket is closed."""
+    if len(arguments) != 1 or not arguments[0].isdigit():
+        sys.exit("usage: python -m twinkle_server.engine.losses.workers.process DESCRIPTOR; the engine starts it")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to every process; the closed socket ends this one
+    _yield_to_others()
+    from twinkle_server.engine.losses.workers.calls import import_all  # torch, numpy, the registry
+
+    import_all()
+    gc.collect()
+    gc.freeze()  # a collection would write to pages that all forks share
+    Process(socket.socket(fileno=int(arguments[0])), _GRACE["first"]).run()
+
+
+class Process:
+    """One process of the tree: it forks, and the leaves of the tree compute losses.
+
+    Args:
+        link: to the engine.
+        grace: seconds that children have to end when the engine is gone.
+    """
+
+    def __init__(self, link: socket.socket, grace: float) -> None:
+        from twinkle_server.engine.losses.workers.calls import Calls
+
+        self._link, self._grace = link, grace
+        self._calls = Calls()
+        self._children: set[int] = set()
+
+    def run(self) -> None:
+        """Say who this is, and do what the engine asks until it closes the socket."""
+        from twinkle_server.engine.losses.workers.frames import HEADER, unpack
+
+        self._send({"pid": os.getpid()})
+        while (received := self._receive(HEADER.size)) is not None:
+            header, descriptors = received
+            text, body = (self._read(size) for size in HEADER.unpack(header))
+            if text is None or body is None:
+                break
+            request = unpack(bytes(text), body)
+            do = str(request.pop("do"))
+            if do == "fork":
+                self._fork(descriptors[0], **request)
+            elif do == "reap":
+                self._send(self._reap(**request))
+            else:
+                self._send({"id": request.pop("id"), **self._calls.do(do, request)})
+        self._end_children()
+
+    def _end_children(self) -> None:
+        """Let children end, which see the same closed sockets; then end them, and whatever they have started."""
+        end = time.monotonic() + self._grace
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT  # their numbers stay theirs until their groups are gone
+        while time.monotonic() < end and any(os.waitid(os.P_PID, pid, how) is None for pid in self._children):
+            time.sleep(0.005)
+        for child in self._children:
+            _end(child)
+
+    def _fork(self, descriptor: int, memory: int) -> None:
+        parent = os.getpid()
+        child = os.fork()
+        if child:
+            os.close(descriptor)
+            self._children.add(child)
+            return
+        status = 1
+        try:
+            self._link.close()
+            _separate(parent, memory)
+            Process(socket.socket(fileno=descriptor), _GRACE["fork"]).run()
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _reap(self, pid: int) -> dict[str, Any]:
+        """Return how a child ended; the engine has killed it if it was still there."""
+        end = time.monotonic() + _REAP_SECONDS
+        while pid in self._children:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self._children.discard(pid)
+                return {"pid": pid, "status": os.waitstatus_to_exitcode(status)}
+            if time.monotonic() > end:
+                break
+            time.sleep(0.001)
+        return {"pid": pid, "status": None}
+
+    def _send(self, answer: Mapping[str, Any]) -> None:
+        from twinkle_server.engine.losses.workers.frames import pack
+
+        self._link.sendall(pack(answer))
+
+    def _receive(self, size: int) -> tuple[bytes, list[int]] | None:
+        """Return the header of a frame, and the descriptors that came with it."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._link, size, 1)
+        except OSError:
+            return None
+        if 0 < len(data) < size:
+            data += bytes(self._read(size - len(data)) or b"")
+        return (data, descriptors) if len(data) == size else None
+
+    def _read(self, size: int) -> bytearray | None:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            try:
+                count = self._link.recv_into(view)
+            except OSError:
+                return None
+            if not count:
+                return None
+            view = view[count:]
+        return data
+
+
+def _yield_to_others() -> None:
+    """Have the kernel end this tree before others when the machine runs out of memory, and write no core files."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if _LINUX:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123
+            file.write("1000")
+
+
+def _separate(parent: int, memory: int) -> None:
+    """Make a fork a process of its own: its own group, no output, its limit of memory; it ends with its parent.
+
+    Args:
+        parent: number of the process that forked it.
+        memory: bytes that it may allocate beyond those that it has.
+    """
+    import resource
+
+    os.setpgid(0, 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    os.close(null)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not _LINUX:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123
+        data = next(int(line.split()[1]) for line in file if line.startswith("VmData:")) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (data + memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _end(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

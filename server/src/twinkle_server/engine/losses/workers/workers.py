@@ -1,0 +1,377 @@
+"""`LossWorkers`: the processes of a service's plugin losses, started, limited, replaced, and asked."""
+
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import twinkle.errors
+from twinkle.errors import CapacityError
+from twinkle_registry import ComponentSpec
+from twinkle_server.engine.errors import UserError
+from twinkle_server.engine.losses.workers import WorkerLimits
+from twinkle_server.engine.losses.workers.calls import fields_of
+from twinkle_server.engine.losses.workers.child import Child, Ended, more_memory
+from twinkle_server.engine.losses.workers.loss import WorkerLoss
+from twinkle_server.environment import scrubbed
+
+_log = logging.getLogger(__name__)
+_MODULE: Final = "twinkle_server.engine.losses.workers.process"
+_PAUSE: Final = 30.0
+"""Seconds until a plugin whose import failed is imported again."""
+_FOR_NOBODY: Final = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+"""Losses get tensors of the CPU; a context on a device would take memory of the model."""
+_ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A process with threads cannot be forked safely; `torch.set_num_threads` sets the number of each call."""
+_CLIENTS: Final = (
+    "ArgumentError",
+    "DataError",
+    "Unsupported",
+    "ComponentTypeError",
+    "TrainingStateError",
+    "NonFiniteError",
+)
+_SIGKILL: Final = "was killed by SIGKILL"
+
+
+@dataclass(slots=True, eq=False)
+class _Plugin:
+    """A plugin: the process that has imported it, from which its workers are forked."""
+
+    name: str
+    specs: list[ComponentSpec]
+    process: Child | None = None
+    until: float = 0.0
+    """When its import must be over."""
+    loaded: bool = False
+    failure: str = ""
+    again: float = 0.0
+    """When an import that failed is tried again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A worker of one lane and plugin; `call` is the number of the call that it computes."""
+
+    process: Child
+    call: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """All processes."""
+
+    first: Child | None = None
+    plugins: dict[str, _Plugin] = field(default_factory=dict)
+    workers: dict[tuple[str, str], _Worker] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """End all of them."""
+        for worker in self.workers.values():
+            worker.process.end()
+        self.workers.clear()
+        for plugin in self.plugins.values():
+            if plugin.process is not None:
+                plugin.process.end()
+        if self.first is not None:
+            self.first.end()
+
+
+class LossWorkers:
+    """Computes losses of plugins in processes of their own: one for each model and plugin.
+
+    Args:
+        limits: of a call, and of a worker.
+    """
+
+    def __init__(self, limits: WorkerLimits) -> None:
+        self.limits = limits
+        self._tree = _Tree()
+        self._calls = itertools.count(1)
+        self._close = weakref.finalize(self, self._tree.close)
+
+    def prepare(self, specs: Sequence[ComponentSpec]) -> None:
+        """Begin to import the plugins of these losses; nothing is waited for."""
+        for spec in specs:
+            self._plugin(spec).specs.append(spec)
+        for plugin in self._tree.plugins.values():
+            try:
+                self._launch(plugin)
+            except (Ended, OSError) as error:
+                self._failed(plugin, str(error))
+
+    def close(self) -> None:
+        """End all processes."""
+        self._close()
+
+    def forget(self, lane: str) -> None:
+        """End the workers of a model that is gone."""
+        for key in [key for key in self._tree.workers if key[0] == lane]:
+            self._tree.workers.pop(key).process.end()
+
+    def keep(self, names: Collection[str]) -> None:
+        """End the processes of all plugins but some, and whatever runs in them.
+
+        Args:
+            names: of the plugins that stay.
+        """
+        for key in [key for key in self._tree.workers if key[1] not in names]:
+            self._tree.workers.pop(key).process.end()
+        for name in [name for name in self._tree.plugins if name not in names]:
+            self._drop(self._tree.plugins.pop(name))
+
+    def open(
+        self, spec: ComponentSpec, config: Mapping[str, float | str], *, lane: str, number: int, weighted: bool
+    ) -> WorkerLoss:
+        """Return the loss of an operation, which the worker of its model has built.
+
+        Args:
+            spec: which loss.
+            config: its options.
+            lane: the model.
+            number: of the operation.
+            weighted: the rows have weights other than 0 and 1, which the loss must read.
+
+        Raises:
+            UserError: an option is wrong, or the worker failed; says how.
+        """
+        how = {"operation": next(self._calls), "spec": fields_of(spec), "config": dict(config), "weighted": weighted}
+        remote = _Remote(self, spec, lane, how)
+        description = remote.begin({}, do="open")()
+        return WorkerLoss(remote, what_of(spec), description, number)
+
+    def worker(self, spec: ComponentSpec, lane: str) -> _Worker:
+        """Return the worker of a model and plugin, forked if there is none.
+
+        Raises:
+            UserError: the plugin cannot be imported.
+            Ended: it cannot be forked.
+        """
+        key = (lane, spec.dist)
+        found = self.find(spec, lane)
+        self._tree.workers.pop(key, None)
+        if found is None:
+            found = _Worker(self._forked(self._plugin(spec)))
+        self._tree.workers[key] = found  # the latest is the last
+        idle = [key for key, worker in self._tree.workers.items() if worker.call is None and worker is not found]
+        for old in idle[: max(0, len(self._tree.workers) - self.limits.warm)]:
+            self._tree.workers.pop(old).process.end()
+        return found
+
+    def find(self, spec: ComponentSpec, lane: str) -> _Worker | None:
+        """Return the worker of a model and plugin, if there is one that runs."""
+        found = self._tree.workers.get((lane, spec.dist))
+        if found is not None and found.call is None and found.process.lost:
+            found.process.end()  # it ended while nobody asked it for anything
+        return None if found is None or found.process.gone else found
+
+    def number(self) -> int:
+        """Return the number of a new call."""
+        return next(self._calls)
+
+    def _plugin(self, spec: ComponentSpec) -> _Plugin:
+        return self._tree.plugins.setdefault(spec.dist, _Plugin(spec.dist, []))
+
+    def _forked(self, plugin: _Plugin) -> Child:
+        for _ in range(2):
+            process = self._loaded(plugin)
+            until = time.monotonic() + self.limits.seconds
+            try:
+                worker = Child.fork(process, self.limits.memory, until)
+                worker.settle(until)
+            except Ended as error:
+                if error.slow:
+                    raise
+                self._drop(plugin)
+                continue
+            return worker
+        raise Ended("could not be started")
+
+    def _loaded(self, plugin: _Plugin) -> Child:
+        """Return the process that has imported a plugin.
+
+        Raises:
+            UserError: it cannot be imported, or is imported again at the moment.
+        """
+        again = bool(plugin.failure)
+        if again and time.monotonic() < plugin.again:
+            raise _passing(f"{plugin.failure}; it is loaded again in {plugin.again - time.monotonic():.0f} s")
+        try:
+            process = plugin.process
+            if process is None or process.gone:
+                process = self._launch(plugin)
+            if not plugin.loaded:
+                if again and not process.ready and time.monotonic() < plugin.until:
+                    raise _passing(f"{plugin.failure}; it is being loaded again, try again in some seconds")
+                process.settle(plugin.until)
+                process.receive(plugin.until, lambda frame: frame.get("id") == 0)
+                plugin.loaded, plugin.failure = True, ""
+        except Ended as error:
+            how = self._drop(plugin)
+            what = (
+                f"took longer than {self.limits.start:g} s"
+                if error.slow
+                else how
+                if str(error) == "is gone"
+                else str(error)
+            )
+            self._failed(plugin, what)
+            raise _passing(plugin.failure)  # noqa: B904  # it has a cause of its own
+        return process
+
+    def _failed(self, plugin: _Plugin, what: str) -> None:
+        plugin.failure = f"the plugin {plugin.name!r} cannot be loaded: its worker process {what}"
+        plugin.again = time.monotonic() + _PAUSE
+        _log.error("%s", plugin.failure)
+
+    def _drop(self, plugin: _Plugin) -> str:
+        process, plugin.process, plugin.loaded = plugin.process, None, False
+        return "is gone" if process is None else process.end()
+
+    def _launch(self, plugin: _Plugin) -> Child:
+        """Fork a process, and have it import a plugin; the answer is awaited where it is needed."""
+        plugin.until = time.monotonic() + self.limits.start
+        plugin.loaded = False
+        first = self._tree.first
+        if first is None or first.gone:
+            first = self._tree.first = _first()
+        try:
+            process = Child.fork(first, self.limits.memory, plugin.until)
+        except Ended:
+            first.end()
+            first = self._tree.first = _first()
+            process = Child.fork(first, self.limits.memory, plugin.until)
+        plugin.process = process
+        process.send({"do": "load", "id": 0, "specs": [fields_of(spec) for spec in plugin.specs]}, plugin.until)
+        return process
+
+
+class _Remote:
+    """The loss of one operation in the worker of its model."""
+
+    def __init__(self, workers: LossWorkers, spec: ComponentSpec, lane: str, how: Mapping[str, Any]) -> None:
+        self._workers, self._spec, self._lane, self._how = workers, spec, lane, how
+        self._left = workers.limits.seconds
+
+    def begin(self, request: Mapping[str, Any], do: str = "call") -> Callable[[], dict[str, Any]]:
+        """Send a call unless the worker computes another; return a function that waits for the answer."""
+        number = self._workers.number()
+        frame = {"do": do, "id": number, **self._how, **request}
+        sent = None if self._busy() else self._send(frame)
+        return lambda: self._receive(number, *(sent or self._send(frame)))
+
+    def _busy(self) -> bool:
+        found = self._workers.find(self._spec, self._lane)
+        return found is not None and found.call is not None
+
+    def _send(self, frame: Mapping[str, Any]) -> tuple[_Worker, float]:
+        """Send a call, and return its worker and its deadline."""
+        worker: _Worker | None = None
+        try:
+            worker = self._workers.worker(self._spec, self._lane)  # a plugin that is being imported has its own limit
+            until = time.monotonic() + self._left
+            worker.process.send(frame, until)
+            worker.call = frame["id"]
+        except Ended as error:
+            raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
+        except OSError as error:  # no descriptor, process or memory is left to start one with
+            raise self._said(f"could not be started: {error.strerror}", passing=True)  # noqa: B904
+        return worker, until
+
+    def _receive(self, number: int, worker: _Worker, until: float) -> dict[str, Any]:
+        begin = time.monotonic()
+        try:
+            answer = worker.process.receive(until, lambda frame: frame.get("id") == number)
+        except Ended as error:
+            raise self._failure(error, worker)  # noqa: B904  # it has a cause of its own
+        finally:
+            self._left = max(0.0, self._left - (time.monotonic() - begin))
+            if worker.call == number:
+                worker.call = None
+        if "error" in answer:
+            return self._raised(answer["error"], worker)
+        return answer
+
+    def _failure(self, error: Ended, worker: _Worker | None) -> UserError:
+        """End a worker and return what the client is told."""
+        how = "is gone" if worker is None else worker.process.end()
+        what = str(error)
+        passing = error.slow or worker is None or what == more_memory(self._workers.limits.memory)
+        if error.slow:
+            what = f"took longer than {self._workers.limits.seconds:g} s, the limit of this service"
+        elif what == "is gone":
+            what = f"crashed: its process {how}"
+            if how == _SIGKILL:
+                what, passing = f"{what} (by itself, or by the system for want of memory)", True
+        return self._said(what, passing)
+
+    def _said(self, what: str, passing: bool = False) -> UserError:
+        text = f"{what_of(self._spec)} {what}; nothing of this operation was kept, and the weights are as they were"
+        _log.warning("%s", text)
+        return _passing(text) if passing else UserError(text)
+
+    def _raised(self, error: Any, worker: _Worker) -> dict[str, Any]:
+        """Raise what a loss raised; a key that an output lacks is returned, for the caller knows more."""
+        if not isinstance(error, dict):
+            raise self._said("answered something else than a loss")
+        kind, text = str(error.get("type")), str(error.get("text"))
+        if error.get("memory"):
+            worker.process.end()  # what it holds may never be given back
+            raise self._said(more_memory(self._workers.limits.memory), passing=True)
+        if error.get("own"):
+            if kind in _CLIENTS:
+                raise getattr(twinkle.errors, kind)(text)
+            if kind == "UserError":
+                raise UserError(text)
+        _log.warning("%s raised:\n%s", what_of(self._spec), error.get("log"))
+        if isinstance(error.get("key"), str):
+            return {"key": error["key"]}
+        raise self._said(f"raised {kind}: {text}" if text else f"raised {kind}")
+
+
+def _passing(text: str) -> UserError:
+    """Return an error of which a replay may be tried again: the operation succeeded before, and may do so again."""
+    error = UserError(text)
+    error.__cause__ = CapacityError(text)
+    return error
+
+
+def what_of(spec: ComponentSpec) -> str:
+    """Return how errors call a loss."""
+    return f"loss_fn {spec.name!r} of plugin {spec.dist!r}"
+
+
+def _first() -> Child:
+    """Start the process that all others are forked from, with one socket and without what is secret."""
+    ours, theirs = socket.socketpair()
+    try:
+        environment = scrubbed(os.environ) | _FOR_NOBODY | _ONE_THREAD
+        environment.pop("FAILPOINT", None)
+        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+
+    def ended() -> int | None:
+        try:
+            return process.wait(3.0)  # it ends when its socket is closed
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    child = Child(ours, None, 0, ended)
+    child.pid = process.pid
+    return child
