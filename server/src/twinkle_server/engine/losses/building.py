@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from twinkle import registry
 from twinkle.errors import ArgumentError
 from twinkle_registry import ComponentSpec
@@ -45,6 +43,8 @@ def _options(spec: ComponentSpec, config: Mapping[str, float | str]) -> dict[str
     """Return the arguments of the loss's constructor; a declared model of its options checks them first."""
     if not spec.config or not config:
         return dict(config)
+    from pydantic import BaseModel, ValidationError  # a quarter of the start of an engine without torch
+
     try:
         model = registry().load(dataclasses.replace(spec, ref=spec.config))
         if isinstance(model, type) and issubclass(model, BaseModel):
