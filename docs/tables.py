@@ -292,7 +292,7 @@ def limits() -> str:
     from dataclasses import asdict
 
     from twinkle_server.engine.encryption import MOST_RECIPIENTS
-    from twinkle_server.runtime.lanes import FARTHEST
+    from twinkle_server.runtime.queues import MAX_GAP
     from twinkle_server.settings import Limits, Settings, Times
     from twinkle_server.tenancy import quotas
 
@@ -300,7 +300,7 @@ def limits() -> str:
         name: _size(value) if name.endswith("_bytes") else f"{value:,}" for name, value in asdict(Limits()).items()
     }
     values |= {name: _duration(value) for name, value in asdict(Times()).items()}
-    values |= {"farthest": f"{FARTHEST:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
+    values |= {"farthest": f"{MAX_GAP:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
     values |= {"recipients": str(MOST_RECIPIENTS)}
     values |= {"refusals": f"{quotas._REFUSALS:g}", "refusals_at_once": f"{quotas._REFUSALS_AT_ONCE:,.0f}"}
     return _table(("what", "at most"), [(what, says.format_map(values)) for what, says in LIMITS.items()])

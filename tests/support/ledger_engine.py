@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -230,6 +230,9 @@ class LedgerEngine(Engine):
     """
 
     def __init__(self, model_id: str, pass_tokens: int | None = None, **faults: Any) -> None:
+        known = [entry.name for entry in fields(Faults)]
+        if unknown := sorted(set(faults) - set(known)):
+            raise ArgumentError(f"the ledger knows no option {', '.join(unknown)}; it knows {', '.join(known)}")
         self.faults = Faults(**faults)
         self._pass_tokens = pass_tokens or 512
         self._ledgers: dict[AdapterRef, Ledger] = {}

@@ -28,6 +28,7 @@ class Model:
     state: State = State()
     number: int = 1
     checkpoints: list[tuple[str, State]] = field(default_factory=list)
+    published: list[tuple[str, State]] = field(default_factory=list)
 
 
 class History:
@@ -75,8 +76,9 @@ class History:
     def save(self, lane: str) -> None:
         model = self.models[lane]
         folder = f"checkpoints/{lane}x{model.number}"
-        model.checkpoints.append((folder, replace(model.state, pending=())))
-        self.put(lane, "save", Save(folder, "weights").dump())
+        kind, folders = self.draw.choice([("weights", model.checkpoints), ("sampler_weights", model.published)])
+        folders.append((folder, replace(model.state, pending=())))
+        self.put(lane, "save", Save(folder, kind).dump())
 
     def load(self, lane: str) -> None:
         model = self.models[lane]
@@ -85,8 +87,8 @@ class History:
             self.put(lane, "load", Load(folder, "p", optimizer=True).dump())
 
     def sample(self, lane: str) -> None:
-        if checkpoints := self.models[lane].checkpoints:
-            folder, state = self.draw.choice(checkpoints)
+        if published := self.models[lane].published:
+            folder, state = self.draw.choice(published)
             self.made.done(*self.operations)  # a service asks for a checkpoint only when it is there
             self.samples[self.made.sample(Sample([1], source=folder), tenant=lane)] = state
             self.operations.append(max(self.samples))

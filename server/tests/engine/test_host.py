@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ledger_engine import ENGINE, MODEL
 from server_engine import Engine, engine, request
 
 from twinkle_server.engine import files, messages
@@ -94,10 +95,10 @@ def test_what_is_under_way_is_told_before_its_outcome(ledger: Engine) -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (request([1], loss="nonsense"), "no loss 'nonsense'"),
+        (request([1], loss="nonsense"), "no loss_fn 'nonsense'"),
         (request(), "at least one datum"),
-        (request([]), "a row has 0 tokens"),
-        (request([-1]), "tokens are from 0"),
+        (request([]), "model_input is empty"),
+        (request([-1]), "has the token -1"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_its_users_fault_and_harms_nothing(
@@ -339,7 +340,7 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
         "from twinkle_server.settings import Settings\n"
         "ours, theirs = socket.socketpair()\n"
         "os.set_inheritable(ours.fileno(), True)\n"
-        "text = Settings(model='base', data=Path(sys.argv[1]), backend='ledger').dump()\n"
+        f"text = Settings(model={str(MODEL)!r}, data=Path(sys.argv[1]), backend={ENGINE!r}).dump()\n"
         "keeper = subprocess.Popen(['sleep', '60'], pass_fds=[ours.fileno()], stdout=2)\n"
         "child = subprocess.Popen([sys.executable, '-m', 'twinkle_server.engine', str(theirs.fileno()), text],\n"
         "                         pass_fds=[theirs.fileno()], stdout=2)\n"

@@ -65,7 +65,7 @@ def test_a_model_that_changed_is_snapshotted_after_some_time_without_any_message
 def test_large_payloads_make_a_snapshot_due(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
-        payload = request([1] * 4_500_000, forward=True)
+        payload = request(*[[1] * 750_000] * 2, forward=True)
         for number in range(1, 5):
             made.run("m", number, "forward", payload)
         assert made.wait(messages.SNAPSHOTTED).head["number"] == 4

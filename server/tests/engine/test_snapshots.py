@@ -146,12 +146,12 @@ def test_forwards_and_saves_alone_make_no_snapshot_due(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_is_asked_again_and_the_number_is_the_newest(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Ledger, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    bench = Bench(bench.executor._options.data, seconds=0.01)
+    bench = Bench(tmp_path, seconds=0.01)
     bench.create("m")
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "write", refuse)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from twinkle_server.runtime import postponing, supervision
+from twinkle_server.runtime import dispatch, supervision
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_pauses() -> None:
     supervision.PAUSES = (0.0, 0.01)
-    postponing.PAUSES = (0.0, 0.01)
+    dispatch.PAUSES = (0.0, 0.01)

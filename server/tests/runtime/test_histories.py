@@ -98,7 +98,7 @@ class History:
             elif future.status == "failed":
                 assert _excused(future), future
         await runtime.outcomes.flush()
-        assert (len(runtime.futures), runtime.dispatcher.flying, runtime.dispatcher.restoring) == (0, 0, 0)
+        assert (len(runtime.futures), len(runtime.dispatcher.in_flight), runtime.dispatcher.restoring) == (0, 0, 0)
         await runtime.close()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
 from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
-from twinkle_server.runtime.replay import DEATHS
+from twinkle_server.runtime.dispatch import MAX_DEATHS
 from twinkle_server.settings import Limits
 
 LANE = "s:train:0"
@@ -133,7 +133,7 @@ def test_a_model_that_waits_for_memory_says_so_and_is_given_up_with_its_session(
         world.engines[-1].kill()
         waits = await ask(runtime, 3)
         async with asyncio.timeout(SOON):
-            while runtime.dispatcher.tracks[LANE].postponed is None:
+            while runtime.dispatcher.queues[LANE].postponed is None:
                 await asyncio.sleep(0.001)
         state, reason = runtime.queue_state(LANE)
         assert state == "paused_capacity"
@@ -163,10 +163,10 @@ def test_a_snapshot_that_kills_engines_costs_its_own_model_alone() -> None:
             for lane in lanes:
                 told = await answer(runtime, asked[lane].request)
                 if lane in world.plan.deadly:
-                    assert f"the engine died {DEATHS} times while it read the newest snapshot" in str(told.error)
+                    assert f"the engine died {MAX_DEATHS} times while it read the newest snapshot" in str(told.error)
                 else:
                     assert applied(told) == list(range(1, number + 1))
-        assert runtime.supervisor.restarts == DEATHS + 1
+        assert runtime.supervisor.restarts == MAX_DEATHS + 1
         await runtime.close()
 
     within(SOON, scenario)

@@ -98,8 +98,10 @@ def test_an_outcome_that_cannot_be_written_fails_alone_and_is_told(not_even_fail
     async def scenario() -> None:
         disk, told, unwritten = Disk(), {}, []
         disk.never, disk.not_even_failed = 2, not_even_failed
-        outcomes = Outcomes(disk, lambda operation, outcome: told.update({operation.id: outcome.error}), print)
-        outcomes.unwritten = lambda operation: unwritten.append(operation.id)
+        outcomes = Outcomes(
+            disk, lambda operation, outcome: told.update({operation.id: outcome.error}), print,
+            lambda operation: unwritten.append(operation.id),
+        )  # fmt: skip
         outcomes.start()
         for operation in await _operations(disk, 3):
             outcomes.put(operation, Outcome(operation.id, result=b""))

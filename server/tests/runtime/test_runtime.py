@@ -10,7 +10,7 @@ from server_runtime import SOON, Plan, World, answer, applied, ask, within
 
 from twinkle_server.errors import Busy, Gone, NotFound, SequenceConflict, Unavailable, Unprocessable
 from twinkle_server.operations import Submission
-from twinkle_server.runtime.lanes import FARTHEST
+from twinkle_server.runtime.queues import MAX_GAP
 from twinkle_server.settings import Limits, Times
 
 LANE = "s:train:0"
@@ -238,7 +238,7 @@ def test_clients_may_send_again_after_a_restart_before_a_gap_is_given_up() -> No
     within(SOON, scenario)
 
 
-@pytest.mark.parametrize("number", [FARTHEST + 2, 2**31 - 1, 2**62])
+@pytest.mark.parametrize("number", [MAX_GAP + 2, 2**31 - 1, 2**62])
 def test_a_number_far_above_the_next_is_turned_away_and_used_by_nobody(number: int) -> None:
     async def scenario() -> None:
         world = World()
@@ -250,7 +250,7 @@ def test_a_number_far_above_the_next_is_turned_away_and_used_by_nobody(number: i
             await runtime.close()
             runtime = await world.runtime()  # which has no lane of it in memory
         assert await world.journal.pending() == []
-        near = await ask(runtime, FARTHEST + 1)
+        near = await ask(runtime, MAX_GAP + 1)
         assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
         assert (await runtime.wait(near.request, "ada", 0.0)).status == "pending"
         await runtime.close()

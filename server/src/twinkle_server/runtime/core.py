@@ -15,20 +15,17 @@ from twinkle_server.observe.operations import log_ended
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.payloads import Save
 from twinkle_server.ports import Effects, Figures, Journal
-from twinkle_server.runtime.answers import Answers
 from twinkle_server.runtime.arrivals import Arrivals
+from twinkle_server.runtime.cancellation import Cancellation
 from twinkle_server.runtime.child import Child, ChildProcess
-from twinkle_server.runtime.dispatch import Dispatcher
-from twinkle_server.runtime.ending import Ending
+from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
+from twinkle_server.runtime.engine_events import EngineEvents
 from twinkle_server.runtime.facts import Facts, count_death, count_message, ending_of
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.janitor import Janitor
-from twinkle_server.runtime.lanes import FARTHEST
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.postponing import Postponing
-from twinkle_server.runtime.replay import NEVER_MADE
+from twinkle_server.runtime.queues import MAX_GAP, ModelQueue
 from twinkle_server.runtime.supervision import StartChild, Supervisor
-from twinkle_server.runtime.tracks import Track
 from twinkle_server.settings import Settings
 from twinkle_server.store.faults import LeaseLost
 
@@ -73,16 +70,16 @@ class Runtime:
         self._figures = figures
         self._taking: set[asyncio.Task[Any]] = set()
         self.futures = Futures(journal, each=settings.limits.queued)
-        self.outcomes = Outcomes(journal, self._written, self._lease_lost)
-        self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW)
-        self.dispatcher.replay.opened = self.futures.open
-        self._farthest = max(FARTHEST, settings.limits.queued)
+        self.outcomes = Outcomes(journal, self._written, self._lease_lost, self._unwritten)
+        replayed = (lambda: None) if figures is None else figures.replayed
+        self.dispatcher = Dispatcher(journal, self.outcomes, effects, _WINDOW, self.futures.open, replayed)
+        self._max_gap = max(MAX_GAP, settings.limits.queued)
         self.arrivals = Arrivals(settings.times.resend)
-        self.ending = Ending(self.dispatcher, journal, self.outcomes, self.arrivals, settings.times, self._farthest)
+        self.cancellation = Cancellation(
+            self.dispatcher, journal, self.outcomes, self.arrivals, settings.times, self._max_gap
+        )
         self.janitor = Janitor()
-        self._postponing = Postponing(self.dispatcher)
-        self.outcomes.unwritten = self._unwritten
-        self._answers = Answers(self.dispatcher, journal, self.outcomes, effects, self._postponing)
+        self._events = EngineEvents(self.dispatcher, journal, self.outcomes, effects)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
         self.facts = Facts(
             self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause, lambda: self.info
@@ -103,7 +100,7 @@ class Runtime:
             await self.close()
             raise
         times = self._settings.times
-        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), self.ending.give_up_gaps)
+        self.janitor.add("gaps", min(1.0, times.gap_fail / 4), self.cancellation.give_up_gaps)
         self.janitor.add("idle lanes", 10.0, self._drop_idle)
         self.janitor.start()
 
@@ -112,11 +109,11 @@ class Runtime:
         if left_behind:
             self.arrivals.everybody_may_resend()
         for operation in left_behind:
-            track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
-            if not track.ordered:
+            queue = await self.dispatcher.queue(operation.lane, operation.tenant, operation.ordered)
+            if not queue.ordered:
                 self.futures.open(operation)
-                self.dispatcher.arrive(track, operation)
-            elif operation.number <= track.behind:  # its outcome was never written, and a snapshot contains it
+                self.dispatcher.arrive(queue, operation)
+            elif operation.number <= queue.snapshot_number:  # its outcome was never written, and a snapshot contains it
                 self.futures.open(operation)
                 self.dispatcher.fail(operation, "its result could not be written")
 
@@ -177,8 +174,8 @@ class Runtime:
 
     def awaited(self, submission: Submission) -> bool:
         """Return whether others of its lane wait for its number: to turn it away would hold them up, and so itself."""
-        track = self.dispatcher.tracks.get(submission.lane)
-        gap = track.order.gap() if track is not None and track.ordered else None
+        queue = self.dispatcher.queues.get(submission.lane)
+        gap = queue.order.gap() if queue is not None and queue.ordered else None
         return gap is not None and gap.number == submission.number
 
     def _admit(self, submission: Submission) -> None:
@@ -193,20 +190,20 @@ class Runtime:
 
     def _is_here(self, submission: Submission) -> bool:
         """Return whether the number of a model's operation came before: it is a repetition, or will be a conflict."""
-        track = self.dispatcher.tracks.get(submission.lane)
-        if track is None or not track.ordered or submission.number is None:
+        queue = self.dispatcher.queues.get(submission.lane)
+        if queue is None or not queue.ordered or submission.number is None:
             return False
-        return submission.number < track.order.following or track.order.holds(submission.number)
+        return submission.number < queue.order.following or queue.order.holds(submission.number)
 
     async def _check_near(self, submission: Submission) -> None:
         number = submission.number
-        if number is None or number <= self._farthest or not submission.ordered:
+        if number is None or number <= self._max_gap or not submission.ordered:
             return
-        following = (await self.dispatcher.track(submission.lane, submission.tenant, ordered=True)).order.following
-        if number - following > self._farthest:
+        following = (await self.dispatcher.queue(submission.lane, submission.tenant, ordered=True)).order.following
+        if number - following > self._max_gap:
             raise Unprocessable(
                 f"seq_id is {number}, and {following} is the next of {submission.lane!r}: it may be at most "
-                f"{self._farthest} above it; count it up by one with each request"
+                f"{self._max_gap} above it; count it up by one with each request"
             )
 
     async def _take(self, submission: Submission, also: Callable[[Any], None] | None) -> Accepted:
@@ -226,22 +223,22 @@ class Runtime:
         """Put an operation of the log into its lane; it is there for good, so this goes on until it works."""
         while True:
             try:
-                track = await self.dispatcher.track(operation.lane, operation.tenant, operation.ordered)
+                queue = await self.dispatcher.queue(operation.lane, operation.tenant, operation.ordered)
                 break
             except Exception:
                 _log.exception("a lane cannot be read; it is tried again")
                 await asyncio.sleep(_AGAIN)
-        if operation.id > track.seen:
+        if operation.id > queue.newest_row:
             if operation.status == "pending":
                 self.futures.open(operation)
-            self.dispatcher.arrive(track, operation)
-            self._lighten(track, operation)
+            self.dispatcher.arrive(queue, operation)
+            self._lighten(queue, operation)
         elif (read := self.futures.find(operation.request, operation.tenant)) is not None:
             read.asked_by = operation.asked_by  # the lane was read with it
 
-    def _lighten(self, track: Track, operation: Operation) -> None:
+    def _lighten(self, queue: ModelQueue, operation: Operation) -> None:
         """Keep the payload of an operation that must wait only if it is small, and few do; it is read again."""
-        waits = operation.payload is not None and operation.id not in track.flying
+        waits = operation.payload is not None and operation.id not in queue.in_flight
         small = len(operation.payload or b"") <= self._settings.limits.small_bytes
         if waits and not (small and len(self.futures) <= _KEPT):
             operation.payload = None
@@ -265,18 +262,18 @@ class Runtime:
         if operation is None:
             await self._journal.future(request, tenant)
         else:
-            self.ending.cancel(operation)
+            self.cancellation.cancel(operation)
 
     async def finish_session(self, session: str) -> None:
         """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
-        self.ending.leave(f"{session}:", "its session was finished")
+        self.cancellation.leave(f"{session}:", "its session was finished")
 
     # what others look at
 
     @property
     def unrecorded(self) -> Collection[str]:
         """Folders of snapshots that are on the disk and not in the log yet."""
-        return self._answers.unrecorded
+        return self._events.unrecorded
 
     def queued(self, tenant: str) -> int:
         """Return how many operations of a tenant wait or run."""
@@ -295,7 +292,7 @@ class Runtime:
     @property
     def waiting(self) -> int:
         """Number of things that the engine was asked for and did not answer."""
-        return self.dispatcher.flying + self.dispatcher.restoring
+        return len(self.dispatcher.in_flight) + self.dispatcher.restoring
 
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Begin to send."""
@@ -313,13 +310,13 @@ class Runtime:
         """Take an answer."""
         if message.type == messages.DONE:
             self.facts.ended(message)
-            self._answers.done(message)
+            self._events.done(message)
         elif message.type == messages.RESTORED:
-            self._answers.restored(message)
+            self._events.restored(message)
         elif message.type == messages.SNAPSHOTTED:
-            self._answers.snapshotted(message)
+            self._events.snapshotted(message)
         elif message.type == messages.DETACHED:
-            self._answers.detached(message)
+            self._events.detached(message)
         else:
             _log.error("the engine sent %r, which nobody knows", message.type)
         if self._figures is not None:
@@ -349,14 +346,14 @@ class Runtime:
 
     def _unwritten(self, operation: Operation) -> None:
         """Let a model that has what the log does not know be made again from the log."""
-        track = self.dispatcher.tracks.get(operation.lane)
-        if track is not None and track.ordered:
-            self._postponing.put_off(track, "the result of an operation could not be written")
+        queue = self.dispatcher.queues.get(operation.lane)
+        if queue is not None and queue.ordered:
+            self.dispatcher.postpone(queue, "the result of an operation could not be written")
 
     def _never_made(self, operation: Operation, reason: str) -> None:
-        track = self.dispatcher.tracks.get(operation.lane)
-        if track is not None and track.closed is None:
-            self.dispatcher.close(track, NEVER_MADE)
+        queue = self.dispatcher.queues.get(operation.lane)
+        if queue is not None and queue.closed is None:
+            self.dispatcher.close(queue, NEVER_CREATED)
         self.outcomes.then(lambda: self._effects.gone(operation.tenant, operation.lane, reason))
 
     def _end_with_the_engine(self, task: asyncio.Task[None]) -> None:

@@ -1,10 +1,11 @@
-"""From lanes to the engine: operations whose turn it is are sent, within a window, and taken back when it dies."""
+"""From queues to the engine: operations are sent in their turn, repeated after a crash, and taken back when it dies."""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Final
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
@@ -14,115 +15,177 @@ from twinkle_server.payloads import Sample
 from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.child import Child
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.replay import Corrupted, Replay
-from twinkle_server.runtime.tracks import Closed, Flight, Track
+from twinkle_server.runtime.queues import Closed, InFlight, ModelQueue
 from twinkle_server.runtime.window import Window
 
 _log = logging.getLogger(__name__)
-_AGAIN = 1.0  # seconds after which a lane is tried again whose operations could not be read
+_RETRY: Final = 1.0
+"""Seconds after which a queue is tried again whose operations could not be read."""
+MAX_DEATHS: Final = 6
+"""Consecutive deaths of engines by the same operation or snapshot, after which its model is given up."""
+PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Seconds before a model is attached again, by the number of consecutive postponements."""
+NEVER_CREATED: Final = Closed("this model was never made: its creation failed")
+
+
+class Corrupted(Exception):
+    """A model cannot be restored; the message says why."""
 
 
 class Dispatcher:
-    """Keeps the lanes in memory, and knows what the engine has of each.
+    """Sends the operations of all queues to the engine, within a window of bytes.
 
     Args:
         journal: the log.
-        outcomes: writes what came of it.
+        outcomes: writes how operations ended.
         effects: the rest of the store.
         window: bytes that may be on their way to the engine.
+        opened: called with pending operations that are read from the log.
+        replayed: called for each operation that is repeated.
     """
 
-    def __init__(self, journal: Journal, outcomes: Outcomes, effects: Effects, window: int) -> None:
-        self._journal = journal
-        self._outcomes = outcomes
-        self._effects = effects
+    def __init__(
+        self,
+        journal: Journal,
+        outcomes: Outcomes,
+        effects: Effects,
+        window: int,
+        opened: Callable[[Operation], None] = lambda operation: None,
+        replayed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._journal, self._outcomes, self._effects = journal, outcomes, effects
         self._window_bytes = window
         self._window = Window(window)
-        self.replay = Replay(journal, outcomes, effects, self)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.tracks: dict[str, Track] = {}
-        self.flights: dict[int, Flight] = {}
+        self._opened, self._replayed = opened, replayed
+        self._loading: dict[str, asyncio.Task[ModelQueue]] = {}
+        self._senders: dict[ModelQueue, asyncio.Task[None]] = {}
+        self._burials: set[asyncio.Task[None]] = set()
+        self._deaths: dict[int, int] = {}  # of engines, by the operation that was repeated
+        self._suspects = asyncio.Lock()
+        self.queues: dict[str, ModelQueue] = {}
+        self.in_flight: dict[int, InFlight] = {}
         self.child: Child | None = None
         self.stopped = False
         self.replays = 0
-        self.replayed: Callable[[], None] = lambda: None
 
-    def arrive(self, track: Track, operation: Operation) -> None:
-        """Put an operation into its lane, which does not have it yet."""
+    # Queues
+
+    async def queue(self, name: str, tenant: str, ordered: bool) -> ModelQueue:
+        """Return a queue; one that is not in memory is read from the log."""
+        if name in self.queues:
+            return self.queues[name]
+        if not ordered:
+            return self.queues.setdefault(name, ModelQueue(name, tenant, ordered=False))
+        if (loading := self._loading.get(name)) is None:  # requests that come at the same time share it
+            loading = self._loading[name] = asyncio.create_task(self._load(name, tenant))
+            loading.add_done_callback(lambda _: self._loading.pop(name, None))
+        return await asyncio.shield(loading)
+
+    async def _load(self, name: str, tenant: str) -> ModelQueue:
+        await self._outcomes.flush()
+        reason = await self._effects.closed(tenant, name)
+        closed = Closed(*reason) if reason else None
+        snapshot = await self._journal.snapshot(name)
+        number = snapshot.number if snapshot else -1
+        rows = await self._journal.after(name, number)
+        if any(row.kind == "create" and row.status in ("failed", "cancelled") for row in rows):
+            closed = closed or NEVER_CREATED
+        newest = max((row.id for row in rows), default=0)
+        queue = ModelQueue(name, tenant, ordered=True, snapshot_number=number, newest_row=newest, closed=closed)
+        self.queues[name] = queue
+        for row in rows:
+            if row.status == "pending":
+                self._opened(row)
+            self.arrive(queue, row)
+        return queue
+
+    def arrive(self, queue: ModelQueue, operation: Operation) -> None:
+        """Put a new operation into its queue."""
         if operation.status != "pending":
-            track.order.use_up(operation.number)
+            queue.order.use_up(operation.number)
         elif operation.attempts > 1:
-            track.order.use_up(operation.number)
+            queue.order.use_up(operation.number)
             self.fail(operation, "the engine died twice while it was under way; it is not tried again")
-        elif not track.ordered:
-            track.order.ready.append(operation)
-        elif not track.order.arrive(operation.number, operation, time.monotonic()):
+        elif not queue.arrive(operation, time.monotonic()):
             self.fail(operation, f"number {operation.number} of this model is over: it was given up, or ran", "user")
-        self.kick(track)
+        self.kick(queue)
 
     def fail(self, operation: Operation, reason: str, category: Category = "server") -> None:
         """End an operation that the engine does not have."""
         self._outcomes.put(operation, Outcome(operation.id, error=reason, category=category))
 
-    def close(self, track: Track, closed: Closed) -> None:
-        """Fail what waits in a lane, and everything that still comes."""
-        track.closed = closed
-        for operation in track.order.drop_all():
+    def close(self, queue: ModelQueue, closed: Closed) -> None:
+        """Fail what waits in a queue, and everything that still arrives."""
+        for operation in queue.close(closed):
             self.fail(operation, closed.reason, closed.category)
 
-    def kick(self, track: Track) -> None:
-        """Send what may be sent of a lane; what must be waited for is left to a task of the lane's own."""
-        if track.closed is not None:
-            self.close(track, track.closed)
+    def drop_idle(self) -> None:
+        """Forget queues in which nothing happens."""
+        for name in [name for name, queue in self.queues.items() if queue.idle]:
+            del self.queues[name]
+
+    @property
+    def restoring(self) -> int:
+        """Number of models whose snapshot the engine is reading."""
+        return sum(queue.restoring for queue in self.queues.values())
+
+    # Sending
+
+    def kick(self, queue: ModelQueue) -> None:
+        """Send what can be sent at once; the rest is left to a task of the queue's own."""
+        if queue.closed is not None:
+            self.close(queue, queue.closed)
         child = self.child
-        held = track.pump is not None or track.detaching or track.postponed is not None
-        if child is None or self.stopped or held:
+        if child is None or self.stopped or not queue.may_send:
             return
         try:
-            while track.order.ready and self._send_now(child, track):
+            while queue.head is not None and self._send_now(child, queue, queue.head):
                 pass
         except LinkClosed:
             return
-        if track.order.ready:
-            track.pump = asyncio.create_task(self._pump(child, track), name=f"pump {track.name}")
+        if queue.head is not None:
+            queue.start_sending()
+            self._senders[queue] = asyncio.create_task(self._send_all(child, queue), name=f"send {queue.name}")
 
-    def _send_now(self, child: Child, track: Track) -> bool:
-        operation = track.order.ready[0]
+    def _send_now(self, child: Child, queue: ModelQueue, operation: Operation) -> bool:
         payload = operation.payload
-        if payload is None or operation.kind == "sample" or not track.attached:
+        if payload is None or operation.kind == "sample" or queue.must_attach:
             return False
         if not self._window.try_take(len(payload)):
             return False
-        self._send(child, track, operation, payload)
+        self._send(child, queue, operation, payload)
         return True
 
-    async def _pump(self, child: Child, track: Track) -> None:
+    async def _send_all(self, child: Child, queue: ModelQueue) -> None:
+        """Send what is ready, attaching the model first; waits for the log and for the window."""
         try:
-            while track.order.ready and track.closed is None and not track.detaching and not self.stopped:
-                if track.ordered and not track.attached:
-                    await self.replay.attach(child, track)
+            while queue.head is not None and queue.closed is None and not self.stopped:
+                if queue.must_attach:
+                    await self._attach(child, queue)
                 else:
-                    await self._send_when_possible(child, track, track.order.ready[0])
+                    await self._send_when_possible(child, queue, queue.head)
                 await child.room()
         except LinkClosed:
             await asyncio.Event().wait()  # the engine is gone, and this task is about to be cancelled
         except Corrupted as error:
-            self.corrupt(track, str(error))
+            self.corrupt(queue, str(error))
         except Exception:
-            _log.exception("operations of a lane cannot be read; they are tried again")
-            await asyncio.sleep(_AGAIN)
+            _log.exception("operations of model %s cannot be read; they are tried again", queue.name)
+            await asyncio.sleep(_RETRY)
         finally:
-            track.pump = None
-        self.kick(track)
-        self.let_go(track)
+            if self._senders.get(queue) is asyncio.current_task():  # else it was cancelled, and the queue knows
+                del self._senders[queue]
+                queue.stop_sending()
+        self.kick(queue)
+        self.release(queue)
 
-    async def _send_when_possible(self, child: Child, track: Track, operation: Operation) -> None:
+    async def _send_when_possible(self, child: Child, queue: ModelQueue, operation: Operation) -> None:
         payload = await self._payload(operation)
         if operation.kind == "sample":
-            payload = await self._with_source(track, operation, payload)
+            payload = await self._with_source(queue, operation, payload)
         await self._window.take(operation.tenant, len(payload))
-        if track.closed is None and track.order.ready and track.order.ready[0] is operation:
-            self._send(child, track, operation, payload)
+        if queue.closed is None and queue.head is operation:
+            self._send(child, queue, operation, payload)
         else:
             self._window.give(len(payload))
 
@@ -134,26 +197,25 @@ class Dispatcher:
         except LookupError as error:
             raise Corrupted(f"what operation {operation.number} asks for is lost") from error
 
-    async def _with_source(self, track: Track, operation: Operation, payload: bytes) -> bytes:
+    async def _with_source(self, queue: ModelQueue, operation: Operation, payload: bytes) -> bytes:
+        """Return the payload of a sampling request with the folder of the weights that are newest now."""
         sample = Sample.parse(payload)
         if sample.inflight is None:
             return payload
         sample.source = await self._effects.inflight_folder(operation.tenant, sample.inflight)
-        if sample.source is None and operation in track.order.ready:
-            track.order.ready.remove(operation)
+        if sample.source is None and queue.withdraw(operation):
             self.fail(operation, f"model {sample.inflight} has no inflight weights yet: save them first", "user")
         return sample.dump()
 
-    def _send(self, child: Child, track: Track, operation: Operation, payload: bytes) -> None:
-        track.order.ready.popleft()
-        self.fly(child, Flight(operation, track, len(payload)), payload)
+    def _send(self, child: Child, queue: ModelQueue, operation: Operation, payload: bytes) -> None:
+        self._put(child, InFlight(operation, queue, len(payload)), payload)
         operation.payload = None if operation.kind in PASSES or operation.kind == "sample" else payload
 
-    def fly(self, child: Child, flight: Flight, payload: bytes, composition: str | None = None) -> None:
+    def _put(self, child: Child, flight: InFlight, payload: bytes, composition: str | None = None) -> None:
         """Send an operation, for which there is room in the window."""
         operation = flight.operation
-        self.flights[operation.id] = flight
-        flight.track.flying[operation.id] = flight
+        flight.queue.sent(flight)
+        self.in_flight[operation.id] = flight
         head = {
             "id": operation.id,
             "lane": operation.lane,
@@ -161,148 +223,195 @@ class Dispatcher:
             "kind": operation.kind,
             "tenant": operation.tenant,
             "tokens": operation.tokens,
-            "alone": operation.attempts > 0 or self.replay.killed(operation),
+            "alone": operation.attempts > 0 or operation.id in self._deaths,
             "replay": flight.replay,
         }
         if composition is not None:
             head["composition"] = composition
         child.put(Message(messages.RUN, head, payload))
 
-    async def fly_again(
-        self, child: Child, track: Track, operation: Operation, payload: bytes, composition: str | None
-    ) -> None:
-        """Send an operation of which only the effect is wanted."""
+    def land(self, operation: int) -> InFlight | None:
+        """Note that the engine does not have an operation any more; return what it was, if it had it."""
+        flight = self.in_flight.pop(operation, None)
+        if flight is not None:
+            flight.queue.landed(operation)
+            self._window.give(flight.size)
+        return flight
+
+    def tell(self, message: Message) -> None:
+        """Send what concerns the present engine alone."""
+        if self.child is not None:
+            with contextlib.suppress(LinkClosed):
+                self.child.put(message)
+
+    # Attaching: the newest snapshot, then what was done after it
+
+    async def _attach(self, child: Child, queue: ModelQueue) -> None:
+        """Let the engine restore a model, and repeat what was done after the snapshot, in order.
+
+        Raises:
+            Corrupted: something of that is lost.
+            LinkClosed: the engine is gone.
+        """
+        queue.start_attaching()
+        try:
+            await self._outcomes.flush()
+            if queue.restore_deaths >= MAX_DEATHS:
+                raise Corrupted(f"the engine died {MAX_DEATHS} times while it read the newest snapshot")
+            snapshot = await self._journal.snapshot(queue.name)
+            rows = await self._journal.after(queue.name, snapshot.number if snapshot else -1)
+            done = [row for row in rows if row.status == "done"]
+            if snapshot or done:
+                await self._effects.attached(queue.tenant, queue.name)
+                await self._restore(child, queue, snapshot.folder if snapshot else None)
+            for row in done:
+                await self._repeat(child, queue, row)
+        except LinkClosed:
+            raise  # what killed it is counted first
+        except Exception:
+            for number in list(queue.in_flight):
+                self.land(number)
+            queue.attaching_failed()
+            raise
+        queue.attached()
+
+    async def _restore(self, child: Child, queue: ModelQueue, folder: str | None) -> None:
+        """Let the engine read a snapshot. One that an engine died of is read while no other such snapshot is."""
+        async with self._suspects if queue.restore_deaths else contextlib.nullcontext():
+            answered = asyncio.get_running_loop().create_future()
+            queue.start_restoring(answered)
+            child.put(Message(messages.RESTORE, {"lane": queue.name, "folder": folder}))
+            if queue.restore_deaths:
+                await answered
+
+    async def _repeat(self, child: Child, queue: ModelQueue, operation: Operation) -> None:
+        """Send an operation of which only the effect is needed."""
+        if self._deaths.get(operation.id, 0) >= MAX_DEATHS:
+            raise Corrupted(f"the engine died {MAX_DEATHS} times while it did operation {operation.number} again")
+        try:
+            payload = operation.payload
+            payload = await self._journal.payload(operation.id) if payload is None else payload
+            composition = await self._journal.composition(operation.id)
+        except LookupError as error:
+            raise Corrupted(f"what operation {operation.number} asked for is lost") from error
         await self._window.take(operation.tenant, len(payload))
-        if track.closed is not None:
+        if queue.closed is not None:
             self._window.give(len(payload))
             return
         self.replays += 1
-        self.replayed()
-        self.fly(child, Flight(operation, track, len(payload), replay=True), payload, composition)
+        self._replayed()
+        self._put(child, InFlight(operation, queue, len(payload), replay=True), payload, composition)
 
-    def land(self, operation: int) -> Flight | None:
-        """Forget that the engine has an operation."""
-        flight = self.flights.pop(operation, None)
-        if flight is not None:
-            flight.track.flying.pop(operation, None)
-            self._window.give(flight.size)
-        return flight
+    def repeated(self, operation: Operation) -> None:
+        """Note that an operation was repeated."""
+        self._deaths.pop(operation.id, None)
+
+    # Detaching, postponing, giving up
+
+    def release(self, queue: ModelQueue) -> None:
+        """Let the engine free a model that is to leave, if nothing of it runs."""
+        todo = queue.release(engine=self.child is not None)
+        if todo == "detach":
+            self.tell(Message(messages.DETACH, {"lane": queue.name}))
+        elif todo == "detached":
+            self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
+
+    def postpone(self, queue: ModelQueue, reason: str) -> None:
+        """Take a model out of the engine because something is lacking; it is attached again after a pause.
+
+        Without an engine there is nothing to take back, and the model is attached again anyway.
+        """
+        if self.child is None or (flights := queue.postpone(reason)) is None:
+            return
+        _log.warning("model %s is attached again later: %s", queue.name, reason)
+        if (sender := self._senders.pop(queue, None)) is not None:
+            sender.cancel()
+        for flight in flights:
+            self.land(flight.operation.id)
+        queue.put_back([flight.operation for flight in flights if not flight.replay])
+        self._forget(queue)
+
+    def forgotten(self, queue: ModelQueue) -> None:
+        """Begin the pause of a postponed model: the engine has forgotten it, and sends no more answers about it."""
+        pause = PAUSES[min(queue.next_attempt(), len(PAUSES) - 1)]
+        asyncio.get_running_loop().call_later(pause, self._resume, queue)
+
+    def _resume(self, queue: ModelQueue) -> None:
+        queue.resume()
+        self.kick(queue)
+        self.release(queue)
+
+    def corrupt(self, queue: ModelQueue, why: str) -> None:
+        """Give a model up: nothing more runs in it, and what waits fails once its last checkpoint is known."""
+        victims = [flight.operation for flight in queue.in_flight.values() if not flight.replay]
+        for number in list(queue.in_flight):
+            self.land(number)
+        victims += queue.close(Closed(f"this model cannot be made again: {why}", "server"))
+        self._forget(queue)
+        _log.error("model %s cannot be made again: %s", queue.name, why)
+        task = asyncio.create_task(self._bury(queue, victims))
+        self._burials.add(task)
+        task.add_done_callback(self._burials.discard)
+
+    async def _bury(self, queue: ModelQueue, victims: list[Operation]) -> None:
+        reason = queue.closed.reason if queue.closed else ""
+        try:
+            last = await self._effects.last_checkpoint(queue.tenant, queue.name)
+            reason += f"; its last good checkpoint is {last}" if last else "; it has no checkpoint"
+        except Exception:
+            _log.exception("the last checkpoint of a model cannot be found")
+        victims += queue.close(Closed(reason, "server"))
+        self._outcomes.then(lambda: self._effects.corrupted(queue.tenant, queue.name, reason))
+        for operation in victims:
+            self.fail(operation, reason)
+
+    def _forget(self, queue: ModelQueue) -> None:
+        """Let the engine free what it has of a model, without a snapshot."""
+        self.tell(Message(messages.RESTORE, {"lane": queue.name, "folder": None}))
+
+    # Engines
 
     def engine_up(self, child: Child) -> None:
         """Send to this engine from now on."""
         self.child = child
-        for track in list(self.tracks.values()):
-            self.kick(track)
+        for queue in list(self.queues.values()):
+            self.kick(queue)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
-        """Take back what the engine had; what was under way for the second time has failed.
+        """Take back what the engine had; an operation that was under way for the second time fails.
 
         Args:
             blamed: operations that were under way.
             why: what happened, for clients.
         """
         self.child = None
-        pumps = [track.pump for track in self.tracks.values() if track.pump is not None]
-        for pump in pumps:
-            pump.cancel()
-        if pumps:
-            await asyncio.wait(pumps)
-        for track in self.tracks.values():
-            track.pump = None  # one that was cancelled before its first step did not say so itself
-        counted = [number for number in blamed if number in self.flights and not self.flights[number].replay]
+        senders = list(self._senders.values())
+        self._senders.clear()
+        for sender in senders:
+            sender.cancel()
+        if senders:
+            await asyncio.wait(senders)
+        counted = [number for number in blamed if number in self.in_flight and not self.in_flight[number].replay]
         if counted:
             self._outcomes.then(lambda: self._journal.blame(sorted(counted)))
-        self.replay.engine_down(list(self.tracks.values()), blamed)
-        for track in self.tracks.values():
-            self._take_back(track, blamed, why)
-        self.flights.clear()
+        for queue in list(self.queues.values()):
+            self._take_back(queue, blamed, why)
+        self.in_flight.clear()
         self._window = Window(self._window_bytes)
         await self._outcomes.flush()
 
-    def _take_back(self, track: Track, blamed: set[int], why: str) -> None:
-        track.leaving = track.leaving or track.detaching
-        track.attached = track.detaching = False
-        track.postponed = None  # a new engine may have what that one lacked
+    def _take_back(self, queue: ModelQueue, blamed: Collection[int], why: str) -> None:
         again: list[Operation] = []
-        for flight in track.flying.values():
-            operation = flight.operation
+        for flight in queue.engine_died(blamed):
+            operation, guilty = flight.operation, flight.operation.id in blamed
             if flight.replay:
+                if guilty:
+                    self._deaths[operation.id] = self._deaths.get(operation.id, 0) + 1
                 continue
-            operation.attempts += operation.id in blamed
+            operation.attempts += guilty
             if operation.attempts > 1:
                 self.fail(operation, f"{why}, twice while this was under way; it is not tried again")
             else:
                 again.append(operation)
-        track.flying.clear()
-        track.order.ready.extendleft(reversed(again))
-        self.let_go(track)
-
-    def corrupt(self, track: Track, why: str) -> None:
-        """Give a model up: nothing more runs in it, and what waits fails once its last checkpoint is known."""
-        victims = [flight.operation for flight in track.flying.values() if not flight.replay] + track.order.drop_all()
-        for number in list(track.flying):
-            self.land(number)
-        track.closed = Closed(f"this model cannot be made again: {why}", "server")
-        self.forget_there(track)
-        _log.error("model %s cannot be made again: %s", track.name, why)
-        task = asyncio.create_task(self._bury(track, victims))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def forget_there(self, track: Track) -> None:
-        """Let the engine free what it has of a model, without a snapshot."""
-        track.attached = False
-        self.tell(Message(messages.RESTORE, {"lane": track.name, "folder": None}))
-
-    def tell(self, message: Message) -> None:
-        """Send what an engine needs no longer know once it is gone."""
-        if self.child is not None:
-            with contextlib.suppress(LinkClosed):
-                self.child.put(message)
-
-    async def _bury(self, track: Track, victims: list[Operation]) -> None:
-        reason = track.closed.reason if track.closed else ""
-        try:
-            last = await self._effects.last_checkpoint(track.tenant, track.name)
-            reason += f"; its last good checkpoint is {last}" if last else "; it has no checkpoint"
-        except Exception:
-            _log.exception("the last checkpoint of a model cannot be found")
-        track.closed = Closed(reason, "server")
-        self._outcomes.then(lambda: self._effects.corrupted(track.tenant, track.name, reason))
-        for operation in victims:
-            self.fail(operation, reason)
-
-    def let_go(self, track: Track) -> None:
-        """Let the engine free a model that is to leave, if nothing of it runs."""
-        if not track.leaving or track.running:
-            return
-        track.leaving = False
-        if track.attached and self.child is not None:
-            track.detaching = True
-            self.tell(Message(messages.DETACH, {"lane": track.name}))
-        elif track.closed is None:
-            self._outcomes.then(lambda: self._effects.detached(track.tenant, track.name))
-
-    async def track(self, lane: str, tenant: str, ordered: bool) -> Track:
-        """Return a lane; one that is not in memory is read from the log."""
-        found = self.tracks.get(lane)
-        if found is not None:
-            return found
-        if not ordered:
-            return self.tracks.setdefault(lane, Track(lane, tenant, ordered=False))
-        return await self.replay.load(lane, tenant)
-
-    @property
-    def flying(self) -> int:
-        """Operations that the engine has."""
-        return len(self.flights)
-
-    @property
-    def restoring(self) -> int:
-        """Models whose snapshot the engine is reading."""
-        return sum(track.restoring is not None for track in self.tracks.values())
-
-    def drop_idle(self) -> None:
-        """Forget lanes in which nothing happens."""
-        for name in [name for name, track in self.tracks.items() if track.idle]:
-            del self.tracks[name]
+        queue.put_back(again)
+        self.release(queue)

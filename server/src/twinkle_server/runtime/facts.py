@@ -28,7 +28,7 @@ class Facts:
     Args:
         futures: of clients.
         outcomes: how operations ended.
-        dispatcher: the lanes.
+        dispatcher: the queues.
         supervisor: the engine.
         gap_pause: seconds after which a missing number is told as the reason.
         info: returns what the base model is.
@@ -62,15 +62,15 @@ class Facts:
             return "paused_capacity", missing
         if (engine := self._engine()) != "up":
             return "paused_capacity", f"the engine is {engine}"
-        track = self._dispatcher.tracks.get(lane)
-        if track is not None and track.postponed is not None:
-            return "paused_capacity", f"this model is made again as soon as that can be: {track.postponed}"
-        others = self._dispatcher.flying - (len(track.flying) if track is not None else 0)
+        queue = self._dispatcher.queues.get(lane)
+        if queue is not None and queue.postponed is not None:
+            return "paused_capacity", f"this model is made again as soon as that can be: {queue.postponed}"
+        others = len(self._dispatcher.in_flight) - (len(queue.in_flight) if queue is not None else 0)
         return "active", f"{others} operations of others are under way" if others else None
 
     def _missing(self, lane: str) -> str | None:
-        track = self._dispatcher.tracks.get(lane)
-        gap = track.order.gap() if track is not None and not track.running else None
+        queue = self._dispatcher.queues.get(lane)
+        gap = queue.order.gap() if queue is not None and not queue.running else None
         if gap is None or time.monotonic() - gap.since < self._gap_pause:
             return None
         seconds = time.monotonic() - gap.since
@@ -107,14 +107,14 @@ class Facts:
             "engine_restarts": self._supervisor.restarts,
             "open_futures": len(self._futures),
             "polls": self._futures.polls,
-            "in_engine": self._dispatcher.flying,
+            "in_engine": len(self._dispatcher.in_flight),
             "replays": self._dispatcher.replays,
-            "lanes": len(self._dispatcher.tracks),
+            "lanes": len(self._dispatcher.queues),
         }
 
     def ended(self, message: Message) -> None:
         """Take into account how an operation ended that the engine has; one that is done again says nothing new."""
-        flight = self._dispatcher.flights.get(message.head["id"])
+        flight = self._dispatcher.in_flight.get(message.head["id"])
         if flight is not None and not flight.replay:
             self.last_pass.ended(flight.operation.kind, message.head.get("category"))
 
@@ -125,10 +125,9 @@ class Facts:
     def show(self, figures: Figures) -> None:
         """Let what happens be counted, and what is at the moment be read."""
         self._count = figures.passed
-        self._dispatcher.replayed = figures.replayed
         figures.watch("open_futures", "Operations that wait or run.", lambda: float(len(self._futures)))
         figures.watch("polls", "Requests that wait for a result.", lambda: float(self._futures.polls))
-        figures.watch("in_engine", "Operations that the engine has.", lambda: float(self._dispatcher.flying))
+        figures.watch("in_engine", "Operations that the engine has.", lambda: float(len(self._dispatcher.in_flight)))
         figures.watch("queue_age_seconds", "Age of the oldest open future.", self._futures.oldest)
 
 

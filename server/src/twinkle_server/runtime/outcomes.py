@@ -24,18 +24,22 @@ class Outcomes:
     Args:
         journal: where to.
         written: is told of each when it is durable.
-        lost: is told when the journal may not be written any more (another process owns it).
+        lost: called when the journal may not be written any more (another process owns it).
+        unwritten: called with an operation that was done and is failed in the log, because its outcome cannot be
+            written; before `written`.
 
     Attributes:
         trouble: why nothing can be written at the moment.
-        unwritten: is told of an operation that was done and stands in the log as failed, because its outcome is
-            nothing that can be written; it is called before `written`.
     """
 
     def __init__(
-        self, journal: Journal, written: Callable[[Operation, Outcome], None], lost: Callable[[str], None]
+        self,
+        journal: Journal,
+        written: Callable[[Operation, Outcome], None],
+        lost: Callable[[str], None],
+        unwritten: Callable[[Operation], None] = lambda operation: None,
     ) -> None:
-        self.unwritten: Callable[[Operation], None] = lambda operation: None
+        self._unwritten = unwritten
         self._journal = journal
         self._written = written
         self._lost = lost
@@ -126,7 +130,7 @@ class Outcomes:
         failed = replace(outcome, result=None, error="its result could not be written", category="server", also=None)
         written = await self._persist(lambda: self._journal.finish([failed]))
         if outcome.error is None:
-            self.unwritten(operation)
+            self._unwritten(operation)
         self._tell(operation, failed if written is None else written[0])
 
     def _tell(self, operation: Operation, outcome: Outcome) -> None:

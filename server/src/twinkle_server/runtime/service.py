@@ -41,7 +41,7 @@ class Service(Runtime):
         super().__init__(settings, store.journal, effects, start_child, figures)
         self._store = store
         self.facts.store_works = lambda: store.database.healthy
-        self._sessions = SessionKeeper(store, self.dispatcher, self.ending, effects, settings.times)
+        self._sessions = SessionKeeper(store, self.dispatcher, self.cancellation, effects, settings.times)
         kept = settings.times.trash
         self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention, kept)
         self._upkeep.held = lambda: self.unrecorded

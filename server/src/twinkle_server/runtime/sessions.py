@@ -5,10 +5,10 @@ import time
 from typing import Protocol
 
 from twinkle_server.ports import Effects
+from twinkle_server.runtime.cancellation import Cancellation
 from twinkle_server.runtime.dispatch import Dispatcher
-from twinkle_server.runtime.ending import Ending
 from twinkle_server.runtime.heartbeats import Heartbeats
-from twinkle_server.runtime.tracks import Closed
+from twinkle_server.runtime.queues import Closed
 from twinkle_server.settings import Times
 from twinkle_server.store.models import Models
 from twinkle_server.store.sessions import Sessions
@@ -33,16 +33,18 @@ class SessionKeeper:
 
     Args:
         store: their tables.
-        dispatcher: has the lanes.
-        ending: lets go of them.
+        dispatcher: has the queues.
+        cancellation: lets go of them.
         effects: says what became of models.
         times: `session` and `kept_run` count.
     """
 
-    def __init__(self, store: Tables, dispatcher: Dispatcher, ending: Ending, effects: Effects, times: Times) -> None:
+    def __init__(
+        self, store: Tables, dispatcher: Dispatcher, cancellation: Cancellation, effects: Effects, times: Times
+    ) -> None:
         self._store = store
         self._dispatcher = dispatcher
-        self._ending = ending
+        self._cancellation = cancellation
         self._effects = effects
         self._times = times
         self._heartbeats = Heartbeats(store.sessions)
@@ -59,7 +61,7 @@ class SessionKeeper:
     def finish(self, session: str) -> None:
         """Let go of what a session has."""
         self._heartbeats.forget(session)
-        self._ending.leave(f"{session}:", "its session was finished")
+        self._cancellation.leave(f"{session}:", "its session was finished")
 
     async def expire(self) -> None:
         """End the sessions that were silent too long, unless something of them runs."""
@@ -76,11 +78,11 @@ class SessionKeeper:
             if await self._store.sessions.end(session.tenant, session.id, "expired", now, "expired"):
                 _log.info("session %s expired", session.id)
                 self._heartbeats.forget(session.id)
-                self._ending.leave(f"{session.id}:", "its session expired: no heartbeat came")
+                self._cancellation.leave(f"{session.id}:", "its session expired: no heartbeat came")
 
     def _runs(self, session: str) -> bool:
-        tracks = self._dispatcher.tracks.items()
-        return any(track.running for name, track in tracks if name.startswith(f"{session}:"))
+        queues = self._dispatcher.queues.items()
+        return any(queue.running for name, queue in queues if name.startswith(f"{session}:"))
 
     async def settle(self) -> None:
         """Detach models whose session has ended, whatever came between, and forget those that were kept long enough."""
@@ -93,18 +95,18 @@ class SessionKeeper:
             await self._forget(model.id, model.tenant)
 
     async def _settle(self, model: str, tenant: str) -> None:
-        track = self._dispatcher.tracks.get(model)
-        if track is not None and not track.idle:
-            track.leaving = True
-            self._dispatcher.let_go(track)
+        queue = self._dispatcher.queues.get(model)
+        if queue is not None and not queue.idle:
+            queue.leave()
+            self._dispatcher.release(queue)
         else:
             await self._effects.detached(tenant, model)
 
     async def _forget(self, model: str, tenant: str) -> None:
-        track = self._dispatcher.tracks.get(model)
-        if track is not None and track.running:
+        queue = self._dispatcher.queues.get(model)
+        if queue is not None and queue.running:
             return
         reason = f"nothing was asked of it for {self._times.kept_run / 86400:.3g} days"
-        if track is not None:
-            self._dispatcher.close(track, Closed(f"this model is gone: {reason}"))
+        if queue is not None:
+            self._dispatcher.close(queue, Closed(f"this model is gone: {reason}"))
         await self._effects.gone(tenant, model, reason)

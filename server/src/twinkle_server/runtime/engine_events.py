@@ -1,4 +1,4 @@
-"""What the engine answers: results are written, and lanes go on, close, or are freed."""
+"""Messages of the engine about models: results are written, and queues go on, close, or are released."""
 
 import logging
 from typing import Any
@@ -9,35 +9,29 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.operations import Operation, Outcome, Snapshot
 from twinkle_server.ports import Effects, Journal
-from twinkle_server.runtime.dispatch import Dispatcher
+from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.postponing import Postponing
-from twinkle_server.runtime.replay import NEVER_MADE
-from twinkle_server.runtime.tracks import Closed, Track
+from twinkle_server.runtime.queues import Closed, ModelQueue
 
 _log = logging.getLogger(__name__)
 _LACKING = "memory or descriptors are lacking"
 
 
-class Answers:
-    """Takes the engine's messages about lanes.
+class EngineEvents:
+    """Handles the messages of the engine about models.
 
     Args:
         dispatcher: knows what the engine has.
         journal: the log.
         outcomes: writes.
         effects: the rest of the store.
-        postponing: puts models off.
 
     Attributes:
         unrecorded: folders of snapshots whose rows are not written yet.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, effects: Effects, postponing: Postponing
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, journal: Journal, outcomes: Outcomes, effects: Effects) -> None:
         self._dispatcher = dispatcher
-        self._postponing = postponing
         self.unrecorded: set[str] = set()
         self._journal = journal
         self._outcomes = outcomes
@@ -48,18 +42,18 @@ class Answers:
         flight = self._dispatcher.land(message.head["id"])
         if flight is None:
             return
-        operation, track, error = flight.operation, flight.track, message.head.get("error")
+        operation, queue, error = flight.operation, flight.queue, message.head.get("error")
         if not flight.replay:
-            track.postponements = 0
+            queue.worked()
             self._outcomes.put(operation, self._outcome(operation, message.head, message.body))
-            self._follow(track, operation, failed=error is not None)
+            self._follow(queue, operation, failed=error is not None)
         elif error is None:
-            self._dispatcher.replay.survived(operation)
+            self._dispatcher.repeated(operation)
         elif message.head.get("later"):
-            self._postponing.put_off(track, _LACKING)
+            self._dispatcher.postpone(queue, _LACKING)
         else:
-            self._dispatcher.corrupt(track, f"operation {operation.number} failed when it was done again: {error}")
-        self._dispatcher.let_go(track)
+            self._dispatcher.corrupt(queue, f"operation {operation.number} failed when it was done again: {error}")
+        self._dispatcher.release(queue)
 
     def _outcome(self, operation: Operation, head: dict[str, Any], body: bytes) -> Outcome:
         if head.get("error") is not None:
@@ -72,32 +66,28 @@ class Answers:
             _log.exception("what operation %d did cannot be written", operation.id)
             return Outcome(operation.id, error="its result could not be written", category="server")
 
-    def _follow(self, track: Track, operation: Operation, failed: bool) -> None:
+    def _follow(self, queue: ModelQueue, operation: Operation, failed: bool) -> None:
         if failed and operation.kind == "create":
-            self._dispatcher.close(track, NEVER_MADE)
-            track.attached = False
+            self._dispatcher.close(queue, NEVER_CREATED)
         elif operation.kind == "unload" and not failed:
-            self._dispatcher.close(track, Closed("this model was unloaded"))
-            track.attached = False
+            self._dispatcher.close(queue, Closed("this model was unloaded"))
             self._outcomes.then(self._effects.unloaded)
         elif not failed and _reads_checkpoint(operation):
-            self._dispatcher.tell(Message(messages.SNAPSHOT, {"lane": track.name}))
+            self._dispatcher.tell(Message(messages.SNAPSHOT, {"lane": queue.name}))
 
     def restored(self, message: Message) -> None:
         """Take the answer to a RESTORE."""
-        track = self._dispatcher.tracks.get(message.head["lane"])
-        if track is None:
+        queue = self._dispatcher.queues.get(message.head["lane"])
+        if queue is None:
             return
-        if track.restoring is not None and not track.restoring.done():
-            track.restoring.set_result(None)
-        track.restoring, track.restore_deaths = None, 0
-        if track.postponed is not None:
-            self._postponing.forgotten(track)
+        queue.restored()
+        if queue.postponed is not None:
+            self._dispatcher.forgotten(queue)
         elif message.head.get("later"):
-            self._postponing.put_off(track, _LACKING)
-        elif message.head.get("error") is not None and track.closed is None:
-            _log.error("snapshot of model %s: %s", track.name, message.head["error"])
-            self._dispatcher.corrupt(track, "its newest snapshot cannot be read")
+            self._dispatcher.postpone(queue, _LACKING)
+        elif message.head.get("error") is not None and queue.closed is None:
+            _log.error("snapshot of model %s: %s", queue.name, message.head["error"])
+            self._dispatcher.corrupt(queue, "its newest snapshot cannot be read")
 
     def snapshotted(self, message: Message) -> None:
         """Write that a snapshot is there, behind the outcomes of what it contains."""
@@ -105,8 +95,8 @@ class Answers:
         self.unrecorded.add(snapshot.folder)
 
         async def record() -> None:
-            track = self._dispatcher.tracks.get(snapshot.lane)
-            if track is not None and track.closed is not None:
+            queue = self._dispatcher.queues.get(snapshot.lane)
+            if queue is not None and queue.closed is not None:
                 await self._effects.remove([snapshot.folder])
             else:
                 await self._effects.remove(await self._journal.snapshotted(snapshot))
@@ -116,13 +106,12 @@ class Answers:
 
     def detached(self, message: Message) -> None:
         """Note that the engine let go of a model."""
-        track = self._dispatcher.tracks.get(message.head["lane"])
-        if track is None:
+        queue = self._dispatcher.queues.get(message.head["lane"])
+        if queue is None:
             return
-        track.attached = track.detaching = False
-        if track.closed is None and not track.order.ready:
-            self._outcomes.then(lambda: self._effects.detached(track.tenant, track.name))
-        self._dispatcher.kick(track)
+        if queue.detached() and queue.head is None:
+            self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
+        self._dispatcher.kick(queue)
 
 
 def _reads_checkpoint(operation: Operation) -> bool:

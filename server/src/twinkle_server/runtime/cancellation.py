@@ -10,17 +10,16 @@ from twinkle_server.operations import LOST, Operation, Outcome, Submission
 from twinkle_server.ports import Journal
 from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.runtime.dispatch import Dispatcher
-from twinkle_server.runtime.lanes import Gap
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.tracks import Track
+from twinkle_server.runtime.queues import Gap, ModelQueue
 from twinkle_server.settings import Times
 
 
-class Ending:
+class Cancellation:
     """Ends operations.
 
     Args:
-        dispatcher: has the lanes.
+        dispatcher: has the queues.
         journal: the log.
         outcomes: writes.
         arrivals: which requests may still come.
@@ -46,74 +45,70 @@ class Ending:
 
     def cancel(self, operation: Operation) -> None:
         """Drop an operation that was not sent to the engine yet, or that samples; others run to their end."""
-        track = self._dispatcher.tracks.get(operation.lane)
-        if track is None:
+        queue = self._dispatcher.queues.get(operation.lane)
+        if queue is None:
             return
-        if operation.id in track.flying:
+        if operation.id in queue.in_flight:
             if operation.kind != "sample":
                 return
             self._dispatcher.land(operation.id)
             self._dispatcher.tell(Message(messages.CANCEL, {"id": operation.id}))
-        elif operation in track.order.ready:
-            track.order.ready.remove(operation)
-        elif track.ordered and track.order.holds(operation.number):
-            track.order.use_up(operation.number)
-        else:
+        elif not queue.withdraw(operation):
             return  # its outcome is being written
         outcome = Outcome(operation.id, error="it was cancelled", category="user", cancelled=True)
         self._outcomes.put(operation, outcome)
-        self._dispatcher.kick(track)
-        self._dispatcher.let_go(track)
+        self._dispatcher.kick(queue)
+        self._dispatcher.release(queue)
 
     def leave(self, prefix: str, reason: str) -> None:
-        """Let go of the lanes whose names begin so: what waits fails, what runs ends, and models are snapshotted."""
-        for track in [track for name, track in self._dispatcher.tracks.items() if name.startswith(prefix)]:
-            for operation in track.order.drop_all():
+        """Let go of the queues whose names begin so: what waits fails, what runs ends, and models are snapshotted."""
+        for queue in [queue for name, queue in self._dispatcher.queues.items() if name.startswith(prefix)]:
+            for operation in queue.order.drop_all():
                 self._dispatcher.fail(operation, reason, "user")
-            track.leaving = track.ordered
-            self._dispatcher.let_go(track)
+            queue.leave()
+            self._dispatcher.release(queue)
 
     async def give_up_gaps(self) -> None:
         """Fail what has waited too long for a number that never came, and let later ones run."""
-        for track in list(self._dispatcher.tracks.values()):
-            for operation in track.order.drop_far(self._farthest):  # submissions so far away were taken once
+        for queue in list(self._dispatcher.queues.values()):
+            for operation in queue.order.drop_far(self._farthest):  # submissions so far away were taken once
                 self._dispatcher.fail(operation, f"number {operation.number} is too far above those before it", "user")
-            gap, now = track.order.gap(), time.monotonic()
-            if gap is not None and now >= self._lost_at(track, gap):
-                await self._give_up(track, now - gap.since)
+            gap, now = queue.order.gap(), time.monotonic()
+            if gap is not None and now >= self._lost_at(queue, gap):
+                await self._give_up(queue, now - gap.since)
 
-    def _lost_at(self, track: Track, gap: Gap) -> float:
+    def _lost_at(self, queue: ModelQueue, gap: Gap) -> float:
         """Return when a missing number counts as lost, as far as can be known now."""
         times = self._times
-        expected = max(gap.since + times.gap_fail, self._arrivals.expected_until(track.tenant, times.gap_fail))
+        expected = max(gap.since + times.gap_fail, self._arrivals.expected_until(queue.tenant, times.gap_fail))
         return min(expected, gap.since + times.gap_limit)
 
-    async def _give_up(self, track: Track, seconds: float) -> None:
-        if not (missing := track.order.missing()):
+    async def _give_up(self, queue: ModelQueue, seconds: float) -> None:
+        if not (missing := queue.order.missing()):
             return
         reason = f"number {missing[0]} of this model did not arrive within {seconds:.0f} s"
-        refused = [_lost(track, number, seconds) for number in missing]
+        refused = [_lost(queue, number, seconds) for number in missing]
         try:  # together, so that they share commits
             await asyncio.shield(asyncio.gather(*map(self._journal.submit, refused)))
         except SequenceConflict:
             return  # it came at last
-        if track.order.missing() != missing:
+        if queue.order.missing() != missing:
             return
-        for operation in track.order.give_up():
+        for operation in queue.order.give_up():
             self._dispatcher.fail(
                 operation,
                 f"cannot run number {operation.number}: {reason} (a request that fails in the client uses up its "
                 "number), and nothing runs out of order; send this request again under the next number",
                 "user",
             )
-        self._dispatcher.kick(track)
-        self._dispatcher.let_go(track)
+        self._dispatcher.kick(queue)
+        self._dispatcher.release(queue)
 
 
-def _lost(track: Track, number: int, seconds: float) -> Submission:
+def _lost(queue: ModelQueue, number: int, seconds: float) -> Submission:
     """Return what is written for a number that never came; its request, if it comes later, is answered with this."""
     reason = (
         f"cannot run number {number} of this model: it did not arrive within {seconds:.0f} s after a later one, which "
         "was failed for that; nothing was computed; send this request again under the next number"
     )
-    return Submission(track.tenant, track.name, "forward", b"", number, refusal=reason, asked=LOST)
+    return Submission(queue.tenant, queue.name, "forward", b"", number, refusal=reason, asked=LOST)

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twinkle_server.runtime.lanes import Lane
+from twinkle_server.runtime.queues import SequenceOrder
 
 
 @given(st.permutations(range(16)), st.sets(st.integers(0, 15)), st.integers(0, 5))
 def test_whatever_the_order_of_arrival_what_is_given_out_is_in_order(
     order: list[int], used: set[int], behind: int
 ) -> None:
-    lane: Lane[int] = Lane(behind)
+    lane: SequenceOrder[int] = SequenceOrder(behind)
     given_out: list[int] = []
     for number in order:
         if number in used:
@@ -28,7 +28,7 @@ def test_whatever_the_order_of_arrival_what_is_given_out_is_in_order(
 
 @given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)))
 def test_a_gap_is_named_by_its_first_number_and_since_its_oldest_waiter(arrived: set[int], used: set[int]) -> None:
-    lane: Lane[int] = Lane()
+    lane: SequenceOrder[int] = SequenceOrder()
     for when, number in enumerate(sorted(arrived)):
         lane.arrive(number, number, float(when))
     for number in used:
@@ -45,7 +45,7 @@ def test_a_gap_is_named_by_its_first_number_and_since_its_oldest_waiter(arrived:
 
 @given(st.sets(st.integers(1, 20), min_size=1), st.sets(st.integers(1, 20)))
 def test_giving_up_a_gap_drops_what_waits_right_behind_it_and_goes_on(arrived: set[int], used: set[int]) -> None:
-    lane: Lane[int] = Lane()
+    lane: SequenceOrder[int] = SequenceOrder()
     for number in arrived:
         lane.arrive(number, number, 0.0)
     for number in used:
@@ -66,7 +66,7 @@ def test_giving_up_a_gap_drops_what_waits_right_behind_it_and_goes_on(arrived: s
 
 
 def test_a_closed_lane_gives_back_all_that_waited_in_order() -> None:
-    lane: Lane[str] = Lane()
+    lane: SequenceOrder[str] = SequenceOrder()
     for number in (5, 0, 3, 1):
         lane.arrive(number, str(number), 0.0)
     assert lane.drop_all() == ["0", "1", "3", "5"]
@@ -76,7 +76,7 @@ def test_a_closed_lane_gives_back_all_that_waited_in_order() -> None:
 
 
 def test_a_number_that_waits_and_is_used_up_is_gone() -> None:
-    lane: Lane[str] = Lane()
+    lane: SequenceOrder[str] = SequenceOrder()
     lane.arrive(1, "1", 0.0)
     assert lane.holds(1)
     lane.use_up(1)
@@ -88,7 +88,7 @@ def test_a_number_that_waits_and_is_used_up_is_gone() -> None:
 
 @given(st.integers(2**20, 2**62), st.integers(0, 5))
 def test_a_number_that_is_far_away_costs_no_more_than_a_near_one(far: int, next_one: int) -> None:
-    lane: Lane[str] = Lane()
+    lane: SequenceOrder[str] = SequenceOrder()
     for number in range(next_one):
         lane.use_up(number)
     lane.arrive(far, "far", 0.0)
