@@ -14,10 +14,10 @@ from server_raw import Raw, datum, pass_body, row, sparse
 
 from twinkle_server.application import create_application
 from twinkle_server.assembly import assemble
-from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store import open_store
+from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.wire import tinker_pb2 as wire
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"

@@ -18,10 +18,10 @@ from twinkle_server.engine.__main__ import make_executor
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.messages import Message
 from twinkle_server.link import AsyncLink, BlockingLink, LinkClosed
-from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import open_store
+from twinkle_server.telemetry.metrics import Metrics
 
 PROTOBUF = "application/x-protobuf"
 SECONDS = 60.0

@@ -12,7 +12,7 @@ from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.ports import Service
 from twinkle_server.settings import Settings
 from twinkle_server.tinker.answers import answer
-from twinkle_server.tinker.house import House, Records
+from twinkle_server.tinker.app_state import AppState, Records
 from twinkle_server.tinker.routes import tinker_routes
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def create_application(
         redirect_slashes=False,
         default_response_class=Response,
     )
-    application.state.house = House(service, store, settings, links)
+    application.state.state = AppState(service, store, settings, links)
     application.include_router(router or tinker_routes())
     application.add_exception_handler(ServiceError, _service_error)
     application.add_exception_handler(RequestValidationError, _invalid)

@@ -3,18 +3,18 @@
 from typing import Any
 
 from twinkle_server.application import create_application
-from twinkle_server.armour.arriving import Arriving
-from twinkle_server.armour.bodies import Bodies
-from twinkle_server.armour.requests import Requests
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.direct import Direct
-from twinkle_server.observe.health import INSIDE, PROBES, Access, folder_token, health_routes
-from twinkle_server.observe.metrics import Metrics
-from twinkle_server.observe.requests import Observed
+from twinkle_server.limits.arrivals import ArrivalMiddleware
+from twinkle_server.limits.bodies import BodyLimitMiddleware
+from twinkle_server.limits.request_head import RequestHeadMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
-from twinkle_server.tenancy.audit import Audited
+from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
+from twinkle_server.telemetry.metrics import Metrics
+from twinkle_server.telemetry.requests import TelemetryMiddleware
+from twinkle_server.tenancy.audit import AuditMiddleware
 from twinkle_server.tenancy.auth import Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.limited import Limited
@@ -43,7 +43,7 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
 
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
     faces.include_router(health_routes(service.ready, status, metrics, access))
-    bodies = Bodies(Audited(Direct(faces, router.routes), store.audit), settings.limits)
+    bodies = BodyLimitMiddleware(AuditMiddleware(Direct(faces, router.routes), store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
-    guarded = Authentication(Arriving(bodies, service.arrivals), keys, PROBES | INSIDE)
-    return Requests(Observed(guarded, metrics))
+    guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
+    return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))

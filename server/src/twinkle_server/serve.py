@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
-from twinkle_server.observe import logs, presence
-from twinkle_server.observe.health import folder_token
-from twinkle_server.observe.metrics import Metrics
 from twinkle_server.runtime.service import Service
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Settings
 from twinkle_server.store.base import check_base
 from twinkle_server.store.opening import Store, open_store
+from twinkle_server.telemetry import logs, presence
+from twinkle_server.telemetry.health import folder_token
+from twinkle_server.telemetry.metrics import Metrics
 from twinkle_server.tenancy.auth import is_loopback
 from twinkle_server.tenancy.issue import issue
 from twinkle_server.tenancy.usage import UsageLog
@@ -228,7 +228,7 @@ def _server(application: Any) -> "uvicorn.Server":
     """Return uvicorn without its handling of signals: a drain comes before the end."""
     import uvicorn
 
-    from twinkle_server.armour.protocol import GuardedProtocol
+    from twinkle_server.limits.protocol import GuardedProtocol
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager

@@ -19,8 +19,8 @@ from twinkle.testing import tiny_model
 from twinkle_server.application import create_application
 from twinkle_server.cli.server import main as server
 from twinkle_server.direct import Direct
-from twinkle_server.observe import logs
-from twinkle_server.observe.health import INSIDE
+from twinkle_server.telemetry import logs
+from twinkle_server.telemetry.health import INSIDE
 from twinkle_server.tenancy.keys import new_key
 from twinkle_server.wire import tinker_pb2 as wire
 

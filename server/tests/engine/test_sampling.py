@@ -10,11 +10,11 @@ from ledger_engine import LedgerEngine
 from twinkle_server.engine import messages
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.executor import Executor
-from twinkle_server.engine.interleaving import Interleaving
-from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.queues import Task
+from twinkle_server.engine.sample_queue import TOGETHER, Sampling
 from twinkle_server.engine.samples import Sampled
-from twinkle_server.engine.sampling import TOGETHER, Sampling
+from twinkle_server.engine.time_sharing import TimeSharing
 from twinkle_server.payloads import Sample
 
 
@@ -136,12 +136,12 @@ def test_what_the_backend_refuses_is_told_and_takes_no_room(
 
 
 @pytest.fixture
-def interleaving(sampling: Sampling, told: list[Message]) -> Interleaving:
-    return Interleaving(sampling, lambda: None, told.append, seconds=0.5)
+def interleaving(sampling: Sampling, told: list[Message]) -> TimeSharing:
+    return TimeSharing(sampling, lambda: None, told.append, seconds=0.5)
 
 
 def test_the_clock_stands_still_while_others_decode(
-    sampling: Sampling, decoder: Decoder, interleaving: Interleaving, monkeypatch: pytest.MonkeyPatch
+    sampling: Sampling, decoder: Decoder, interleaving: TimeSharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + 5.0 * decoder.steps)
     sampling.add(request(1))
@@ -154,7 +154,7 @@ def test_the_clock_stands_still_while_others_decode(
 
 
 def test_what_is_under_way_is_told_again_after_decode_steps_inside_a_pass(
-    sampling: Sampling, interleaving: Interleaving, told: list[Message]
+    sampling: Sampling, interleaving: TimeSharing, told: list[Message]
 ) -> None:
     sampling.add(request(7))
     interleaving.begin([1, 2])
@@ -165,7 +165,7 @@ def test_what_is_under_way_is_told_again_after_decode_steps_inside_a_pass(
 def test_what_kills_the_engine_while_it_is_taken_in_is_blamed_and_nobody_else(
     sampling: Sampling,
     decoder: Decoder,
-    interleaving: Interleaving,
+    interleaving: TimeSharing,
     told: list[Message],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,7 +191,7 @@ def _under_way(told: list[Message]) -> list[int]:
 
 
 def test_without_requests_nothing_is_told_between_the_parts_of_a_pass(
-    interleaving: Interleaving, told: list[Message]
+    interleaving: TimeSharing, told: list[Message]
 ) -> None:
     interleaving.begin([1, 2])
     interleaving.train(interleaving.between)
@@ -199,7 +199,7 @@ def test_without_requests_nothing_is_told_between_the_parts_of_a_pass(
 
 
 def test_a_long_pass_in_which_nobody_sampled_is_not_made_up_for(
-    sampling: Sampling, decoder: Decoder, interleaving: Interleaving, monkeypatch: pytest.MonkeyPatch
+    sampling: Sampling, decoder: Decoder, interleaving: TimeSharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = 0
     monkeypatch.setattr(time, "perf_counter", lambda: 1.0 * pieces + 0.25 * decoder.steps)

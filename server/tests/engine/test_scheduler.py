@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinkle_server.engine.composition import Composition
-from twinkle_server.engine.lanes import Lanes, Task
+from twinkle_server.engine.queues import Lanes, Task
 from twinkle_server.engine.scheduler import Alternation, Scheduler
 
 KINDS = ["create", "forward", "forward_backward", "forward_backward", "optim_step", "save", "load", "unload"]

@@ -9,8 +9,8 @@ from ledger_engine import Ledger, LedgerEngine
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.executor import Executor
-from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.queues import Task
 from twinkle_server.engine.snapshots import Snapshots
 from twinkle_server.payloads import Create
 

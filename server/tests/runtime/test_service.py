@@ -23,10 +23,10 @@ from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import AuditEntry, Model, Session
 
 LANE = "s:train:0"
-Body = Callable[["House"], Awaitable[None]]
+Body = Callable[["AppState"], Awaitable[None]]
 
 
-class House:
+class AppState:
     """A service on a data directory, and a client."""
 
     def __init__(self, data: Path, plan: Plan, times: Times) -> None:
@@ -64,7 +64,7 @@ class House:
 
 @asynccontextmanager
 async def house(data: Path, plan: Plan | None = None, times: Times | None = None) -> Any:
-    made = House(data, plan or Plan(), times or Times())
+    made = AppState(data, plan or Plan(), times or Times())
     try:
         await made.service.start()
         yield made
@@ -116,7 +116,7 @@ def test_a_model_from_a_checkpoint_answers_as_loaded_and_is_snapshotted_at_once(
     within(SOON, scenario)
 
 
-async def _has_snapshot(at: House) -> bool:
+async def _has_snapshot(at: AppState) -> bool:
     return await at.store.journal.snapshot(LANE) is not None
 
 
@@ -337,7 +337,7 @@ def test_a_heartbeat_does_not_wait_for_a_busy_disk_and_is_written_in_time(tmp_pa
     within(SOON, scenario)
 
 
-async def _heard(at: House, since: float) -> bool:
+async def _heard(at: AppState, since: float) -> bool:
     return (await at.store.sessions.get("ada", "s")).last_heartbeat >= since
 
 
@@ -389,7 +389,7 @@ def test_a_model_that_nobody_asks_for_is_not_kept_for_ever(tmp_path: Path) -> No
     within(SOON, scenario)
 
 
-async def _is(at: House, status: str) -> bool:
+async def _is(at: AppState, status: str) -> bool:
     return await at.status() == status
 
 

@@ -10,7 +10,7 @@ from twinkle_server.application import create_application
 from twinkle_server.errors import Unavailable
 from twinkle_server.settings import Settings
 from twinkle_server.store.records import AuditEntry
-from twinkle_server.tenancy.audit import EVENTS, Audited
+from twinkle_server.tenancy.audit import EVENTS, AuditMiddleware
 from twinkle_server.tenancy.auth import Caller
 
 ALICE = Caller("alice", "key-1")
@@ -43,7 +43,7 @@ def ask(table: Table, method: str, template: str, status: int = 200, caller: Any
         sent.append(message)
 
     scope = {"type": "http", "method": method, "caller": caller, "request_id": "r1"}
-    asyncio.run(Audited(app, table)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(AuditMiddleware(app, table)(scope, None, send))  # type: ignore[arg-type]
     return sent
 
 

@@ -25,7 +25,7 @@ from twinkle_server.runtime.effects import StoreEffects
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.store import Store, open_store
 from twinkle_server.tenancy.auth import Authentication, Caller
-from twinkle_server.tinker.house import House
+from twinkle_server.tinker.app_state import AppState
 from twinkle_server.wire.codec import (
     SampledPrompt,
     SampledText,
@@ -136,7 +136,7 @@ class Served:
     url: str
     service: CannedService
     store: Store
-    house: House
+    state: AppState
     salt: str = ""
     clients: list[httpx.Client] = field(default_factory=list)
 
@@ -160,7 +160,7 @@ def served(listening: Served) -> Iterator[Served]:
     service.submissions, service.finished, service.cancelled = [], [], []
     service.held, service.refuse, service.fail = False, None, lambda _: None
     listening.salt = new_id()
-    listening.house.settings = replace(listening.house.settings, custom_losses=False)
+    listening.state.settings = replace(listening.state.settings, custom_losses=False)
     yield listening
     while listening.clients:
         listening.clients.pop().close()
@@ -186,7 +186,7 @@ def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ends = time.monotonic() + 20
     while not server.started and time.monotonic() < ends:
         time.sleep(0.01)
-    yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", service, store, application.state.house)
+    yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", service, store, application.state.state)
     server.should_exit = True
     thread.join(20)
     sock.close()

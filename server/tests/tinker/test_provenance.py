@@ -159,9 +159,9 @@ def test_a_sampling_request_that_is_not_over_has_no_sequences_yet(served: Any, l
 
 def test_strict_losses_leave_the_refusal_to_the_engine(served: Any, loop: Loop) -> None:
     sequence = loop.sample(record=False)[0]
-    served.house.settings = replace(served.house.settings, strict_losses=True)
+    served.state.settings = replace(served.state.settings, strict_losses=True)
     try:
         loop.train(sequence)
     finally:
-        served.house.settings = replace(served.house.settings, strict_losses=False)
+        served.state.settings = replace(served.state.settings, strict_losses=False)
     assert served.service.submissions[-1].refusal is None

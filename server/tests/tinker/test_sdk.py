@@ -85,7 +85,7 @@ def test_its_custom_losses_are_computed_by_itself(served, client):
 
 
 def test_its_custom_losses_are_sent_where_that_is_switched_on(served):
-    served.house.settings = replace(served.house.settings, custom_losses=True)
+    served.state.settings = replace(served.state.settings, custom_losses=True)
 
     def loss(logprobs, weights):  # type: ignore[no-untyped-def]
         return -(logprobs * weights).sum(), {"custom/mean:mean": logprobs.mean()}

@@ -207,7 +207,7 @@ def test_custom_losses_are_refused_with_what_to_do_instead(served):
 
 def test_custom_losses_are_checked_and_named_where_they_are_switched_on(served):
     client = served.http()
-    served.house.settings = replace(served.house.settings, custom_losses=True)
+    served.state.settings = replace(served.state.settings, custom_losses=True)
     assert client.post("/client/config", json={}).json()["custom_loss_server_side"] is True
     start = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
     total = {"op": "call_method", "name": "total", "target": "sum", "args": [{"ref": "logprobs"}]}
@@ -234,7 +234,7 @@ def test_an_id_of_a_loss_that_is_nested_deeply_is_none(served, depth: int):
 
 def test_a_graph_larger_than_any_loss_is_refused_before_it_is_walked_through(served):
     client = served.http()
-    served.house.settings = replace(served.house.settings, custom_losses=True)
+    served.state.settings = replace(served.state.settings, custom_losses=True)
     node = {"op": "call_function", "name": "n", "target": "torch.sum", "args": [[{"ref": "logprobs"}] * 200_000]}
     body = {"session_id": session(client), "custom_loss_seq_id": 0, "name": "x", "inputs": []}
     answer = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [node]}})
@@ -279,7 +279,7 @@ def test_a_future_is_its_owners_alone(served):
 
 
 def test_a_poll_ends_with_its_clients_connection(served, monkeypatch: pytest.MonkeyPatch):
-    settings, wait, held = served.house.settings, served.service.wait, []
+    settings, wait, held = served.state.settings, served.service.wait, []
 
     async def counted(*arguments: Any) -> Any:
         held.append(arguments)
@@ -289,7 +289,7 @@ def test_a_poll_ends_with_its_clients_connection(served, monkeypatch: pytest.Mon
             held.pop()
 
     monkeypatch.setattr(served.service, "wait", counted)
-    monkeypatch.setattr(served.house, "settings", replace(settings, times=replace(settings.times, poll=30.0)))
+    monkeypatch.setattr(served.state, "settings", replace(settings, times=replace(settings.times, poll=30.0)))
     client = served.http()
     served.service.held = True
     request = create(client, session(client)).json()["request_id"]

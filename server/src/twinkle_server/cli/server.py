@@ -107,9 +107,9 @@ def revoke(name: str, data: Path, as_json: bool) -> None:
 def status(data: Path, as_json: bool) -> None:
     """Show what the service does: asked of the server if one runs, else read from its folder."""
     from twinkle_server.cli.problems import told
-    from twinkle_server.observe import presence
-    from twinkle_server.observe.status import ask
     from twinkle_server.store.inspection import check_database, check_whole
+    from twinkle_server.telemetry import presence
+    from twinkle_server.telemetry.status import ask
 
     said = ask(data)
     if said is None:
@@ -126,7 +126,7 @@ def status(data: Path, as_json: bool) -> None:
 async def _figures(store: "Store") -> dict[str, Any]:
     """Return what the database knows, and what lies beside it."""
     from twinkle_server.checkpoints.upkeep import trash_figures
-    from twinkle_server.observe.status import read_figures
+    from twinkle_server.telemetry.status import read_figures
 
     left = await folder.find_orphans(store)
     beside = {"trash": trash_figures(store.data), "orphans": {"entries": len(left), "bytes": sum(e.size for e in left)}}

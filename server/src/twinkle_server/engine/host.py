@@ -16,14 +16,14 @@ from twinkle.errors import EngineFault
 from twinkle_server.engine import messages
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.files import Published
-from twinkle_server.engine.interleaving import Interleaving
-from twinkle_server.engine.lanes import DETACH, RESTORE, SNAPSHOT, Lanes, Task
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.outcomes import cancelled
-from twinkle_server.engine.sampling import Sampling
+from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Lanes, Task
+from twinkle_server.engine.results import cancelled
+from twinkle_server.engine.runner import OperationRunner, Sources
+from twinkle_server.engine.sample_queue import Sampling
 from twinkle_server.engine.scheduler import Scheduler
 from twinkle_server.engine.snapshots import Snapshots
-from twinkle_server.engine.turns import Sources, Turns
+from twinkle_server.engine.time_sharing import TimeSharing
 from twinkle_server.link import BlockingLink, LinkClosed
 from twinkle_server.settings import Settings
 
@@ -65,8 +65,8 @@ class Host:
             seconds=settings.times.snapshot,
         )
         self._sampling = Sampling(executor, sources, link.send)
-        self._interleaving = Interleaving(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
-        self._turns = Turns(
+        self._interleaving = TimeSharing(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
+        self._turns = OperationRunner(
             executor=executor,
             sources=sources,
             snapshots=self._snapshots,

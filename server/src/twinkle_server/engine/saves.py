@@ -8,11 +8,11 @@ from twinkle.errors import EngineFault
 from twinkle_server.engine import files
 from twinkle_server.engine.encryption import Encrypted
 from twinkle_server.engine.executor import Executor
-from twinkle_server.engine.lanes import Lanes, Task
+from twinkle_server.engine.queues import Lanes, Task
 from twinkle_server.payloads import Save
 
 if TYPE_CHECKING:
-    from twinkle_server.engine.turns import Sources
+    from twinkle_server.engine.runner import Sources
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2

@@ -7,7 +7,7 @@ only whether a turn or a decode step is next. Nothing here reads a clock.
 import heapq
 from collections.abc import Iterator, Mapping
 
-from twinkle_server.engine.lanes import Lanes, Task
+from twinkle_server.engine.queues import Lanes, Task
 
 STEPS = 16
 """Models whose optimizers step together."""

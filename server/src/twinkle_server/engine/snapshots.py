@@ -12,8 +12,8 @@ from twinkle.engine import SavedAdapter
 from twinkle.errors import EngineFault
 from twinkle_server.engine import files, messages
 from twinkle_server.engine.executor import Executor
-from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.queues import Task
 from twinkle_server.ids import new_id
 
 FOLDER = "snapshots"

@@ -10,8 +10,6 @@ from typing import Any
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
 from twinkle_server.errors import Busy, Unavailable, Unprocessable
-from twinkle_server.observe.logs import REQUEST
-from twinkle_server.observe.operations import log_ended
 from twinkle_server.operations import Accepted, Future, ModelInfo, Operation, Outcome, Submission
 from twinkle_server.payloads import Save
 from twinkle_server.ports import Effects, Figures, Journal
@@ -20,14 +18,16 @@ from twinkle_server.runtime.cancellation import Cancellation
 from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.engine_events import EngineEvents
-from twinkle_server.runtime.facts import Facts, count_death, count_message, ending_of
 from twinkle_server.runtime.futures import Futures
 from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import MAX_GAP, ModelQueue
+from twinkle_server.runtime.status import RuntimeStatus, count_death, count_message, ending_of
 from twinkle_server.runtime.supervision import StartChild, Supervisor
 from twinkle_server.settings import Settings
 from twinkle_server.store.faults import LeaseLost
+from twinkle_server.telemetry.logs import REQUEST
+from twinkle_server.telemetry.operations import log_ended
 
 _log = logging.getLogger(__name__)
 _WINDOW = 64 * 2**20
@@ -43,8 +43,8 @@ class Runtime:
         info: the base model, as the engine found it.
         arrivals: is told which requests are on their way.
         lost: set when another process owns the data directory; this one has to end.
-        queue_state: see `Facts.queue_state`.
-        ready: see `Facts.ready`.
+        queue_state: see `RuntimeStatus.queue_state`.
+        ready: see `RuntimeStatus.ready`.
 
     Args:
         settings: of the service.
@@ -81,12 +81,12 @@ class Runtime:
         self.janitor = Janitor()
         self._events = EngineEvents(self.dispatcher, journal, self.outcomes, effects)
         self.supervisor = Supervisor(start_child or _starter(settings), self, settings.times)
-        self.facts = Facts(
+        self.runtime_status = RuntimeStatus(
             self.futures, self.outcomes, self.dispatcher, self.supervisor, settings.times.gap_pause, lambda: self.info
         )
-        self.queue_state, self.ready = self.facts.queue_state, self.facts.ready
+        self.queue_state, self.ready = self.runtime_status.queue_state, self.runtime_status.ready
         if figures is not None:
-            self.facts.show(figures)
+            self.runtime_status.show(figures)
 
     # the life of the service
 
@@ -127,9 +127,9 @@ class Runtime:
 
     async def drain(self) -> None:
         """Take nothing more, let what runs end and be snapshotted, and let go of everyone who waits."""
-        if self.facts.draining:
+        if self.runtime_status.draining:
             return
-        self.facts.draining = self.dispatcher.stopped = True
+        self.runtime_status.draining = self.dispatcher.stopped = True
         await self.supervisor.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.times.drain):
@@ -138,7 +138,7 @@ class Runtime:
 
     async def close(self) -> None:
         """End the engine and all tasks; what is in the log is taken up by the next service on it."""
-        self.facts.draining = self.dispatcher.stopped = True
+        self.runtime_status.draining = self.dispatcher.stopped = True
         await self.janitor.stop()
         if self._taking:
             await asyncio.wait(self._taking, timeout=_LAST_WORDS)
@@ -179,9 +179,9 @@ class Runtime:
         return gap is not None and gap.number == submission.number
 
     def _admit(self, submission: Submission) -> None:
-        if self.facts.lost is not None:
-            raise Unavailable(self.facts.lost, retry_after=30.0)
-        if self.facts.draining:
+        if self.runtime_status.lost is not None:
+            raise Unavailable(self.runtime_status.lost, retry_after=30.0)
+        if self.runtime_status.draining:
             raise Unavailable("the service is going down; it comes back soon", retry_after=5.0)
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
         passes = submission.refusal is not None or submission.number is None or self._is_here(submission)
@@ -281,11 +281,11 @@ class Runtime:
 
     def healthy(self) -> bool:
         """Return whether this process can go on at all."""
-        return self.facts.lost is None
+        return self.runtime_status.lost is None
 
     async def status(self) -> dict[str, Any]:
         """Return what the service does at the moment."""
-        return self.facts.status()
+        return self.runtime_status.status()
 
     # what the engine tells (`supervision.Listener`)
 
@@ -297,7 +297,7 @@ class Runtime:
     def engine_up(self, child: Child, info: ModelInfo) -> None:
         """Begin to send."""
         self.info = replace(info, tokenizer=self._settings.tokenizer or info.tokenizer)
-        self.facts.last_pass.begin_anew()
+        self.runtime_status.last_pass.begin_anew()
         self.dispatcher.engine_up(child)
 
     async def engine_down(self, blamed: set[int], why: str) -> None:
@@ -309,7 +309,7 @@ class Runtime:
     def message(self, message: Message) -> None:
         """Take an answer."""
         if message.type == messages.DONE:
-            self.facts.ended(message)
+            self.runtime_status.ended(message)
             self._events.done(message)
         elif message.type == messages.RESTORED:
             self._events.restored(message)
@@ -364,7 +364,7 @@ class Runtime:
 
     def _lease_lost(self, why: str) -> None:
         _log.critical("%s; this process does nothing more", why)
-        self.facts.lost = why
+        self.runtime_status.lost = why
         self.dispatcher.stopped = True
         self.lost.set()
 

@@ -10,7 +10,6 @@ from sqlalchemy.dialects import sqlite
 
 from twinkle_server.checkpoints.upkeep import Upkeep
 from twinkle_server.errors import Busy
-from twinkle_server.observe.status import read_figures
 from twinkle_server.ports import Figures
 from twinkle_server.runtime.core import Runtime
 from twinkle_server.runtime.effects import StoreEffects
@@ -19,6 +18,7 @@ from twinkle_server.runtime.supervision import StartChild
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
 from twinkle_server.store.tables import meta
+from twinkle_server.telemetry.status import read_figures
 
 _log = logging.getLogger(__name__)
 _PURGE, _PROBE, _ROOM = 60.0, 1.0, 10.0  # seconds from one time to the next
@@ -40,7 +40,7 @@ class Service(Runtime):
         effects = StoreEffects(settings.data, store)
         super().__init__(settings, store.journal, effects, start_child, figures)
         self._store = store
-        self.facts.store_works = lambda: store.database.healthy
+        self.runtime_status.store_works = lambda: store.database.healthy
         self._sessions = SessionKeeper(store, self.dispatcher, self.cancellation, effects, settings.times)
         kept = settings.times.trash
         self._upkeep = Upkeep(settings.data, store.database, store.checkpoints, store.keys, store.retention, kept)

@@ -8,12 +8,12 @@ from typing import Any, Final
 from sqlalchemy import Connection
 
 from twinkle_server.errors import Gone, NotFound, SequenceConflict, ServiceError
-from twinkle_server.observe.redaction import redact
 from twinkle_server.operations import Accepted, Operation, Outcome, Status, Submission
 from twinkle_server.store import statements as sql
 from twinkle_server.store.connections import driver
 from twinkle_server.store.faults import LeaseLost
 from twinkle_server.store.requests import LOST_DIGEST, new_request
+from twinkle_server.telemetry.redaction import redact
 
 IN_ROW: Final = ""
 """Stands in a row for bytes that are in the database; another text is a file's name, NULL is nothing."""

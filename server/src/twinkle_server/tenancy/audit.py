@@ -33,7 +33,7 @@ EVENTS: Mapping[tuple[str, str], str] = {
 _log = structlog.get_logger(__name__)
 
 
-class Audited:
+class AuditMiddleware:
     """ASGI middleware: after an answer that is a success, writes who did what to which id."""
 
     def __init__(self, app: Any, audit: Audit) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from twinkle_server.errors import Forbidden
-from twinkle_server.observe.operations import ASKED, log_taken, names
 from twinkle_server.operations import Accepted, ModelInfo, Submission
 from twinkle_server.ports import Service
+from twinkle_server.telemetry.operations import ASKED, log_taken, names
 from twinkle_server.tenancy.auth import CURRENT, Caller
 from twinkle_server.tenancy.quotas import Meter, check_room
 

@@ -10,7 +10,7 @@ from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.store.records import AuditEntry, Usage
 from twinkle_server.store.usage import day_of
 from twinkle_server.tinker.answers import answer, moment, present
-from twinkle_server.tinker.house import caller, house_of, now
+from twinkle_server.tinker.app_state import app_state_of, caller, now
 
 router = APIRouter()
 _TOKENS = ("training", "sampling_prefill", "sampling_sample")
@@ -22,22 +22,22 @@ Word = Annotated[str, Query(max_length=128)]
 @router.get("/audit")
 async def audit(request: Request, event_type: Word = "all", day: Word | None = None) -> Response:
     """Return what the caller's account did, newest first: on a day (UTC), or lately."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     since, until = (0.0, float("inf")) if day is None else _bounds(day)
     event = None if event_type == "all" else event_type
-    found = await house.store.audit.entries(who.tenant, since, until, event)
+    found = await state.store.audit.entries(who.tenant, since, until, event)
     return answer({"entries": [_entry(entry) for entry in found]})
 
 
 @router.get("/billing/usage/events")
 async def usage_events(request: Request, starting_on: Word, ending_before: Word | None = None) -> Response:
     """Return what the caller's account used, by day (UTC); nothing here has a price."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     first = day_of(_bounds(starting_on)[0])
     end = day_of(now() + _DAY_SECONDS) if ending_before is None else day_of(_bounds(ending_before)[0])
-    base = house.service.info.name
+    base = state.service.info.name
     events = [
-        _event(used, base) for used in await house.store.usage.between(who.tenant, first, end) if used.kind in _TOKENS
+        _event(used, base) for used in await state.store.usage.between(who.tenant, first, end) if used.kind in _TOKENS
     ]
     return answer({"data": events, "sessions": {}})
 
@@ -45,9 +45,9 @@ async def usage_events(request: Request, starting_on: Word, ending_before: Word 
 @router.get("/billing/usage/checkpoints/current")
 async def checkpoint_usage(request: Request, project_id: Word | None = None) -> Response:
     """Return number and bytes of the caller's checkpoints: all of them, or those of a project."""
-    who, house = caller(request), house_of(request)
-    page = await house.store.checkpoints.page(who.tenant, now(), limit=0, project=project_id)
-    size = await house.store.checkpoints.bytes(who.tenant, now(), project_id)
+    who, state = caller(request), app_state_of(request)
+    page = await state.store.checkpoints.page(who.tenant, now(), limit=0, project=project_id)
+    size = await state.store.checkpoints.bytes(who.tenant, now(), project_id)
     item = present(project_id=project_id, checkpoint_count=page.total, size_bytes=size, size_gigabytes=size / 1e9)
     return answer({"data": [item]})
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import NotFound
 from twinkle_server.tinker.answers import answer
-from twinkle_server.tinker.house import caller, house_of
+from twinkle_server.tinker.app_state import app_state_of, caller
 
 router = APIRouter()
 
@@ -13,7 +13,7 @@ router = APIRouter()
 async def get_server_capabilities(request: Request) -> Response:
     """Return the models that are served."""
     caller(request)
-    info = house_of(request).service.info
+    info = app_state_of(request).service.info
     model = {"model_name": info.name, "trainable": True, "sampleable": True}
     if info.context:  # the engine has told
         model["max_context_length"] = info.context
@@ -27,7 +27,7 @@ async def client_config(request: Request) -> Response:
     What is not said has the client's own default, which leaves every optional part of the protocol off.
     """
     caller(request)
-    settings = house_of(request).settings
+    settings = app_state_of(request).settings
     return answer(
         {
             "proto_compress_fwdbwd": False,

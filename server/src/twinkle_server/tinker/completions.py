@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 
 from twinkle_server.store.records import Sampler
 from twinkle_server.store.tables import operations
-from twinkle_server.tinker.house import House
+from twinkle_server.tinker.app_state import AppState
 
 CLONE = 1_000_000_000
 """Numbers of a sampling session's clients begin at multiples of this."""
@@ -21,12 +21,12 @@ _MOST = 4096
 
 
 async def completions(
-    house: House, sampler: Sampler, clone: int, cursor: int, seconds: float
+    state: AppState, sampler: Sampler, clone: int, cursor: int, seconds: float
 ) -> tuple[list[dict[str, Any]], int]:
     """Return requests that are over, and the cursor for those after them.
 
     Args:
-        house: see there.
+        state: see there.
         sampler: of the caller.
         clone: which of its clients asks.
         cursor: of the answer before; 0 begins at the beginning.
@@ -35,7 +35,7 @@ async def completions(
     ends = asyncio.get_running_loop().time() + seconds
     pause = _FIRST_PAUSE
     while True:
-        rows = await house.store.database.read(lambda connection: _ended(connection, sampler, clone, cursor))
+        rows = await state.store.database.read(lambda connection: _ended(connection, sampler, clone, cursor))
         newest = max((when for _, _, when in rows), default=0)
         left = ends - asyncio.get_running_loop().time()
         if newest > cursor or left <= 0:

@@ -15,8 +15,8 @@ from twinkle_server.store import checkpoints, models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tenancy.quotas import check_room
 from twinkle_server.tinker.answers import answer
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
 from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
-from twinkle_server.tinker.house import Caller, House, caller, house_of, now
 from twinkle_server.tinker.models import check_free
 from twinkle_server.tinker.saves import check_ttl
 
@@ -37,7 +37,7 @@ class CopyWeights(Body):
 @router.post("/copy_weights", openapi_extra=takes(CopyWeights))
 async def copy_weights(request: Request) -> Response:
     """Copy a checkpoint of the caller, or a published one, into a run of the caller's own."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, CopyWeights)
     if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
         raise BadRequest(
@@ -49,12 +49,12 @@ async def copy_weights(request: Request) -> Response:
     source = CheckpointPath.parse(body.source_path)
     run = _run(who, body, request.headers.get("x-idempotency-key"))
     target = CheckpointPath(run, source.kind, source.name)
-    if not await _is_there(house, who, source, target, body):
-        found = await house.store.checkpoints.find(who.tenant, source, now())
+    if not await _is_there(state, who, source, target, body):
+        found = await state.store.checkpoints.find(who.tenant, source, now())
         try:
-            await _copy(house, who, found, target, body, ttl)
+            await _copy(state, who, found, target, body, ttl)
         except (BadRequest, SequenceConflict):  # or the same request, sent twice at once, was faster
-            if not await _is_there(house, who, source, target, body):
+            if not await _is_there(state, who, source, target, body):
                 raise
     return answer({"tinker_path": str(target)})
 
@@ -69,7 +69,7 @@ def _run(who: Caller, body: CopyWeights, key: str | None) -> str:
 
 
 async def _is_there(
-    house: House, who: Caller, source: CheckpointPath, target: CheckpointPath, body: CopyWeights
+    state: AppState, who: Caller, source: CheckpointPath, target: CheckpointPath, body: CopyWeights
 ) -> bool:
     """Return whether the copy was made before.
 
@@ -77,23 +77,23 @@ async def _is_there(
         SequenceConflict: another one was, under the same number or key.
     """
     try:
-        found = await house.store.checkpoints.get(who.tenant, target, now())
+        found = await state.store.checkpoints.get(who.tenant, target, now())
     except NotFound:
         return False
     ttl = None if found.expires is None else round(found.expires - found.created)
     same = (found.project, ttl) == (body.destination_project_id, body.ttl_seconds)
     with contextlib.suppress(NotFound):  # a source that is gone since says nothing
-        same &= (await house.store.checkpoints.find(who.tenant, source, now())).digest == found.digest
+        same &= (await state.store.checkpoints.find(who.tenant, source, now())).digest == found.digest
     if not same:
         raise SequenceConflict(f"{target} is there already, and is another copy: count model_seq_id up")
     return True
 
 
 async def _copy(
-    house: House, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
+    state: AppState, who: Caller, source: Checkpoint, target: CheckpointPath, body: CopyWeights, ttl: int | None
 ) -> None:
-    data, folder, begun = house.settings.data, f"checkpoints/{new_id()}", now()
-    await house.store.database.read(lambda connection: check_room(connection, who, "save", begun))
+    data, folder, begun = state.settings.data, f"checkpoints/{new_id()}", now()
+    await state.store.database.read(lambda connection: check_room(connection, who, "save", begun))
     try:
         published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
     except Damaged as error:
@@ -125,7 +125,7 @@ async def _copy(
             models.add(connection, _slot(who, copy, body.session_id, body.model_seq_id))
         checkpoints.add(connection, copy)
 
-    await house.store.database.write(write)
+    await state.store.database.write(write)
 
 
 def _slot(who: Caller, copy: Checkpoint, session: str, number: int) -> Model:

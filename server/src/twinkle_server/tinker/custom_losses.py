@@ -7,8 +7,8 @@ from pydantic import Field
 
 from twinkle_server.errors import BadRequest
 from twinkle_server.tinker.answers import answer
+from twinkle_server.tinker.app_state import app_state_of, caller
 from twinkle_server.tinker.bodies import Body, Id, Number, Text, read, takes
-from twinkle_server.tinker.house import caller, house_of
 from twinkle_server.wire.loss_graphs import MOST_BYTES, PREFIX, loss_id, read_graph, read_loss_id
 
 router = APIRouter()
@@ -36,9 +36,9 @@ class CreateCustomLoss(Body):
 @router.post("/create_custom_loss", openapi_extra=takes(CreateCustomLoss))
 async def create_custom_loss(request: Request) -> Response:
     """Check a loss, and return the id by which passes name it; its future is its id, and is over."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, CreateCustomLoss)
-    if not house.settings.custom_losses:
+    if not state.settings.custom_losses:
         raise BadRequest(
             "this service runs no losses that clients send as graphs (--custom-losses switches that on): "
             "forward_backward_custom computes them in the client, and a loss plugin that is installed here is used by "
@@ -46,7 +46,7 @@ async def create_custom_loss(request: Request) -> Response:
         )
     if (size := len(await request.body())) > MOST_WIRE_BYTES:
         raise BadRequest(f"the body of a custom loss has {size} bytes; the limit is {MOST_WIRE_BYTES}")
-    await house.store.sessions.get(who.tenant, body.session_id)
+    await state.store.sessions.get(who.tenant, body.session_id)
     try:
         made = loss_id(read_graph(body.inputs, body.graph.nodes))
     except ValueError as error:

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from twinkle_server.operations import Future
 from twinkle_server.tinker.answers import answer, present
+from twinkle_server.tinker.app_state import AppState, app_state_of, caller
 from twinkle_server.tinker.bodies import LARGE, Body, Number, Text, read, takes
 from twinkle_server.tinker.completions import completions
 from twinkle_server.tinker.custom_losses import custom_loss_answer
-from twinkle_server.tinker.house import House, caller, house_of
 
 router = APIRouter()
 PROTOBUF = "application/x-protobuf"
@@ -50,13 +50,13 @@ class RetrieveFutures(Body):
 @router.post("/retrieve_future", openapi_extra=takes(RetrieveFuture))
 async def retrieve_future(request: Request) -> Response:
     """Return the result of an operation, its error, or `try_again` where it is not over."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, RetrieveFuture)
     if (made := custom_loss_answer(body.request_id)) is not None:
         return made
-    future = await _wait(request, house, body.request_id, who.tenant)
+    future = await _wait(request, state, body.request_id, who.tenant)
     if future.status == "pending":
-        return _try_again(house, body.request_id, future)
+        return _try_again(state, body.request_id, future)
     if future.status == "cancelled":
         return _failed("the request was cancelled", "user")
     if future.status == "failed" or future.result is None:
@@ -71,9 +71,9 @@ async def retrieve_future(request: Request) -> Response:
 @router.post("/cancel_future", openapi_extra=takes(CancelFuture))
 async def cancel_future(request: Request) -> Response:
     """Drop an operation that nobody waits for any more."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, CancelFuture)
-    await house.service.cancel(body.request_id, who.tenant)
+    await state.service.cancel(body.request_id, who.tenant)
     return answer({})
 
 
@@ -83,24 +83,24 @@ async def retrieve_futures(request: Request) -> Response:
 
     Results are kept as long as any others: that a client has them changes nothing.
     """
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, RetrieveFutures)
-    sampler = await house.sampler(who, body.target.sampling_session_id)
-    seconds = min(house.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
-    found, cursor = await completions(house, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
+    sampler = await state.sampler(who, body.target.sampling_session_id)
+    seconds = min(state.settings.times.poll if body.timeout is None else body.timeout, _LONGEST)
+    found, cursor = await completions(state, sampler, body.target.cloned_sampler_id, body.prev_cursor, seconds)
     return answer({"completions": found, "cursor": cursor})
 
 
-async def _wait(request: Request, house: House, request_id: str, tenant: str) -> Future:
+async def _wait(request: Request, state: AppState, request_id: str, tenant: str) -> Future:
     """Wait for a future, for as long as its client does; most are over before it is worth a look whether it is there.
 
     A client that has left gets an answer that nobody reads; what counts is that nothing waits for it any more.
     """
-    seconds = min(house.settings.times.poll, _LONGEST)
-    future = await house.service.wait(request_id, tenant, min(seconds, _UNWATCHED))
+    seconds = min(state.settings.times.poll, _LONGEST)
+    future = await state.service.wait(request_id, tenant, min(seconds, _UNWATCHED))
     if future.status != "pending" or seconds <= _UNWATCHED:
         return future
-    wait = asyncio.create_task(house.service.wait(request_id, tenant, seconds - _UNWATCHED))
+    wait = asyncio.create_task(state.service.wait(request_id, tenant, seconds - _UNWATCHED))
     left = asyncio.create_task(_left(request))
     try:
         await asyncio.wait({wait, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,8 +117,8 @@ async def _left(request: Request) -> None:
         await asyncio.sleep(_UNWATCHED)
 
 
-def _try_again(house: House, request_id: str, future: Future) -> Response:
-    state, reason = house.service.queue_state(future.lane)
+def _try_again(state: AppState, request_id: str, future: Future) -> Response:
+    state, reason = state.service.queue_state(future.lane)
     return answer(present(type="try_again", request_id=request_id, queue_state=state, queue_state_reason=reason))
 
 

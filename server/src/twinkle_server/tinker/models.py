@@ -14,8 +14,8 @@ from twinkle_server.payloads import Create, Load, Unload
 from twinkle_server.store import models
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.answers import answer, promise
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
 from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, read, takes
-from twinkle_server.tinker.house import Caller, House, caller, house_of, now
 from twinkle_server.tinker.submitting import Numbered, model_lane, submit, submit_body
 
 router = APIRouter()
@@ -88,7 +88,7 @@ class UnloadModel(Body):
 @router.post("/create_model", openapi_extra=takes(CreateModel))
 async def create_model(request: Request) -> Response:
     """Make a model with fresh weights: operation 0 of its lane."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, CreateModel)
     lora = body.lora_config
     made: list[Create] = []
@@ -96,22 +96,22 @@ async def create_model(request: Request) -> Response:
     async def payload() -> Create:
         if lora is None:
             raise BadRequest("this service trains LoRA adapters alone: send a lora_config")
-        check_base(house, body.base_model)
+        check_base(state, body.base_model)
         check_optimizer(body.optimizer_config)
         made.append(_fresh(lora))
         return made[0]
 
-    accepted = await _create(house, who, body, body.session_id, body.model_seq_id, payload, made)
+    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, made)
     return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
 @router.post("/get_info", openapi_extra=takes(GetInfo))
 async def get_info(request: Request) -> Response:
     """Describe a model."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, GetInfo)
-    model = await house.store.models.get(who.tenant, body.model_id)
-    info = house.service.info
+    model = await state.store.models.get(who.tenant, body.model_id)
+    info = state.service.info
     data = {"arch": info.architecture, "model_name": model.base, "tokenizer_id": info.tokenizer or None}
     return answer(
         {
@@ -129,7 +129,7 @@ async def get_info(request: Request) -> Response:
 @router.post("/load_weights", openapi_extra=takes(LoadNew))
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint: into a model that exists, or as operation 0 of a new one."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     if (await read(request, _Addressed)).model_id is not None:
         return await submit_body(request, LoadInto, "load", _load)
     body = await read(request, LoadNew)
@@ -138,22 +138,22 @@ async def load_weights(request: Request) -> Response:
     async def payload() -> Create:
         if body.optimizer_config is not None:
             check_optimizer(body.optimizer_config)
-        found = await loadable(house, who, body)
+        found = await loadable(state, who, body)
         made.append(_from_checkpoint(found, body))
         return made[0]
 
-    accepted = await _create(house, who, body, body.session_id, body.model_seq_id, payload, made)
+    accepted = await _create(state, who, body, body.session_id, body.model_seq_id, payload, made)
     return promise(accepted, model_id=model_id(body.session_id, body.model_seq_id))
 
 
 @router.post("/unload_model", openapi_extra=takes(UnloadModel))
 async def unload_model(request: Request) -> Response:
     """End a model: its weights are zeroed. Clients before 0.26 send this, without a number."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, UnloadModel)
-    model = await model_lane(house, who, body.model_id)
-    accepted = await house.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
-    house.models.forget()
+    model = await model_lane(state, who, body.model_id)
+    accepted = await state.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
+    state.models.forget()
     return promise(accepted, model_id=model.id)
 
 
@@ -170,13 +170,13 @@ def check_free(connection: Any, tenant: str, run: str) -> None:
     raise SequenceConflict(f"run {run!r} is there already: count model_seq_id up")
 
 
-def check_base(house: House, name: str | None) -> None:
+def check_base(state: AppState, name: str | None) -> None:
     """Check that a base model is the one that is served.
 
     Raises:
         BadRequest: it is another; the message names the right one.
     """
-    served = house.service.info.name
+    served = state.service.info.name
     if name is not None and name != served:
         raise BadRequest(f"base model {name[:300]!r} is not served here; {served!r} is")
 
@@ -191,7 +191,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise BadRequest(f"optimizer {optimizer.type[:100]!r} is not offered here; 'adamw' is")
 
 
-async def loadable(house: House, who: Caller, body: _Source) -> Checkpoint:
+async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
     """Return the checkpoint that a model is to be loaded from.
 
     Raises:
@@ -205,16 +205,16 @@ async def loadable(house: House, who: Caller, body: _Source) -> Checkpoint:
         raise BadRequest(
             f"{path} is for sampling; save_state makes what training goes on from: tinker://<run>/weights/…"
         )
-    check_base(house, body.base_model)
-    found = await house.store.checkpoints.find(who.tenant, path, now())
-    check_base(house, found.base)
+    check_base(state, body.base_model)
+    found = await state.store.checkpoints.find(who.tenant, path, now())
+    check_base(state, found.base)
     if body.optimizer and not found.has_optimizer:
         raise BadRequest(f"{path} holds no optimizer's state: load it with optimizer=False")
     return found
 
 
-async def _load(house: House, who: Caller, model: Model, body: LoadInto) -> Load:
-    found = await loadable(house, who, body)
+async def _load(state: AppState, who: Caller, model: Model, body: LoadInto) -> Load:
+    found = await loadable(state, who, body)
     shape = (found.rank, found.train_attn, found.train_mlp, found.train_unembed)
     if shape != (model.rank, model.train_attn, model.train_mlp, model.train_unembed):
         raise BadRequest(
@@ -225,7 +225,7 @@ async def _load(house: House, who: Caller, model: Model, body: LoadInto) -> Load
 
 
 async def _create(
-    house: House,
+    state: AppState,
     who: Caller,
     body: CreateModel | LoadNew,
     session: str,
@@ -235,7 +235,7 @@ async def _create(
 ) -> Accepted:
     """Submit operation 0 of a lane, with the model's row in the same transaction if there is to be a model."""
     lane, begun = model_id(session, number), now()
-    found = await house.store.sessions.get(who.tenant, session)
+    found = await state.store.sessions.get(who.tenant, session)
     if found.status != "active":
         raise Gone(f"session {session!r} has {found.status}: create another one")
 
@@ -246,7 +246,7 @@ async def _create(
             who.tenant,
             session,
             number,
-            house.service.info.name,
+            state.service.info.name,
             create.rank,
             begun,
             begun,
@@ -260,7 +260,7 @@ async def _create(
         check_free(connection, who.tenant, lane)
         models.add(connection, model)
 
-    return await submit(house, who, lane, 0, "create", body, payload, also)
+    return await submit(state, who, lane, 0, "create", body, payload, also)
 
 
 def _fresh(lora: Lora) -> Create:

@@ -9,12 +9,12 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from twinkle_server.errors import BadRequest, Unprocessable
-from twinkle_server.observe.redaction import holds_key
 from twinkle_server.operations import Submission
 from twinkle_server.settings import Limits
 from twinkle_server.store.records import Model
+from twinkle_server.telemetry.redaction import holds_key
 from twinkle_server.tinker.answers import promise
-from twinkle_server.tinker.house import Caller, House, caller, house_of
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
 from twinkle_server.tinker.submitting import model_lane
 
@@ -68,17 +68,17 @@ async def forward(request: Request) -> Response:
 
 
 async def _take(request: Request, name: str) -> Response:
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     data = await request.body()
-    arguments = (data, None if _is_protobuf(request) else name, house.settings.limits)
+    arguments = (data, None if _is_protobuf(request) else name, state.settings.limits)
     taken = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
-    return await _submit(house, who, taken, await model_lane(house, who, taken.model))
+    return await _submit(state, who, taken, await model_lane(state, who, taken.model))
 
 
-async def _submit(house: House, who: Caller, taken: PassBody, model: Model) -> Response:
+async def _submit(state: AppState, who: Caller, taken: PassBody, model: Model) -> Response:
     refusal = taken.refusal
-    if taken.claims and not house.settings.strict_losses:  # else the engine refuses the loss itself
-        refusal = await refusal_of(house, who, model.session, taken.claims)
+    if taken.claims and not state.settings.strict_losses:  # else the engine refuses the loss itself
+        refusal = await refusal_of(state, who, model.session, taken.claims)
     submission = Submission(
         who.tenant,
         model.id,
@@ -88,7 +88,7 @@ async def _submit(house: House, who: Caller, taken: PassBody, model: Model) -> R
         tokens=taken.tokens,
         refusal=refusal,
     )
-    return promise(await house.service.submit(submission), model_id=model.id)
+    return promise(await state.service.submit(submission), model_id=model.id)
 
 
 def read_pass(data: bytes, name: str | None, limits: Limits) -> PassBody:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinkle_server.errors import Gone, NotFound
-from twinkle_server.tinker.house import Caller, House, now
+from twinkle_server.tinker.app_state import AppState, Caller, now
 
 LOSSES: Final = ("stable_reinforce",)
 """Losses that need provenance."""
@@ -62,15 +62,15 @@ def _claims(data: Sequence[Any]) -> Iterator[Claim]:
             yield Claim(number, span.sequence, span.offset, tokens)
 
 
-async def refusal_of(house: House, who: Caller, session: str, claims: Sequence[Claim]) -> str | None:
+async def refusal_of(state: AppState, who: Caller, session: str, claims: Sequence[Claim]) -> str | None:
     """Return why a pass cannot be trained on, or None.
 
     Each sequence must have been sampled by the session that trains, with `record_stability_info`, and no longer ago
     than `Times.kept_record` or since then been trained on; sampled tokens must be those that were recorded.
     """
     groups = await asyncio.to_thread(_by_request, claims)
-    moment, kept = now(), house.settings.times.kept_record
-    known = await house.store.recorded.use(who.tenant, session, groups, moment - kept, moment)
+    moment, kept = now(), state.settings.times.kept_record
+    known = await state.store.recorded.use(who.tenant, session, groups, moment - kept, moment)
     for request, own in groups.items():
         if request not in known:
             return (
@@ -80,7 +80,7 @@ async def refusal_of(house: House, who: Caller, session: str, claims: Sequence[C
             )
     for request, own in groups.items():  # one after the other: results may be large
         try:
-            future = await house.service.wait(request, who.tenant, 0.0)
+            future = await state.service.wait(request, who.tenant, 0.0)
         except (Gone, NotFound):
             return f"the sequences of sampling request {request[:120]!r} are no longer kept; sample again"
         if future.status != "done" or future.result is None:

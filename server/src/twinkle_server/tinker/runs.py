@@ -10,8 +10,8 @@ from twinkle_server.errors import BadRequest, NotFound
 from twinkle_server.ids import CheckpointPath
 from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.answers import answer, moment, present
+from twinkle_server.tinker.app_state import app_state_of, caller, now
 from twinkle_server.tinker.bodies import Body, Text, read, takes
-from twinkle_server.tinker.house import caller, house_of, now
 from twinkle_server.tinker.paging import Limit, Offset, cursor
 from twinkle_server.tinker.saves import check_ttl
 
@@ -42,9 +42,9 @@ async def training_runs(
     project_id: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """List the caller's training runs, newest first; nothing of others is accessible as a run."""
-    who, house = caller(request), house_of(request)
-    page = await house.store.models.page(who.tenant, limit, offset, project_id)
-    latest = await house.store.checkpoints.latest(who.tenant, [row.id for row in page.rows], now())
+    who, state = caller(request), app_state_of(request)
+    page = await state.store.models.page(who.tenant, limit, offset, project_id)
+    latest = await state.store.checkpoints.latest(who.tenant, [row.id for row in page.rows], now())
     runs = [_run(row, latest) for row in page.rows]
     return answer({"training_runs": runs, "cursor": cursor(page, limit, offset)})
 
@@ -52,9 +52,9 @@ async def training_runs(
 @router.get("/training_runs/{run}")
 async def training_run(request: Request, run: str, access_scope: Scope = "owned") -> Response:
     """Describe a training run."""
-    who, house = caller(request), house_of(request)
-    found = await house.store.models.get(who.tenant, run)
-    return answer(_run(found, await house.store.checkpoints.latest(who.tenant, [run], now())))
+    who, state = caller(request), app_state_of(request)
+    found = await state.store.models.get(who.tenant, run)
+    return answer(_run(found, await state.store.checkpoints.latest(who.tenant, [run], now())))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -65,73 +65,73 @@ async def checkpoints_of_run(
     offset: Offset = 0,
 ) -> Response:
     """List the checkpoints of a training run, newest first."""
-    who, house = caller(request), house_of(request)
-    page = await house.store.checkpoints.page(who.tenant, now(), limit, offset, run)
+    who, state = caller(request), app_state_of(request)
+    page = await state.store.checkpoints.page(who.tenant, now(), limit, offset, run)
     if not page.total:
-        await house.store.models.get(who.tenant, run)
+        await state.store.models.get(who.tenant, run)
     return answer({"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)})
 
 
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
     """List the caller's checkpoints, newest first."""
-    who, house = caller(request), house_of(request)
-    page = await house.store.checkpoints.page(who.tenant, now(), limit, offset)
+    who, state = caller(request), app_state_of(request)
+    page = await state.store.checkpoints.page(who.tenant, now(), limit, offset)
     return answer({"checkpoints": [_checkpoint(row) for row in page.rows], "cursor": cursor(page, limit, offset)})
 
 
 @router.delete(_CHECKPOINT)
 async def delete_checkpoint(request: Request, run: str, kind: str, name: str) -> Response:
     """Delete a checkpoint; samplers that were made from it keep what they have."""
-    who, house = caller(request), house_of(request)
-    await house.store.checkpoints.delete(who.tenant, _path(run, kind, name), now())
+    who, state = caller(request), app_state_of(request)
+    await state.store.checkpoints.delete(who.tenant, _path(run, kind, name), now())
     return answer({})
 
 
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish(request: Request, run: str, kind: str, name: str) -> Response:
     """Let everybody load a checkpoint."""
-    who, house = caller(request), house_of(request)
-    await house.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), True)
+    who, state = caller(request), app_state_of(request)
+    await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), True)
     return answer({})
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish(request: Request, run: str, kind: str, name: str) -> Response:
     """Let nobody but its owner load a checkpoint."""
-    who, house = caller(request), house_of(request)
-    await house.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), False)
+    who, state = caller(request), app_state_of(request)
+    await state.store.checkpoints.publish(who.tenant, _path(run, kind, name), now(), False)
     return answer({})
 
 
 @router.put(f"{_CHECKPOINT}/ttl", openapi_extra=takes(TtlBody))
 async def set_ttl(request: Request, run: str, kind: str, name: str) -> Response:
     """Say how long a checkpoint lives from now on; null is for ever."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     seconds = check_ttl((await read(request, TtlBody)).ttl_seconds)
     expires = None if seconds is None else now() + seconds
-    await house.store.checkpoints.set_expiry(who.tenant, _path(run, kind, name), now(), expires)
+    await state.store.checkpoints.set_expiry(who.tenant, _path(run, kind, name), now(), expires)
     return answer({})
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run: str, kind: str, name: str) -> Response:
     """Return a signed link to each file of external weights."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     path = _path(run, kind, name)
-    found = await house.store.checkpoints.find(who.tenant, path, now())
+    found = await state.store.checkpoints.find(who.tenant, path, now())
     if kind != "external_weights":
         raise BadRequest(f"{path} is no external checkpoint: save_weights_external makes files to take away")
-    urls, expires = await asyncio.to_thread(house.need_links().files, str(request.base_url), found.folder)
+    urls, expires = await asyncio.to_thread(state.need_links().files, str(request.base_url), found.folder)
     return answer({"urls": urls, "expires": moment(expires)})
 
 
 @router.get(f"{_CHECKPOINT}/archive")
 async def archive(request: Request, run: str, kind: str, name: str) -> Response:
     """Lead to a checkpoint as one tar, by a signed link. Clients before 0.36 ask for this."""
-    who, house = caller(request), house_of(request)
-    found = await house.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
-    url, expires = house.need_links().archive(str(request.base_url), found.folder)
+    who, state = caller(request), app_state_of(request)
+    found = await state.store.checkpoints.find(who.tenant, _path(run, kind, name), now())
+    url, expires = state.need_links().archive(str(request.base_url), found.folder)
     headers = {"Location": url, "Expires": formatdate(expires, usegmt=True)}
     body = answer({"url": url, "expires": moment(expires)}, 302)
     body.headers.update(headers)
@@ -141,9 +141,9 @@ async def archive(request: Request, run: str, kind: str, name: str) -> Response:
 @router.post("/weights_info", openapi_extra=takes(WeightsInfo))
 async def weights_info(request: Request) -> Response:
     """Say what a model must be like for a checkpoint to fit."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, WeightsInfo)
-    found = await house.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
+    found = await state.store.checkpoints.find(who.tenant, CheckpointPath.parse(body.tinker_path), now())
     return answer(
         {
             "base_model": found.base,

@@ -15,8 +15,8 @@ from twinkle_server.payloads import Sample
 from twinkle_server.store import recorded
 from twinkle_server.store.records import Sampler
 from twinkle_server.tinker.answers import answer, present, promise
+from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
 from twinkle_server.tinker.bodies import LARGE, Body, Id, Number, Seed, Text, read, takes
-from twinkle_server.tinker.house import Caller, caller, house_of, now
 from twinkle_server.tinker.models import check_base
 from twinkle_server.tinker.prompts import check_sample, prompt_tokens
 
@@ -72,61 +72,61 @@ class SampleBody(Body):
 @router.post("/create_sampling_session", openapi_extra=takes(CreateSamplingSession))
 async def create_sampling_session(request: Request) -> Response:
     """Begin to sample: from the base model, or from a checkpoint that stays as it is."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, CreateSamplingSession)
-    check_base(house, body.base_model)
+    check_base(state, body.base_model)
     if body.base_model is None and body.model_path is None:
         raise BadRequest("send base_model or model_path: what is to be sampled from?")
     name = sampler_id(body.session_id, body.sampling_session_seq_id)
-    base = house.service.info.name
+    base = state.service.info.name
     sampler = Sampler(name, who.tenant, body.session_id, body.sampling_session_seq_id, base, now())
     if body.model_path is not None:
         path = CheckpointPath.parse(body.model_path)
         if path.kind not in _KINDS:
             raise BadRequest(f"{path} is not for sampling: tinker://<run>/sampler_weights/<name> is")
-        found = await house.store.checkpoints.find(who.tenant, path, now())
-        check_base(house, found.base)
+        found = await state.store.checkpoints.find(who.tenant, path, now())
+        check_base(state, found.base)
         sampler.path, sampler.folder = str(path), found.folder
-    await house.store.samplers.create(sampler)
+    await state.store.samplers.create(sampler)
     return answer({"type": "create_sampling_session", "sampling_session_id": name})
 
 
 @router.get("/samplers/{sampler_id}")
 async def sampler(request: Request, sampler_id: str) -> Response:
     """Describe a sampling session."""
-    who, house = caller(request), house_of(request)
-    found = await house.store.samplers.get(who.tenant, sampler_id)
+    who, state = caller(request), app_state_of(request)
+    found = await state.store.samplers.get(who.tenant, sampler_id)
     return answer(present(sampler_id=found.id, base_model=found.base, model_path=found.path))
 
 
 @router.post("/join_sampling_session", openapi_extra=takes(JoinSamplingSession))
 async def join_sampling_session(request: Request) -> Response:
     """Give a copy of a client a number of its own, from which it counts its requests."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, JoinSamplingSession)
-    number = await house.store.samplers.join(who.tenant, body.sampling_session_id)
+    number = await state.store.samplers.join(who.tenant, body.sampling_session_id)
     return answer({"type": "join_sampling_session", "client_counter": number})
 
 
 @router.post("/asample", openapi_extra=takes(SampleBody))
 async def asample(request: Request) -> Response:
     """Sample sequences for a prompt."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, SampleBody)
-    most = house.settings.limits.samples
+    most = state.settings.limits.samples
     if not 1 <= body.num_samples <= most:
         raise BadRequest(f"num_samples is {body.num_samples}; 1 to {most} can be had")
     if body.sampling_session_id is None:
         raise BadRequest("sampling_session_id is missing: create a sampling session first")
-    sampler = await house.sampler(who, body.sampling_session_id)
+    sampler = await state.sampler(who, body.sampling_session_id)
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")
-    context = house.service.info.context
+    context = state.service.info.context
     if len(await request.body()) <= LARGE:
         submission = _submission(context, who, sampler, body)
     else:
         submission = await asyncio.to_thread(_submission, context, who, sampler, body)
-    accepted = await house.service.submit(submission, _recording(who, sampler, body))
+    accepted = await state.service.submit(submission, _recording(who, sampler, body))
     sequences = [f"{accepted.request}:{index}" for index in range(body.num_samples)]
     return promise(accepted, sample_sequence_ids=sequences)
 

@@ -9,8 +9,8 @@ from twinkle_server.errors import BadRequest
 from twinkle_server.ids import check_name, new_id, sampler_id
 from twinkle_server.payloads import Save
 from twinkle_server.store.records import Model
+from twinkle_server.tinker.app_state import AppState, Caller
 from twinkle_server.tinker.bodies import Metadata, Number, Text, takes
-from twinkle_server.tinker.house import Caller, House
 from twinkle_server.tinker.submitting import Numbered, submit_body
 
 router = APIRouter()
@@ -65,7 +65,7 @@ async def save_weights_external(request: Request) -> Response:
 
 
 async def _payload(
-    _house: House, _who: Caller, model: Model, body: SaveWeights | SaveForSampler | SaveExternal
+    _house: AppState, _who: Caller, model: Model, body: SaveWeights | SaveForSampler | SaveExternal
 ) -> Save:
     save = Save(f"checkpoints/{new_id()}", "weights", overwrite=body.overwrite, ttl=check_ttl(body.ttl_seconds))
     if isinstance(body, SaveExternal):

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import AwareDatetime, Field
 
 from twinkle_server.ids import new_id
-from twinkle_server.observe.redaction import redact
 from twinkle_server.store.records import Session, write_cursor
 from twinkle_server.store.sessions import SessionSearch
+from twinkle_server.telemetry.redaction import redact
 from twinkle_server.tinker.answers import answer, moment, present
+from twinkle_server.tinker.app_state import Caller, app_state_of, caller, now
 from twinkle_server.tinker.bodies import Body, Id, Metadata, Text, read, takes
-from twinkle_server.tinker.house import Caller, caller, house_of, now
 from twinkle_server.tinker.paging import Limit, Offset
 
 router = APIRouter()
@@ -86,7 +86,7 @@ class Search(Body):
 @router.post("/create_session", openapi_extra=takes(CreateSession))
 async def create_session(request: Request) -> Response:
     """Begin a session; a request that comes again, under its idempotency key, gets the session that it began."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, CreateSession)
     begun = now()
     session = Session(
@@ -100,23 +100,23 @@ async def create_session(request: Request) -> Response:
         project=body.project_id,
         display_name=body.display_name,
     )
-    await house.store.sessions.create(session)
+    await state.store.sessions.create(session)
     return answer({"type": "create_session", "session_id": session.id})
 
 
 @router.post("/session_heartbeat", openapi_extra=takes(Heartbeat))
 async def session_heartbeat(request: Request) -> Response:
     """Hear of a session; one that is unknown or over answers 410, which ends the client's loop."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, Heartbeat)
-    await house.service.heartbeat(body.session_id, who.tenant)
+    await state.service.heartbeat(body.session_id, who.tenant)
     return answer({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/search", openapi_extra=takes(Search))
 async def search(request: Request) -> Response:
     """Find sessions of the caller, newest first."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, Search)
     statuses = _statuses(body)
     others = body.owner.type == "user" and who.tenant not in body.owner.owner_urns
@@ -131,9 +131,9 @@ async def search(request: Request) -> Response:
         limit=body.limit,
         cursor=None if body.cursor is None else body.cursor.text(),
     )
-    found = await house.store.sessions.search(who.tenant, wanted)
+    found = await state.store.sessions.search(who.tenant, wanted)
     rows = [row for row in found.rows if _wanted_end(row, body)]
-    counts = await house.store.checkpoints.of_sessions(who.tenant, [row.id for row in rows], now())
+    counts = await state.store.checkpoints.of_sessions(who.tenant, [row.id for row in rows], now())
     last = found.rows[-1] if found.cursor else None
     cursor = last and {"last_created_at": moment(last.created), "last_session_id": last.id}
     summaries = [_summary(row, *counts.get(row.id, (0, 0))) for row in rows]
@@ -143,18 +143,18 @@ async def search(request: Request) -> Response:
 @router.get("/sessions")
 async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> Response:
     """List the caller's sessions, newest first."""
-    who, house = caller(request), house_of(request)
-    page = await house.store.sessions.page(who.tenant, limit, offset)
+    who, state = caller(request), app_state_of(request)
+    page = await state.store.sessions.page(who.tenant, limit, offset)
     return answer({"sessions": [row.id for row in page.rows]})
 
 
 @router.get("/sessions/{session_id}")
 async def session(request: Request, session_id: str) -> Response:
     """Describe a session."""
-    who, house = caller(request), house_of(request)
-    found = await house.store.sessions.get(who.tenant, session_id)
-    models = await house.store.models.of_session(who.tenant, session_id)
-    samplers = await house.store.samplers.of_session(who.tenant, session_id)
+    who, state = caller(request), app_state_of(request)
+    found = await state.store.sessions.get(who.tenant, session_id)
+    models = await state.store.models.of_session(who.tenant, session_id)
+    samplers = await state.store.samplers.of_session(who.tenant, session_id)
     return answer(
         present(
             training_run_ids=[model.id for model in models],
@@ -168,30 +168,30 @@ async def session(request: Request, session_id: str) -> Response:
 @router.post("/sessions/{session_id}/finish", openapi_extra=takes(Finish))
 async def finish(request: Request, session_id: str) -> Response:
     """End a session; a second time changes nothing."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, Finish)
     reason = (body.reason or _Reason()).type
     detail = None if body.detail is None else redact(body.detail)  # often an exception's text, headers included
-    if await house.store.sessions.end(who.tenant, session_id, "finished", now(), reason, detail):
-        house.samplers.forget()
-        await house.service.finish_session(session_id)
+    if await state.store.sessions.end(who.tenant, session_id, "finished", now(), reason, detail):
+        state.samplers.forget()
+        await state.service.finish_session(session_id)
     return answer({})
 
 
 @router.put("/sessions/{session_id}/project", openapi_extra=takes(Project))
 async def set_project(request: Request, session_id: str) -> Response:
     """Put a session into a project."""
-    who, house = caller(request), house_of(request)
+    who, state = caller(request), app_state_of(request)
     body = await read(request, Project)
-    await house.store.sessions.set_project(who.tenant, session_id, body.project_id)
+    await state.store.sessions.set_project(who.tenant, session_id, body.project_id)
     return answer({})
 
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
     """Say that no traces are kept."""
-    who, house = caller(request), house_of(request)
-    await house.store.sessions.get(who.tenant, session_id)
+    who, state = caller(request), app_state_of(request)
+    await state.store.sessions.get(who.tenant, session_id)
     return answer({"status": "failed", "error": "this service keeps no traces of sessions"})
 
 

@@ -13,8 +13,8 @@ from twinkle_server.errors import BadRequest, Gone, NotFound, Unprocessable
 from twinkle_server.operations import Accepted, Kind, Submission
 from twinkle_server.store.records import Model
 from twinkle_server.tinker.answers import promise
+from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
 from twinkle_server.tinker.bodies import LARGE, Body, Text, parse
-from twinkle_server.tinker.house import Caller, House, caller, house_of
 
 B = TypeVar("B", bound="Numbered")
 Positive = Annotated[int, Field(ge=1, le=2**62)]
@@ -41,21 +41,21 @@ class Payload(Protocol):
         """Return the bytes for the log."""
 
 
-async def model_lane(house: House, who: Caller, model_id: str) -> Model:
+async def model_lane(state: AppState, who: Caller, model_id: str) -> Model:
     """Return the caller's model, if it can be given work.
 
     Raises:
         NotFound: the caller has none of that id.
         Gone: it was unloaded.
     """
-    model = await house.model(who, model_id)
+    model = await state.model(who, model_id)
     if model.status == "gone":
         raise Gone(f"model {model_id!r} is gone: {model.reason or 'it was unloaded'}")
     return model
 
 
 async def submit_body(
-    request: Request, form: type[B], kind: Kind, make: Callable[[House, Caller, Model, B], Awaitable[Payload]]
+    request: Request, form: type[B], kind: Kind, make: Callable[[AppState, Caller, Model, B], Awaitable[Payload]]
 ) -> Response:
     """Submit the operation that a JSON body asks for, and return the answer.
 
@@ -70,20 +70,20 @@ async def submit_body(
         NotFound: the caller has no such model.
         Gone: it was unloaded.
     """
-    who, house, data = caller(request), house_of(request), await request.body()
+    who, state, data = caller(request), app_state_of(request), await request.body()
     body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
     if isinstance(body, _Refused):
-        model = await model_lane(house, who, body.head.model_id)
+        model = await model_lane(state, who, body.head.model_id)
         asked, number = body.asked, body.head.seq_id
         refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, asked=asked)
-        return promise(await house.service.submit(refused), model_id=model.id)
-    model = await model_lane(house, who, body.model_id)
-    accepted = await submit(house, who, model.id, body.seq_id, kind, body, lambda: make(house, who, model, body))
+        return promise(await state.service.submit(refused), model_id=model.id)
+    model = await model_lane(state, who, body.model_id)
+    accepted = await submit(state, who, model.id, body.seq_id, kind, body, lambda: make(state, who, model, body))
     return promise(accepted, model_id=model.id)
 
 
 async def submit(
-    house: House,
+    state: AppState,
     who: Caller,
     lane: str,
     number: int,
@@ -95,7 +95,7 @@ async def submit(
     """Submit an operation that came as JSON.
 
     Args:
-        house: see there.
+        state: see there.
         who: asks.
         lane: of a model of theirs.
         number: in the lane.
@@ -112,7 +112,7 @@ async def submit(
         refusal = error.message
     asked = body.model_dump_json().encode()
     submission = Submission(who.tenant, lane, kind, data, number, refusal=refusal, asked=asked)
-    return await house.service.submit(submission, also)
+    return await state.service.submit(submission, also)
 
 
 @dataclass(frozen=True, slots=True)

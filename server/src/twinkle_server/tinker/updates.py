@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request, Response
 from twinkle_server.errors import BadRequest
 from twinkle_server.payloads import OptimStep
 from twinkle_server.store.records import Model
+from twinkle_server.tinker.app_state import AppState, Caller
 from twinkle_server.tinker.bodies import Body, Text, takes
-from twinkle_server.tinker.house import Caller, House
 from twinkle_server.tinker.submitting import Numbered, submit_body
 
 router = APIRouter()
@@ -42,7 +42,7 @@ async def optim_step(request: Request) -> Response:
     return await submit_body(request, OptimStepBody, "optim_step", _payload)
 
 
-async def _payload(_house: House, _who: Caller, _model: Model, body: OptimStepBody) -> OptimStep:
+async def _payload(_house: AppState, _who: Caller, _model: Model, body: OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None and body.optimizer_params.type != "adamw":
         raise BadRequest(f"optimizer {body.optimizer_params.type[:100]!r} is not offered here; adam_params are")
     return checked(body.adam_params or Adam())

@@ -12,7 +12,7 @@ from torch.nn import functional
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.executor import Pass
 from twinkle_server.engine.losses import graphs
-from twinkle_server.engine.outcomes import is_passing
+from twinkle_server.engine.results import is_passing
 from twinkle_server.wire.loss_graphs import LossGraph, loss_id, read_graph, read_loss_id
 
 

@@ -26,7 +26,7 @@ class Sampler:
     logprobs: np.ndarray
 
 
-class House:
+class AppState:
     """Models that are trained and saved at random, and requests that are under way meanwhile."""
 
     def __init__(self, bench, draw):
@@ -125,7 +125,7 @@ class House:
 
 def live(bench, seed, words):
     draw = random.Random(seed)
-    house = House(bench, draw)
+    house = AppState(bench, draw)
     kinds = [house.train] * 5 + [house.ask] * 4 + [house.ask_moving] * 3 + [house.decode] * 4
     kinds += [house.save, house.move, house.make, house.finish]
     asked = 0

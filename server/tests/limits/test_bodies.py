@@ -7,8 +7,8 @@ import orjson
 import pytest
 import zstandard
 
-from twinkle_server.armour import bodies as module
-from twinkle_server.armour.bodies import Bodies
+from twinkle_server.limits import bodies as module
+from twinkle_server.limits.bodies import BodyLimitMiddleware
 from twinkle_server.settings import Limits
 
 LIMITS = Limits(body_bytes=1000, decompressed_bytes=5000, inflight_bytes=20_000)
@@ -57,10 +57,10 @@ async def ask(
 
 def run(
     pieces: list[bytes], headers: dict[str, str] | None = None, limits: Limits = LIMITS, path: str = "/"
-) -> tuple[int, Any, App, Bodies]:
+) -> tuple[int, Any, App, BodyLimitMiddleware]:
     """Ask once."""
     app = App()
-    guarded = Bodies(app, limits)
+    guarded = BodyLimitMiddleware(app, limits)
     status, said = asyncio.run(ask(guarded, pieces, headers, path=path))
     assert guarded.budget.used == 0, "what was taken is given back"
     return status, said, app, guarded
@@ -123,7 +123,7 @@ def test_who_comes_when_memory_is_used_up_is_asked_to_come_again_and_is_served_t
     async def story() -> list[int]:
         app = App()
         app.hold = asyncio.Event()
-        guarded = Bodies(app, limits)
+        guarded = BodyLimitMiddleware(app, limits)
         first = asyncio.create_task(ask(guarded, [b"x" * 1000]))
         await asyncio.sleep(0.01)
         second = await ask(guarded, [b"y" * 600])
@@ -146,7 +146,7 @@ def test_decompression_counts_against_memory_too() -> None:
 def test_a_body_that_trickles_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(module, "_GRACE", 0.05)
     app = App()
-    status, said = asyncio.run(ask(Bodies(app, LIMITS), [b"x"] * 50, wait=0.02))
+    status, said = asyncio.run(ask(BodyLimitMiddleware(app, LIMITS), [b"x"] * 50, wait=0.02))
     assert status == 408
     assert "slowly" in said["detail"]
     assert app.body is None
@@ -163,7 +163,7 @@ def test_a_client_that_leaves_is_answered_nothing() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        guarded = Bodies(App(), LIMITS)
+        guarded = BodyLimitMiddleware(App(), LIMITS)
         await guarded({"type": "http", "headers": []}, receive, send)
         assert guarded.budget.used == 0
         return sent
@@ -175,7 +175,7 @@ def test_what_was_taken_is_given_back_when_the_application_fails() -> None:
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError("inside")
 
-    guarded = Bodies(broken, LIMITS)
+    guarded = BodyLimitMiddleware(broken, LIMITS)
     with pytest.raises(RuntimeError):
         asyncio.run(ask(guarded, [b"x" * 100]))
     assert guarded.budget.used == 0

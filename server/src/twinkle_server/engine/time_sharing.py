@@ -6,13 +6,13 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.sampling import Sampling
+from twinkle_server.engine.sample_queue import Sampling
 from twinkle_server.engine.scheduler import Alternation
 
 _REPORT_EVERY = 0.5  # seconds of decoding that are told in one PASSED
 
 
-class Interleaving:
+class TimeSharing:
     """Shares the thread's time.
 
     Args:

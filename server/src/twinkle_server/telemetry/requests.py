@@ -5,9 +5,9 @@ from typing import Any
 
 import structlog
 
-from twinkle_server.observe.logs import REQUEST, Room
-from twinkle_server.observe.metrics import Metrics
-from twinkle_server.observe.operations import ASKED
+from twinkle_server.telemetry.logs import REQUEST, Room
+from twinkle_server.telemetry.metrics import Metrics
+from twinkle_server.telemetry.operations import ASKED
 from twinkle_server.tenancy.auth import Caller
 
 UNMATCHED = "unmatched"
@@ -15,7 +15,7 @@ _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"
 _log = structlog.get_logger(__name__)
 
 
-class Observed:
+class TelemetryMiddleware:
     """Counts every request by the template of its route; its lines carry the request's id.
 
     Args:

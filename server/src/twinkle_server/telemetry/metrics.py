@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from twinkle_server.observe.redaction import tenant_mark
+from twinkle_server.telemetry.redaction import tenant_mark
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
@@ -32,7 +32,7 @@ class Metrics:
         self._waited = _histogram(registry, "operation_seconds", "From the log to the outcome.", _SECONDS, "kind")
         self._tokens = _counter(registry, "tokens", "Tokens of operations that are done.", "kind")
         self._of_tenants = _counter(registry, "tenant_tokens", "Tokens of each tenant, for fairness.", "tenant")
-        self._passes = _histogram(registry, "pass_seconds", "Turns of the engine.", _SECONDS, "kind")
+        self._passes = _histogram(registry, "pass_seconds", "OperationRunner of the engine.", _SECONDS, "kind")
         self._fill = _histogram(registry, "pass_fill", "Tokens asked for, of those computed.", _SHARES, "kind")
         self._pass_tenants = _histogram(registry, "pass_tenants", "Tenants in one turn.", _COUNTS, "kind")
         self._pass_operations = _histogram(registry, "pass_operations", "Operations in one turn.", _COUNTS, "kind")
@@ -42,7 +42,7 @@ class Metrics:
         self._replays = _counter(registry, "replays", "Operations done again to make a model anew.")
         self._restarts = _counter(registry, "engine_restarts", "Times that the engine was started again.", "reason")
         self._snapshots = _counter(registry, "snapshot_bytes", "Bytes of snapshots.")
-        self._http = _counter(registry, "http_requests", "Requests.", "method", "route", "status")
+        self._http = _counter(registry, "http_requests", "RequestHeadMiddleware.", "method", "route", "status")
         self._http_seconds = _histogram(registry, "http_seconds", "Until the answer began.", _SECONDS, "route")
 
     def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import orjson
 from sqlalchemy import Connection, func, select
 
-from twinkle_server.observe import presence
 from twinkle_server.ports import Database
 from twinkle_server.store.tables import checkpoints, keys, models, operations, sessions
+from twinkle_server.telemetry import presence
 
 _SECONDS = 5.0
 _LARGEST = 2**20

@@ -7,9 +7,9 @@ import orjson
 import pytest
 from server_raw import datum, pass_body
 
-from twinkle_server.armour.parts import check_parts
-from twinkle_server.armour.weight import check_weight
 from twinkle_server.errors import Busy, TooLarge
+from twinkle_server.limits.parts import check_parts
+from twinkle_server.limits.weight import check_weight
 from twinkle_server.settings import Limits
 from twinkle_server.wire import tinker_pb2 as wire
 

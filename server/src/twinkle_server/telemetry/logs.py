@@ -10,7 +10,7 @@ import orjson
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from twinkle_server.observe.redaction import redact, tenant_mark
+from twinkle_server.telemetry.redaction import redact, tenant_mark
 
 REQUEST: ContextVar[str | None] = ContextVar("request", default=None)
 """Id of the request that is being answered; every line that is written meanwhile carries it."""

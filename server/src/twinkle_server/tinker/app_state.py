@@ -21,7 +21,7 @@ from twinkle_server.store.usage import UsageTable
 from twinkle_server.tenancy.auth import Caller, caller
 from twinkle_server.tinker.recent import Recent
 
-__all__ = ["Caller", "House", "Records", "caller", "house_of"]
+__all__ = ["AppState", "Caller", "Records", "app_state_of", "caller"]
 
 
 class Records(Protocol):
@@ -61,7 +61,7 @@ class Records(Protocol):
 
 
 @dataclass(slots=True)
-class House:
+class AppState:
     """What an endpoint is given.
 
     Attributes:
@@ -107,14 +107,14 @@ class House:
         return self.links
 
 
-def house_of(request: Request) -> House:
+def app_state_of(request: Request) -> AppState:
     """Return what the application was made with.
 
     Raises:
         Unavailable: it is not complete yet.
     """
-    found: Any = getattr(request.app.state, "house", None)
-    if not isinstance(found, House):
+    found: Any = getattr(request.app.state, "state", None)
+    if not isinstance(found, AppState):
         raise Unavailable("the service is starting")
     return found
 

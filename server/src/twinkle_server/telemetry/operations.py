@@ -6,8 +6,8 @@ from typing import Any
 
 import structlog
 
-from twinkle_server.observe.logs import Room
 from twinkle_server.operations import Accepted, Operation, Submission
+from twinkle_server.telemetry.logs import Room
 
 ASKED: ContextVar[dict[str, Any] | None] = ContextVar("asked", default=None)
 """`names` of what the request that is being answered asks for, once its model is known to be the caller's."""

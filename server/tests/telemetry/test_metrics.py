@@ -5,9 +5,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from twinkle_server.observe import metrics as module
-from twinkle_server.observe.metrics import OTHERS, Metrics
-from twinkle_server.observe.requests import Observed
+from twinkle_server.telemetry import metrics as module
+from twinkle_server.telemetry.metrics import OTHERS, Metrics
+from twinkle_server.telemetry.requests import TelemetryMiddleware
 
 
 def read(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -86,7 +86,7 @@ def test_requests_are_counted_by_template_and_never_by_what_was_written() -> Non
     metrics = Metrics(b"s")
     for method, path in (("GET", "/sessions/secret-id"), ("GET", "/none"), ("BREW", "/none")):
         scope = {"type": "http", "method": method, "path": path, "headers": []}
-        asyncio.run(Observed(app, metrics)(scope, None, send))
+        asyncio.run(TelemetryMiddleware(app, metrics)(scope, None, send))
     found = read(metrics)
     assert found["twinkle_http_requests_total", "GET", "/sessions/{id}", "404"] == 1
     assert found["twinkle_http_requests_total", "GET", "unmatched", "404"] == 1

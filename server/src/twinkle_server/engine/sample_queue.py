@@ -7,9 +7,9 @@ from pathlib import Path
 
 from twinkle.errors import EngineFault
 from twinkle_server.engine.executor import Executor
-from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.outcomes import done, failed
+from twinkle_server.engine.queues import Task
+from twinkle_server.engine.results import done, failed
 from twinkle_server.engine.samples import Sampled
 from twinkle_server.payloads import Sample
 

@@ -20,7 +20,7 @@ OPERATIONS = frozenset(
 """Paths of the requests that have a number in the lane of a model."""
 
 
-class Arriving:
+class ArrivalMiddleware:
     """Lets `Arrivals` watch requests that have a number; the tenant must be known already.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_server.armour.requests import Requests
+from twinkle_server.limits.request_head import RequestHeadMiddleware
 
 
 async def fine(scope: Any, receive: Any, send: Any) -> None:
@@ -21,7 +21,7 @@ def ask(headers: list[tuple[bytes, bytes]], path: bytes = b"/") -> tuple[int, di
         sent.append(message)
 
     scope = {"type": "http", "headers": headers, "raw_path": path, "query_string": b""}
-    asyncio.run(Requests(fine)(scope, None, send))
+    asyncio.run(RequestHeadMiddleware(fine)(scope, None, send))
     return sent[0]["status"], dict(sent[0]["headers"]), scope
 
 

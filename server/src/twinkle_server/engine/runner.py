@@ -1,4 +1,4 @@
-"""Turns of the engine: what the scheduler chose is done by the executor, and told to the service."""
+"""Runs the operations that the scheduler selected, and reports their results to the service."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,15 +8,15 @@ from typing import Any
 import orjson
 
 from twinkle.errors import EngineFault
-from twinkle_server.engine import files, lanes, messages
+from twinkle_server.engine import files, messages, queues
 from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.executor import Cost, Executor, Pass
-from twinkle_server.engine.interleaving import Interleaving
-from twinkle_server.engine.lanes import Lanes, Task
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.outcomes import Lost, done, failed, is_out_of_memory, is_passing
+from twinkle_server.engine.queues import Lanes, Task
+from twinkle_server.engine.results import Lost, done, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.saves import Background, Saves
 from twinkle_server.engine.snapshots import Snapshots
+from twinkle_server.engine.time_sharing import TimeSharing
 from twinkle_server.failpoints import reach
 from twinkle_server.operations import PASSES
 from twinkle_server.payloads import Create, Load, OptimStep
@@ -67,8 +67,8 @@ class Sources:
             del self._sound[next(iter(self._sound))]
 
 
-class Turns:
-    """Does what was chosen.
+class OperationRunner:
+    """Executes the operations that the scheduler selected.
 
     Args:
         executor: computes.
@@ -87,7 +87,7 @@ class Turns:
         snapshots: Snapshots,
         waiting: Lanes,
         background: Background,
-        interleaving: Interleaving,
+        interleaving: TimeSharing,
         report: Callable[[Message], None],
     ) -> None:
         self._executor, self._sources, self._snapshots = executor, sources, snapshots
@@ -106,7 +106,7 @@ class Turns:
         if not tasks:
             return
         kind = tasks[0].kind
-        if kind in lanes.ORDERS:
+        if kind in queues.ORDERS:
             raise RuntimeError(f"{kind} is no turn")
         self._interleaving.begin([task.id for task in tasks])
         begin = self._interleaving.clock()

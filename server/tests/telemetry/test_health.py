@@ -8,9 +8,9 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 
 from twinkle_server.errors import ServiceError
-from twinkle_server.observe.health import INSIDE, PROBES, Access, folder_token, health_routes
-from twinkle_server.observe.metrics import Metrics
-from twinkle_server.observe.presence import FOLDER_TOKEN
+from twinkle_server.telemetry.health import INSIDE, PROBES, Access, folder_token, health_routes
+from twinkle_server.telemetry.metrics import Metrics
+from twinkle_server.telemetry.presence import FOLDER_TOKEN
 from twinkle_server.tenancy.auth import Authentication, Caller
 
 HERE, ELSEWHERE = ("127.0.0.1", 1), ("192.0.2.7", 1)

@@ -4,14 +4,14 @@ import asyncio
 import time
 from typing import Any
 
-from twinkle_server.armour.answers import refuse
-from twinkle_server.armour.budget import Budget, Share
-from twinkle_server.armour.depth import check_depth, is_flat
-from twinkle_server.armour.parts import check_parts
-from twinkle_server.armour.turnstile import Turnstile
-from twinkle_server.armour.weight import check_weight
-from twinkle_server.armour.zstd import decompress
 from twinkle_server.errors import BadRequest, ServiceError, TooLarge
+from twinkle_server.limits.budget import Budget, Share
+from twinkle_server.limits.depth import check_depth, is_flat
+from twinkle_server.limits.parts import check_parts
+from twinkle_server.limits.refusal import refuse
+from twinkle_server.limits.turnstile import Turnstile
+from twinkle_server.limits.weight import check_weight
+from twinkle_server.limits.zstd import decompress
 from twinkle_server.settings import Limits
 from twinkle_server.tenancy.auth import header
 
@@ -31,7 +31,7 @@ class _Left(Exception):
     """The client is gone."""
 
 
-class Bodies:
+class BodyLimitMiddleware:
     """Gives the application a body that is complete, decompressed and small enough, or answers instead of it.
 
     Args:

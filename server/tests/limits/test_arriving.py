@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_server.armour.arriving import OPERATIONS, Arriving
+from twinkle_server.limits.arrivals import OPERATIONS, ArrivalMiddleware
 from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.tenancy.auth import Caller
 
@@ -30,7 +30,7 @@ def expected(path: str, status: int, seconds: float = 0.0) -> float:
 
     scope = {"type": "http", "path": path, "caller": Caller("ada", "1")}
     try:
-        asyncio.run(Arriving(app, arrivals)(scope, None, send))
+        asyncio.run(ArrivalMiddleware(app, arrivals)(scope, None, send))
     except ConnectionError:
         assert not status
     return arrivals.expected_until("ada", 10.0)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from twinkle_server.armour.answers import refuse
 from twinkle_server.errors import ServiceError
 from twinkle_server.ids import new_id
+from twinkle_server.limits.refusal import refuse
 
 _HEADERS = 100
 _HEADER_BYTES = 32 * 2**10
@@ -17,7 +17,7 @@ class HeadTooLarge(ServiceError):
     status = 431
 
 
-class Requests:
+class RequestHeadMiddleware:
     """Puts `request_id` into the scope and the answer's `X-Request-Id`, and refuses heads without bound."""
 
     def __init__(self, app: Any) -> None:

@@ -7,8 +7,8 @@ import orjson
 import pytest
 import structlog
 
-from twinkle_server.observe import logs
-from twinkle_server.observe.redaction import redact, tenant_mark
+from twinkle_server.telemetry import logs
+from twinkle_server.telemetry.redaction import redact, tenant_mark
 from twinkle_server.tenancy.keys import new_key
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhbGljZSJ9.c2lnbmF0dXJl"

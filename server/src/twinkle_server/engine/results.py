@@ -9,8 +9,8 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.errors import UserError
 from twinkle_server.engine.files import Damaged
-from twinkle_server.engine.lanes import Task
 from twinkle_server.engine.messages import Message
+from twinkle_server.engine.queues import Task
 from twinkle_server.operations import Category
 
 _log = logging.getLogger(__name__)

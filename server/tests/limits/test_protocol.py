@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from twinkle_server.armour import protocol as module
-from twinkle_server.armour.bodies import Bodies
-from twinkle_server.armour.protocol import GuardedProtocol
+from twinkle_server.limits import protocol as module
+from twinkle_server.limits.bodies import BodyLimitMiddleware
+from twinkle_server.limits.protocol import GuardedProtocol
 from twinkle_server.settings import Limits
 
 SECONDS = 20.0
@@ -30,7 +30,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server with short patience."""
     monkeypatch.setattr(module, "_HEAD_SECONDS", 0.3)
     monkeypatch.setattr(module, "_DROPPED_BYTES", 10**6)
-    guarded = Bodies(app, Limits(body_bytes=1000))
+    guarded = BodyLimitMiddleware(app, Limits(body_bytes=1000))
     config = uvicorn.Config(guarded, http=GuardedProtocol, ws="none", lifespan="off", log_config=None)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config)

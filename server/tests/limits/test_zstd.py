@@ -10,8 +10,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinkle_server.armour.zstd import decompress
 from twinkle_server.errors import BadRequest, Busy, TooLarge
+from twinkle_server.limits.zstd import decompress
 
 MIB = 2**20
 

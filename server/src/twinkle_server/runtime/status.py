@@ -17,7 +17,7 @@ from twinkle_server.runtime.supervision import DIED, Supervisor
 QueueState = tuple[str, str | None]
 
 
-class Facts:
+class RuntimeStatus:
     """Reads the parts of a runtime.
 
     Attributes:
