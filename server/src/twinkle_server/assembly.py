@@ -5,9 +5,7 @@ from typing import Any
 from twinkle_server.application import create_application
 from twinkle_server.checkpoints.links import Links, download_routes
 from twinkle_server.direct import Direct
-from twinkle_server.limits.arrivals import ArrivalMiddleware
-from twinkle_server.limits.bodies import BodyLimitMiddleware
-from twinkle_server.limits.request_head import RequestHeadMiddleware
+from twinkle_server.limits.middleware import ArrivalMiddleware, BodyLimitMiddleware, RequestHeadMiddleware
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store

@@ -3,6 +3,11 @@
 A fault that an operation meets after it was accepted is a `Failure`, which its future carries, and not one of these.
 """
 
+import math
+from typing import Any
+
+import orjson
+
 
 class ServiceError(Exception):
     """A request that is answered with an error.
@@ -85,3 +90,13 @@ class Unavailable(Busy):
     """The service is draining, or its engine is starting."""
 
     status = 503
+
+
+async def refuse(send: Any, error: ServiceError) -> None:
+    """Answer a request with an error, as `{"detail": ...}`; what is left of its body is dropped as it comes."""
+    body = orjson.dumps({"detail": error.message})
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if isinstance(error, Busy):
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

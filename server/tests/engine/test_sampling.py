@@ -14,7 +14,7 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
 from twinkle_server.engine.sample_queue import TOGETHER, Sampling
 from twinkle_server.engine.samples import Sampled
-from twinkle_server.engine.time_sharing import TimeSharing
+from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.payloads import Sample
 
 

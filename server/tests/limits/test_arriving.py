@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_server.limits.arrivals import OPERATIONS, ArrivalMiddleware
+from twinkle_server.limits.middleware import OPERATIONS, ArrivalMiddleware
 from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.tenancy.auth import Caller
 

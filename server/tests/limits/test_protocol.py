@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from twinkle_server.limits import protocol as module
-from twinkle_server.limits.bodies import BodyLimitMiddleware
+from twinkle_server.limits.middleware import BodyLimitMiddleware
 from twinkle_server.limits.protocol import GuardedProtocol
 from twinkle_server.settings import Limits
 

@@ -3,7 +3,7 @@
 import pytest
 
 from twinkle_server.operations import Category, Kind
-from twinkle_server.runtime.last_pass import FORGOTTEN, LastPass
+from twinkle_server.runtime.status import FORGOTTEN, LastPass
 
 End = tuple[Kind, Category | None]
 

@@ -4,7 +4,7 @@ import asyncio
 
 from server_runtime import SOON, within
 
-from twinkle_server.runtime.window import Window
+from twinkle_server.runtime.dispatch import Window
 
 
 def test_tenants_take_turns_whatever_the_number_of_their_requests() -> None:

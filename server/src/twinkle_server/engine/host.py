@@ -21,9 +21,8 @@ from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Lanes, Task
 from twinkle_server.engine.results import cancelled
 from twinkle_server.engine.runner import OperationRunner, Sources
 from twinkle_server.engine.sample_queue import Sampling
-from twinkle_server.engine.scheduler import Scheduler
+from twinkle_server.engine.scheduler import Scheduler, TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
-from twinkle_server.engine.time_sharing import TimeSharing
 from twinkle_server.link import BlockingLink, LinkClosed
 from twinkle_server.settings import Settings
 

@@ -15,7 +15,6 @@ from twinkle_server.payloads import Save
 from twinkle_server.ports import Effects, Figures, Journal
 from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.runtime.cancellation import Cancellation
-from twinkle_server.runtime.child import Child, ChildProcess
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.engine_events import EngineEvents
 from twinkle_server.runtime.futures import Futures
@@ -23,7 +22,7 @@ from twinkle_server.runtime.janitor import Janitor
 from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import MAX_GAP, ModelQueue
 from twinkle_server.runtime.status import RuntimeStatus, count_death, count_message, ending_of
-from twinkle_server.runtime.supervision import StartChild, Supervisor
+from twinkle_server.runtime.supervision import Child, ChildProcess, StartChild, Supervisor
 from twinkle_server.settings import Settings
 from twinkle_server.store.faults import LeaseLost
 from twinkle_server.telemetry.logs import REQUEST

@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 
 from starlette.requests import Request
 
-from twinkle_server.errors import Forbidden, ServiceError, Unauthorized
-from twinkle_server.limits.refusal import refuse
+from twinkle_server.errors import Forbidden, ServiceError, Unauthorized, refuse
 
 Role = Literal["user", "operator"]
 LOCAL_TENANT = "local"

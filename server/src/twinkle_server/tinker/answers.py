@@ -1,12 +1,13 @@
-"""Bodies of answers."""
+"""Bodies of answers, whole and in pages."""
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import Response
+from fastapi import Query, Response
 
 from twinkle_server.operations import Accepted
+from twinkle_server.store.records import Page
 
 
 def answer(body: Any, status: int = 200) -> Response:
@@ -27,3 +28,12 @@ def present(**fields: Any) -> dict[str, Any]:
 def moment(seconds: float) -> str:
     """Return a time (UTC seconds) as clients read it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
+
+
+def cursor(page: Page[Any], limit: int, offset: int) -> dict[str, int]:
+    """Return where in a list a page is."""
+    return {"offset": offset, "limit": limit, "total_count": page.total}

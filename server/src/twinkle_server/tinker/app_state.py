@@ -1,8 +1,9 @@
-"""What every endpoint of this face works with: the running service, the records, who asks, and what time it is."""
+"""What the endpoints of the Tinker protocol work with: the running service, the records, and who asks."""
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -19,7 +20,43 @@ from twinkle_server.store.samplers import Samplers
 from twinkle_server.store.sessions import Sessions
 from twinkle_server.store.usage import UsageTable
 from twinkle_server.tenancy.auth import Caller, caller
-from twinkle_server.tinker.recent import Recent
+
+V = TypeVar("V")
+_MOST = 4096
+
+
+class Recent(Generic[V]):
+    """Remembers what was found, never that nothing was.
+
+    Args:
+        seconds: that an answer is taken for true.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._known: dict[tuple[str, str], tuple[float, V]] = {}
+
+    async def get(self, key: tuple[str, str], find: Callable[[], Awaitable[V]]) -> V:
+        """Return the value of a key.
+
+        Args:
+            key: the tenant, and the id of what is its own.
+            find: asks the store.
+        """
+        known = self._known.get(key)
+        if known is not None and known[0] > time.monotonic():
+            return known[1]
+        value = await find()
+        self._known.pop(key, None)
+        while len(self._known) >= _MOST:
+            del self._known[next(iter(self._known))]
+        self._known[key] = (time.monotonic() + self._seconds, value)
+        return value
+
+    def forget(self) -> None:
+        """Ask the store again from now on."""
+        self._known.clear()
+
 
 __all__ = ["AppState", "Caller", "Records", "app_state_of", "caller"]
 

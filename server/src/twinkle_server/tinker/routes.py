@@ -1,4 +1,4 @@
-"""All endpoints of this face."""
+"""All endpoints of the Tinker protocol."""
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
@@ -10,24 +10,23 @@ from twinkle_server.tinker import (
     custom_losses,
     futures,
     models,
-    passes,
     runs,
     sampling,
     saves,
     sessions,
-    updates,
+    training,
 )
 
 PREFIX = "/api/v1"
 # Routes are tried one after another: what is asked for all the time comes first.
-ROOMS = (futures, passes, updates, sampling, sessions, models, saves, client, runs, copying, accounts, custom_losses)
+MODULES = (futures, training, sampling, sessions, models, saves, client, runs, copying, accounts, custom_losses)
 
 
 def tinker_routes() -> APIRouter:
     """Return the endpoints of the Tinker protocol."""
     router = APIRouter(prefix=PREFIX)
-    for room in ROOMS:
-        for route in room.router.routes:
+    for module in MODULES:
+        for route in module.router.routes:
             if isinstance(route, APIRoute):  # one flat list: each router in a router is searched on its own
                 extra = route.openapi_extra
                 router.add_api_route(

@@ -1,19 +1,107 @@
-"""ASGI middleware that reads a body whole, within bounds of size, time and memory, before the application begins."""
+"""ASGI middleware that bounds what a request may be: its head, its body, and when it may come."""
 
 import asyncio
 import time
 from typing import Any
 
-from twinkle_server.errors import BadRequest, ServiceError, TooLarge
-from twinkle_server.limits.budget import Budget, Share
-from twinkle_server.limits.depth import check_depth, is_flat
-from twinkle_server.limits.parts import check_parts
-from twinkle_server.limits.refusal import refuse
-from twinkle_server.limits.turnstile import Turnstile
-from twinkle_server.limits.weight import check_weight
+from twinkle_server.errors import BadRequest, ServiceError, TooLarge, refuse
+from twinkle_server.ids import new_id
+from twinkle_server.limits.body_checks import check_depth, check_parts, check_weight, is_flat
+from twinkle_server.limits.memory import Budget, Share, Turnstile
 from twinkle_server.limits.zstd import decompress
+from twinkle_server.runtime.arrivals import Arrivals
 from twinkle_server.settings import Limits
-from twinkle_server.tenancy.auth import header
+from twinkle_server.tenancy.auth import Caller, header
+
+_HEADERS = 100
+_HEADER_BYTES = 32 * 2**10
+_PATH_BYTES = 8 * 2**10
+
+
+class HeadTooLarge(ServiceError):
+    """The request's head is larger than the service takes."""
+
+    status = 431
+
+
+class RequestHeadMiddleware:
+    """Puts `request_id` into the scope and the answer's `X-Request-Id`, and refuses heads without bound."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = scope["request_id"] = new_id()
+        marked = (b"x-request-id", name.encode())
+
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), marked]}
+            await send(message)
+
+        if problem := _problem(scope):
+            await refuse(named, HeadTooLarge(problem))
+            return
+        await self._app(scope, receive, named)
+
+
+def _problem(scope: Any) -> str:
+    headers = scope["headers"]
+    if len(headers) > _HEADERS:
+        return f"the request has {len(headers)} headers; {_HEADERS} is the most"
+    if (size := sum(len(name) + len(value) for name, value in headers)) > _HEADER_BYTES:
+        return f"the request's headers have {size} bytes; {_HEADER_BYTES} is the most"
+    if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > _PATH_BYTES:
+        return f"the request's path is longer than {_PATH_BYTES} bytes"
+    return ""
+
+
+OPERATIONS = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "forward",
+        "forward_backward",
+        "load_weights",
+        "optim_step",
+        "save_weights",
+        "save_weights_external",
+        "save_weights_for_sampler",
+    )
+)
+"""Paths of the requests that have a number in the lane of a model."""
+
+
+class ArrivalMiddleware:
+    """Lets `Arrivals` watch requests that have a number; the tenant must be known already.
+
+    Args:
+        app: what comes behind it.
+        arrivals: watches.
+    """
+
+    def __init__(self, app: Any, arrivals: Arrivals) -> None:
+        self._app = app
+        self._arrivals = arrivals
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection."""
+        who = scope.get("caller")
+        if scope["type"] != "http" or scope["path"] not in OPERATIONS or not isinstance(who, Caller):
+            await self._app(scope, receive, send)
+            return
+        with self._arrivals.watch(who.tenant) as answered:
+
+            async def told(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    answered(message["status"])
+                await send(message)
+
+            await self._app(scope, receive, told)
+
 
 _GRACE = 30.0  # seconds that a body may take, whatever its size
 _SLOWEST = 64 * 2**10  # bytes a second beyond that
