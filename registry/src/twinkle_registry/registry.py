@@ -27,7 +27,7 @@ from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
-from .settings import Settings
+from .settings import ESSENTIAL, Settings
 from .untrusted import untrusted_notice
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Registry:
         kinds: Mapping[str, str | None],
         core_version: str,
         settings: Settings | None = None,
-        essential: Collection[str] = ("twinkle-core",),
+        essential: Collection[str] = ESSENTIAL,
     ) -> None:
         """Make an empty registry.
 
