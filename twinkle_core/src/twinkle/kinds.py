@@ -22,8 +22,8 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "model": Kind("twinkle.model:TwinkleModel", "Trains: forward, backward, step, save, load."),
     "sampler": Kind("twinkle.sampler:Sampler", "Generates tokens from a model and its adapters."),
-    "dataset": Kind("twinkle.dataset:DatasetLike", "Rows with a length, or a stream of rows.", author=False),
-    "dataloader": Kind("twinkle.dataloader:DataLoaderLike", "Batches of rows for each data rank.", author=False),
+    "dataset": Kind("twinkle.dataset:DatasetLike", "Rows with a length, or a stream of rows."),
+    "dataloader": Kind("twinkle.dataloader:DataLoaderLike", "Batches of rows for each data rank."),
     "template": Kind("twinkle.template:TemplateLike", "Turns conversations into tokens and labels, and back."),
     "tool_parser": Kind("twinkle.tool_parser:ToolCallParser", "Finds tool calls in generated text."),
     "preprocessor": Kind("twinkle.preprocessor:Preprocessor", "Turns raw columns into trajectories."),
