@@ -25,6 +25,24 @@ def no_folder_that_this_user_trusts(tmp_path_factory: pytest.TempPathFactory) ->
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_setting_of_another_module(no_folder_that_this_user_trusts: None) -> Iterator[None]:
+    """Fail where the tests of a module leave variables that Twinkle reads other than they were."""
+    before = _settings()
+    yield
+    after = _settings()
+    changed = {name: (before.get(name), after.get(name)) for name in before | after}
+    changed = {name: values for name, values in changed.items() if values[0] != values[1]}
+    for name, (old, _) in changed.items():  # so that one module fails, and not those after it
+        os.environ.pop(name, None)
+        os.environ.update({} if old is None else {name: old})
+    assert not changed, f"tests of this module left these variables changed (before, after): {changed}"
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("TWINKLE_")}
+
+
 @pytest.fixture(autouse=True)
 def no_runtime_of_another_test() -> Iterator[None]:
     """Let each test begin before any `twinkle.initialize`."""

@@ -230,7 +230,7 @@ def house(site: Site, hookspecs: types.ModuleType) -> Callable[..., Registry]:
 
     def load(core_version: str = "0.1.0", settings: Settings | None = None, **more: Any) -> Registry:
         registry = twinkle_registry.Registry(
-            hookspecs, kinds=KINDS, core_version=core_version, settings=settings, **more
+            hookspecs, **{"kinds": KINDS, "core_version": core_version, "settings": settings, **more}
         )
         registry.load_installed(also=locked_plugins())
         return registry

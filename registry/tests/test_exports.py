@@ -1,5 +1,7 @@
 """Exports: functions and classes that plugins add to the public modules of core, and components that moved plugins."""
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,45 @@ def test_an_export_that_is_not_installed_names_the_package(site: Any, house: Hou
         registry.attribute("twinkle.loss", "smooth", "loss")
     with pytest.raises(ComponentNotFound):
         registry.attribute("twinkle.loss", "rough", "loss")
+
+
+def test_a_contract_that_nobody_exports_is_not_looked_up_as_a_component(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports = (IndexExport("house_patches", "Patch", "twinkle-acme"),)
+    monkeypatch.setattr(index, "index_exports", lambda: exports)
+    registry = house(kinds={"loss": "house_patches:Patch"})
+    module = types.ModuleType("house_patches")
+
+    def attribute(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return registry.attribute("house_patches", name, "loss")
+
+    vars(module)["__getattr__"] = attribute
+    monkeypatch.setitem(sys.modules, "house_patches", module)
+    with pytest.raises(RequirementMissing, match=r"house_patches\.Patch is not installed.* twinkle-acme"):
+        registry.attribute("house_patches", "Patch", "loss")
+    with pytest.raises(RequirementMissing, match=r"house_patches\.Patch is not installed.* twinkle-acme"):
+        registry.attribute("house_patches", "SomePatch", "loss")
+
+
+@pytest.mark.parametrize("kind", ["loss", ""])
+def test_an_attribute_that_a_disabled_plugin_exports_says_so(
+    site: Any, house: House, published: None, kind: str
+) -> None:
+    site.plugin("twinkle-acme", export("smooth", "twinkle_acme.a:smooth"), a="def smooth(): return 1")
+    registry = house(settings=Settings(disabled=frozenset({"twinkle-acme"})))
+    with pytest.raises(ComponentNotFound, match="plugin twinkle-acme offers it but is disabled"):
+        registry.attribute("twinkle.loss", "smooth", kind)
+
+
+def test_a_component_is_found_beside_an_unusable_plugin_that_exports_its_name(
+    site: Any, table: Any, house: House, loss_source: str
+) -> None:
+    site.plugin("acme", export("PlainLoss", "acme.a:smooth"), core=">=9")
+    site.plugin("other", table("PlainLoss", "other.a:PlainLoss"), a=loss_source)
+    assert house().attribute("twinkle.loss", "PlainLoss", "loss").__name__ == "PlainLoss"
 
 
 def test_an_export_of_an_unusable_plugin_raises_its_reason(site: Any, house: House) -> None:

@@ -19,5 +19,7 @@ from twinkle_patches.no_split import NoSplitModulesPatch as NoSplitModulesPatch
 from twinkle_patches.patch import Patch as Patch
 from twinkle_patches.record import applications as applications
 from twinkle_patches.record import is_recorded as is_recorded
-from twinkle_patches.record import undo as undo_recorded
-from twinkle_patches.record import version as record_version
+from twinkle_patches.record import undo as _undo_recorded
+from twinkle_patches.record import version as _record_version
+record_version = _record_version
+undo_recorded = _undo_recorded

@@ -45,10 +45,15 @@ from twinkle_chat.glm4 import Glm4Template as Glm4Template
 from twinkle_chat.reasoning import DeepseekR1Template as DeepseekR1Template
 from twinkle_chat.reasoning import Gemma4Template as Gemma4Template
 from twinkle_chat.rendering import ChatRenderer as ChatRenderer
-from twinkle_chat.template import Template as DeepseekTemplate
-from twinkle_chat.template import Template as Qwen2Template
-from twinkle_chat.template import Template as Qwen2_5Template
-from twinkle_chat.template import Template as Qwen3Template
-from twinkle_chat.template import Template as Qwen3_5Template
 from twinkle_chat.template import Template as Template
+from twinkle_chat.template import Template as _DeepseekTemplate
+from twinkle_chat.template import Template as _Qwen2Template
+from twinkle_chat.template import Template as _Qwen2_5Template
+from twinkle_chat.template import Template as _Qwen3Template
+from twinkle_chat.template import Template as _Qwen3_5Template
 from twinkle_chat.turns import turn_span as turn_span
+DeepseekTemplate = _DeepseekTemplate
+Qwen2Template = _Qwen2Template
+Qwen2_5Template = _Qwen2_5Template
+Qwen3Template = _Qwen3Template
+Qwen3_5Template = _Qwen3_5Template

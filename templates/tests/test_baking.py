@@ -1,17 +1,21 @@
 """Every scaffold bakes into a project without placeholders, that its own linter and manifest reader accept."""
 
+import ast
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+from twinkle._registry import registry
 from twinkle.errors import ArgumentError, OutputError
 from twinkle.kinds import KINDS
 from twinkle_registry import read_manifest
@@ -80,6 +84,43 @@ def test_its_project_is_installable(kind: str, baked: dict[str, Path]) -> None:
     assert project["entry-points"]["twinkle"] == {"plugin": f"acme_my_{kind}"}
     assert project["dependencies"][0] == "twinkle-core>=0.1,<1"
     assert project["authors"] == [{"name": 'Ada "A" Lovelace'}]
+
+
+def brought_by(requirements: list[str]) -> set[str]:
+    """Return our distributions that the requirements bring."""
+    brought: set[str] = set()
+    todo = [name for text in requirements if (name := Requirement(text).name).startswith("twinkle-")]
+    while todo:
+        if (name := todo.pop()) not in brought:
+            brought.add(name)
+            texts = [text for text in distribution(name).requires or () if "extra ==" not in text]
+            todo += [below for text in texts if (below := Requirement(text).name).startswith("twinkle-")]
+    return brought
+
+
+def offered_by(module: str, name: str) -> set[str]:
+    """Return the plugins that offer `module.name`; none where core defines it."""
+    specs: list[Any] = registry().exports(module).get(name, [])
+    kind = module.removeprefix("twinkle.")
+    return {spec.dist for spec in specs or (registry().specs(kind).get(name, []) if kind in KINDS else [])}
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_its_project_declares_the_plugins_of_the_names_that_it_imports(kind: str, baked: dict[str, Path]) -> None:
+    project = tomllib.loads((baked[kind] / "pyproject.toml").read_text("utf-8"))["project"]
+    shipped = brought_by(project["dependencies"])
+    tested = shipped | brought_by(project["optional-dependencies"]["test"])
+    assert tested >= {"twinkle-cli", "twinkle-testing"}
+    undeclared = {
+        f"{path.relative_to(baked[kind])}: {node.module}.{alias.name} of {dist}"
+        for path in baked[kind].rglob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body  # what a function imports may be for those who have it
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("twinkle.")
+        for alias in node.names
+        for dist in offered_by(str(node.module), alias.name)
+        if dist not in (shipped if "src" in path.parts and path.name != "example.py" else tested)
+    }
+    assert undeclared == set()
 
 
 def test_the_ci_file_is_yaml_and_runs_all_checks(baked: dict[str, Path]) -> None:

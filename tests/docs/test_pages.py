@@ -117,9 +117,13 @@ def borrowed(code: str) -> set[str]:
 def test_the_manifest_reference_names_every_key() -> None:
     from twinkle_registry import reading
 
-    keys = {*reading._TOP} - {"hooks", "component", "command"}
-    for table, names in (("hooks", reading._HOOKS), ("component", reading._COMPONENT), ("command", reading._COMMAND)):
-        keys |= {f"{table}.{name}" for name in names}
+    tables = {
+        "hooks": reading._HOOKS,
+        "component": reading._COMPONENT,
+        "command": reading._COMMAND,
+        "export": reading._EXPORT,
+    }
+    keys = {*reading._TOP} - {*tables} | {f"{table}.{name}" for table, names in tables.items() for name in names}
     section = (
         (DOCS / "plugin-authors.md").read_text("utf-8").partition("## Manifest reference")[2].partition("\n## ")[0]
     )

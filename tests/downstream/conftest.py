@@ -34,7 +34,8 @@ def shelf(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def downstream(environment: EnvironmentMaker, shelf: Path) -> Environment:
     """An environment in which somebody installed two strangers' packages, and pip brought what they declare."""
     made = environment(text for member in MEMBERS for text in member.requirements)
-    ours = ("twinkle-transformers", "twinkle-losses", "twinkle-metrics", "twinkle-hub")
+    ours = ("twinkle-cli", "twinkle-chat", "twinkle-hub", "twinkle-losses", "twinkle-metrics", "twinkle-testing")
+    ours += ("twinkle-transformers",)
     made.install(shelf, "acme-losses", "acme-sampling", *ours, dependencies=True)
     return made
 

@@ -52,8 +52,8 @@ def test_info_tells_of_the_package_and_where_it_comes_from(downstream: Environme
 
 @pytest.fixture(scope="module")
 def bare(environment: EnvironmentMaker, shelf: Path) -> Environment:
-    """Core and the loss package without what it needs: neither torch nor its own dependency."""
-    floors = [member for member in MEMBERS if member.name in ("twinkle-registry", "twinkle-core")]
+    """Core, the command line and the loss package without what it needs: neither torch nor its own dependency."""
+    floors = [member for member in MEMBERS if member.name in ("twinkle-registry", "twinkle-core", "twinkle-cli")]
     made = environment(text for member in floors for text in member.project["dependencies"])
     made.install(shelf, *(member.name for member in floors), "acme-losses")
     return made

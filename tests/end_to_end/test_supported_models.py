@@ -192,17 +192,17 @@ def test_the_templates_of_the_table_exist(template: str) -> None:
     assert issubclass(registry().resolve(template, "template"), Template)
 
 
-def test_every_template_of_core_is_in_the_table() -> None:
+def test_every_template_of_ours_is_in_the_table() -> None:
     from twinkle._registry import registry
 
-    ours = {name for name, specs in registry().specs("template").items() if specs[0].dist == "twinkle-core"}
+    ours = {name for name, specs in registry().specs("template").items() if specs[0].dist == "twinkle-chat"}
     assert ours == {row[2].strip("`") for row in rows(SUPPORTED)}
 
 
-def test_every_tool_parser_of_core_is_in_its_table() -> None:
+def test_every_tool_parser_of_ours_is_in_its_table() -> None:
     from twinkle._registry import registry
 
-    ours = {name for name, specs in registry().specs("tool_parser").items() if specs[0].dist == "twinkle-core"}
+    ours = {name for name, specs in registry().specs("tool_parser").items() if specs[0].dist == "twinkle-chat"}
     assert ours == {row[0].strip("`") for row in rows(PARSERS)}
 
 

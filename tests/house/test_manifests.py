@@ -8,8 +8,8 @@ from pathlib import Path
 from sys import stdlib_module_names
 
 import pytest
-from environments import closure, import_all, link
-from house import MEMBERS, Member, imported, providers_of_packages
+from environments import closure, import_all, installed, link
+from house import MEMBERS, Member, imported, members_below, providers_of_packages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -59,13 +59,13 @@ def test_it_says_what_it_is_in_one_line(spec: ComponentSpec) -> None:
 
 def declared(spec: ComponentSpec) -> list[str]:
     """Return what is there when `spec` is imported: its own requirements and what nobody can be without."""
-    plain = [text for name in {"twinkle-registry", "twinkle-core", spec.dist} for text in plain_of(name)]
-    return [*plain, *spec.requires]
+    return [*(text for member in members_of(spec) for text in member.project["dependencies"]), *spec.requires]
 
 
-def plain_of(name: str) -> list[str]:
-    (member,) = (member for member in MEMBERS if member.name == name)
-    return list(member.project["dependencies"])
+def members_of(spec: ComponentSpec) -> list[Member]:
+    """Return the member that offers `spec` and those that it depends on."""
+    (own,) = (member for member in MEMBERS if member.name == spec.dist)
+    return [own, *members_below(own)]
 
 
 AT_WILL = {"local": {"torch"}}  # several processes need torch, one does not
@@ -75,9 +75,12 @@ OWN = [spec for spec in SPECS if spec.ref.partition(".")[0] in {member.source.na
 @pytest.mark.parametrize("needs", sorted({(spec.dist, spec.requires) for spec in OWN}), ids=str)
 def test_what_it_requires_is_enough_to_import_it(needs: tuple[str, tuple[str, ...]], tmp_path: Path) -> None:
     specs = [spec for spec in OWN if (spec.dist, spec.requires) == needs]
+    members = members_of(specs[0])
+    # With the metadata of its members, since what they export is found by it.
     view = link(closure(declared(specs[0])).values(), tmp_path / "view")
+    link((installed()[canonicalize_name(member.name)] for member in members), view)
     modules = sorted({spec.ref.partition(":")[0] for spec in specs})
-    assert import_all(modules, [*(member.source.parent for member in MEMBERS), view], tmp_path) == {}
+    assert import_all(modules, [*(member.source.parent for member in members), view], tmp_path) == {}
 
 
 @pytest.mark.parametrize("spec", OWN, ids=lambda spec: f"{spec.dist}/{spec.name}")

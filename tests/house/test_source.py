@@ -37,7 +37,9 @@ HOUSE = [name for member in MEMBERS for name in modules_below(member.source.pare
 def files() -> list[Path]:
     made = {"__pycache__", ".venv", "site", "runs", "dist", "build"}
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    found = [path for path in [*ROOT.iterdir(), *below] if path.is_file() and path.suffix in TEXTS]
+    found = [
+        path for path in [*ROOT.iterdir(), *below] if path.is_file() and path.suffix in TEXTS and path.name != ".git"
+    ]
     return sorted(path for path in found if not made & {*path.relative_to(ROOT).parts})
 
 

@@ -5,11 +5,22 @@ import sys
 
 from house import ROOT
 
+from twinkle_cli.types import stubs
+
 
 def test_the_stubs_are_up_to_date() -> None:
     script = ROOT / "scripts" / "type_stubs.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_name_that_is_not_its_attribute_is_assigned_since_a_stub_would_not_export_it() -> None:
+    offered = {"twinkle.loss": {"Same": "acme.losses:Same", "other": "acme.losses:Real"}}
+    ((path, text, count),) = stubs(offered)
+    assert (path, count) == ("loss/__init__.pyi", 2)
+    assert text.endswith(
+        "from acme.losses import Real as _other\nfrom acme.losses import Same as Same\nother = _other\n"
+    )
 
 
 def test_a_room_imports_nothing_for_them() -> None:

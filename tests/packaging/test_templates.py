@@ -18,7 +18,17 @@ pytestmark = pytest.mark.full
 
 WRITTEN = sorted(name for name, kind in KINDS.items() if kind.author)
 WITH_MODELS = {"model", "recipe", "sampler", "template"}
-WITH_TORCH = {"advantage", "checkpoint_engine", "kernel", "loss", "metric", "patch", "processor", "scheduler"}
+WITH_TORCH = {
+    "advantage",
+    "checkpoint_engine",
+    "dataloader",
+    "kernel",
+    "loss",
+    "metric",
+    "patch",
+    "processor",
+    "scheduler",
+}
 GROUPS = {
     "without torch": set(WRITTEN) - WITH_MODELS - WITH_TORCH,
     "with torch": WITH_TORCH,

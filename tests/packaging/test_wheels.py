@@ -9,34 +9,21 @@ from pathlib import Path
 import pytest
 from environments import View, closure, import_all
 from hatchling.builders.sdist import SdistBuilder
-from house import MEMBERS, ROOT, Member, imported, modules_below, providers_of_packages
+from house import MEMBERS, ROOT, Member, imported, members_below, modules_below, providers_of_packages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 FLOORS = ("twinkle-registry", "twinkle-core")
-GUESTS = {"vllm"}  # SamplingParams.to_vllm is for those who have it
+GUESTS = {"torch", "transformers", "vllm"}
+"""What core imports inside functions for callers who have it: it depends on none of them, and has no extras."""
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=str)
-
-
-def floors_below(member: Member) -> list[str]:
-    """Return the members that one declares as dependencies, and theirs."""
-    ours = {other.name: other for other in MEMBERS}
-    below: dict[str, None] = {}
-    waiting = [member.name]
-    while waiting:
-        for text in ours[waiting.pop()].project["dependencies"]:
-            name = Requirement(text).name
-            if name in ours and name not in below:
-                below[name] = None
-                waiting.append(name)
-    return list(below)
 
 
 @each_member
 def test_all_modules_import_beside_declared_dependencies_alone(
     member: Member, unpacked: dict[str, Path], view: View, tmp_path: Path
 ) -> None:
-    below = [other for other in MEMBERS if other.name in floors_below(member)]
+    below = members_below(member)
     declared = [*member.requirements, *(text for other in below for text in other.requirements)]
     seen = [unpacked[member.name], *(unpacked[other.name] for other in below), view(declared)]
     names = modules_below(unpacked[member.name])
@@ -55,10 +42,9 @@ def test_an_undeclared_import_is_caught(unpacked: dict[str, Path], view: View, t
 @each_member
 def test_every_import_anywhere_in_the_code_is_declared(member: Member) -> None:
     """Imports inside functions count as well; a package that only a dependency brings does not."""
-    floors = [other for other in MEMBERS if other.name in floors_below(member)]
-    declared = {
-        canonicalize_name(Requirement(text).name) for m in (member, *floors) for text in m.requirements
-    } | GUESTS
+    floors = members_below(member)
+    declared = {canonicalize_name(Requirement(text).name) for m in (member, *floors) for text in m.requirements}
+    declared |= GUESTS if member.name == "twinkle-core" else set()
     allowed = {*sys.stdlib_module_names, member.source.name, *(other.source.name for other in floors)}
     providers = providers_of_packages()
     undeclared = {
@@ -97,7 +83,7 @@ def test_a_wheel_carries_all_files_of_its_package(member: Member, unpacked: dict
     package = unpacked[member.name] / member.source.name
     assert {p.relative_to(package) for p in package.rglob("*") if p.is_file()} == files
     assert Path("py.typed") in files
-    assert (Path("twinkle-plugin.toml") in files) == (member.name != "twinkle-registry")
+    assert (Path("twinkle-plugin.toml") in files) == (member.name not in ("twinkle-registry", "twinkle-torch"))
 
 
 @each_member

@@ -9,6 +9,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
@@ -55,6 +57,20 @@ class Member:
 
 
 MEMBERS = [Member(ROOT / path) for path in SETTINGS["tool"]["hatch"]["metadata"]["hooks"]["custom"]["members"]]
+
+
+def members_below(member: Member) -> list[Member]:
+    """Return the members that one declares as dependencies, and theirs."""
+    ours = {other.name: other for other in MEMBERS}
+    below: dict[str, Member] = {}
+    waiting = [member]
+    while waiting:
+        for text in waiting.pop().project["dependencies"]:
+            name = Requirement(text).name
+            if name in ours and name not in below:
+                below[name] = ours[name]
+                waiting.append(ours[name])
+    return list(below.values())
 
 
 def modules_below(folder: Path) -> list[str]:

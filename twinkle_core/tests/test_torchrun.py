@@ -232,7 +232,8 @@ def test_an_error_of_the_command_is_reported_too(errors: Path) -> None:
 
 def test_ranks_whose_torchrun_is_killed_end_by_themselves(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(BEGIN + "print(__import__('os').getpid(), flush=True)\n__import__('time').sleep(600)\n")
+    # One write a rank: where Python is unbuffered, `print` writes the line's end apart, and two ranks' lines may mix.
+    script.write_text(BEGIN + "import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)\n")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with (tmp_path / "err.txt").open("w") as err:
         agent = subprocess.Popen(

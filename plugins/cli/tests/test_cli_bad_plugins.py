@@ -211,8 +211,9 @@ def frozen_told(*args: str) -> str:
 def test_what_the_lock_does_not_list_is_told_by_every_frozen_command(frozen: Path, make_plugin: Make) -> None:
     command = '\n[[command]]\nname = "acme-run"\nref = "acme_bad.parts:AcmeLoss"\nsummary = "Runs."\n'
     patch = LOSS.replace('"AcmeLoss"', '"AcmePatch"').replace('"loss"', '"patch"')
+    for plugin in ("twinkle-cli", "twinkle-patches", "twinkle-testing"):  # they run the commands below
+        assert CliRunner().invoke(main, ["plugins", "add", plugin, "--yes"]).exit_code == 0
     make_plugin("acme_bad", command + LOSS + patch, parts=WHOLE)
-    frozen.write_text("schema = 1\n")
     why = f"this run is frozen, and {frozen} does not list acme_bad"
     for args in (
         ("plugins", "info", "AcmeLoss"),

@@ -64,7 +64,7 @@ def test_packages_that_clash_with_ours_or_a_plugins_are_told(make_plugin: Make) 
     (clash,) = found("second owner of acme_first/")
     assert clash.startswith("other_kit 1.0 installs files into the package 'acme_first', which is acme_first's -> ")
     (command,) = found("second command twinkle")
-    assert "other_kit 1.0 installs a command 'twinkle', which is twinkle-core's -> pip uninstall other_kit" in command
+    assert "other_kit 1.0 installs a command 'twinkle', which is twinkle-cli's -> pip uninstall other_kit" in command
     assert folder.is_dir()
 
 

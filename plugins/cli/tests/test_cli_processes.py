@@ -87,7 +87,7 @@ def test_the_exit_code_is_that_of_the_first_rank_to_fail(
     (arguments,) = asked
     assert (arguments.nproc_per_node, arguments.standalone, arguments.module) == ("2", True, True)
     assert [arguments.training_script, *arguments.training_script_args] == [
-        "twinkle.cli",
+        "twinkle_cli",
         "run",
         "sft",
         "--epochs",

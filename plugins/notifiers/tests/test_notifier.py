@@ -444,7 +444,8 @@ def test_a_run_without_initialize_is_told_through_the_environment(receiver: Web,
 def test_the_end_of_the_process_waits_for_a_service_but_not_for_ever(tmp_path: Path) -> None:
     code = """
     import threading, time, twinkle
-    from twinkle.notifier import Notifier, failures
+    from twinkle.notifier import Notifier
+    from twinkle_notifiers import failures
     failures.PATIENCE = 0.3
     failures.Watch.wait.__defaults__ = (0.3,)
 

@@ -375,7 +375,7 @@ class TestArguments:
 
     def test_a_patch_must_define_its_call(self) -> None:
         with pytest.raises(NotImplementedError, match="must define __call__"):
-            apply_patch(Thing(), "Patch")
+            apply_patch(Thing(), Patch)
 
 
 class TestVersions:

@@ -48,6 +48,8 @@ def attribute(module: ModuleType, path: str, *, asked: str, absent: type[Twinkle
         try:
             value = getattr(value, name)
         except AttributeError as error:
+            if isinstance(error.__cause__, TwinkleError):  # a public module of core, which says why
+                raise absent(f"{asked}: {error.__cause__}") from error
             public = [n for n in dir(value) if not n.startswith("_")]
             where = (shown if value is module else "") or getattr(value, "__name__", value)
             raise absent(f"{asked}: {where} has no {name!r}; {nearest_or_all(name, public)}") from error

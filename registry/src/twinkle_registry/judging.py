@@ -44,12 +44,8 @@ class House:
         return judged
 
     def _why_disabled(self, record: PluginRecord) -> str:
-        names = (record.name, record.dist)
-        known = (*names, *(record.manifest.formerly if record.manifest else ()))  # parts of core that moved out of it
-        settings = self.settings
-        if settings.enabled_only is not None and self.essential & {canonical(name) for name in known}:
-            settings = replace(settings, enabled_only=None)
-        return settings.why_disabled(names)
+        formerly = record.manifest.formerly if record.manifest else ()
+        return self.settings.why_disabled((record.name, record.dist), formerly, self.essential)
 
     def _with_unknown(self, record: PluginRecord) -> PluginRecord:
         """Add to the problems of a manifest those that only a house knows, so that its author reads all at once."""

@@ -27,7 +27,7 @@ from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
-from .settings import Settings
+from .settings import ESSENTIAL, Settings
 from .untrusted import untrusted_notice
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Registry:
         kinds: Mapping[str, str | None],
         core_version: str,
         settings: Settings | None = None,
-        essential: Collection[str] = ("twinkle-core",),
+        essential: Collection[str] = ESSENTIAL,
     ) -> None:
         """Make an empty registry.
 
@@ -291,11 +291,16 @@ class Registry:
         """
         from .index import where_to_get, where_to_get_export
 
-        if name in self.exports(module):
-            return self.export(module, name)
+        # The contract of a kind is needed to resolve components of that kind, so it is never looked up as one.
+        is_contract = bool(kind) and self._kinds.get(kind) == f"{module}:{name}"
         try:
-            return self.resolve(name, kind) if kind else self.export(module, name)
+            if name in self.exports(module) or is_contract or not kind:
+                return self.export(module, name)
+            return self.resolve(name, kind)
         except ComponentNotFound as error:
+            manifests = [record.manifest for record in self.records if record.manifest]
+            if any((e.module, e.name) == (module, name) for manifest in manifests for e in manifest.exports):
+                raise explain.export_not_found(module, name, self.records, "") from error
             installed = [record.dist for record in self.records]
             where = where_to_get_export(module, name)
             where = where or (where_to_get(name, kind, installed=installed, exact=True) if kind else "")

@@ -44,7 +44,7 @@ def check_requirements(spec: ComponentSpec) -> None:
     """Raise `RequirementMissing` with the command to run, unless everything that `spec` needs is installed."""
     if missing := missing_requirements(spec):
         needs = ", ".join(str(m) for m in missing)
-        wanted = [with_extra(m.requirement, (spec.dist, "twinkle-core")) or m.requirement for m in missing]
+        wanted = [with_extra(m.requirement, (spec.dist,)) or m.requirement for m in missing]
         command = " ".join(f"'{text}'" for text in dict.fromkeys(wanted))
         raise RequirementMissing(f"{spec} needs {needs}; run: pip install {command}")
 

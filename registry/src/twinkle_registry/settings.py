@@ -24,6 +24,7 @@ PREFER_VARIABLE = "TWINKLE_PLUGINS_PREFER"
 CONFIG_FILE = "twinkle.toml"
 USER_FILE = "~/.config/twinkle/twinkle.toml"
 VARIABLES = (DISABLE_VARIABLE, ONLY_VARIABLE, PREFER_VARIABLE)
+ESSENTIAL = ("twinkle-core",)
 _KEYS = ("disable", "only", "prefer")
 _TABLES = ("plugins", "trust")
 
@@ -67,12 +68,22 @@ class Settings:
             sources=sources,
         )
 
-    def why_disabled(self, names: Iterable[str]) -> str:
-        """Return why a plugin known under `names` is not used, or an empty string."""
+    def why_disabled(
+        self, names: Iterable[str], formerly: Iterable[str] = (), essential: Iterable[str] = ESSENTIAL
+    ) -> str:
+        """Return why a plugin is not used, or an empty string.
+
+        Args:
+            names: The names that the plugin has.
+            formerly: Names of plugins that its parts belonged to in earlier releases.
+            essential: Plugins that `only` does not disable, nor what was part of them.
+        """
         known = {canonical(name) for name in names}
         if known & {canonical(name) for name in self.disabled}:
             return f"disabled by {self.source('disable')}"
-        if self.enabled_only is not None and not known & {canonical(name) for name in self.enabled_only}:
+        if self.enabled_only is None or {*known, *map(canonical, formerly)} & {*map(canonical, essential)}:
+            return ""
+        if not known & {canonical(name) for name in self.enabled_only}:
             return f"not among the only plugins enabled by {self.source('only')}"
         return ""
 

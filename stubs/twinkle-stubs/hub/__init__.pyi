@@ -17,10 +17,15 @@ _component, __dir__ = room(__name__, "hub")
 def __getattr__(name: str) -> Any:
     return _component(_PUBLISHED.get(name, name))
 
-from twinkle_data.builtin import BuiltinHub as builtin
-from twinkle_data.gguf import converted as convert_gguf
-from twinkle_hub.folder import FileHub as file
-from twinkle_hub.hugging_face import HFHub as hf
-from twinkle_hub.model_scope import MSHub as ms
+from twinkle_data.builtin import BuiltinHub as _builtin
+from twinkle_data.gguf import converted as _convert_gguf
+from twinkle_hub.folder import FileHub as _file
+from twinkle_hub.hugging_face import HFHub as _hf
+from twinkle_hub.model_scope import MSHub as _ms
 from twinkle_hub.operation import HubOperation as HubOperation
 from twinkle_hub.uploads import Upload as Upload
+builtin = _builtin
+convert_gguf = _convert_gguf
+file = _file
+hf = _hf
+ms = _ms

@@ -27,11 +27,18 @@ from twinkle_losses.ppo import PPOLoss as PPOLoss
 from twinkle_losses.reinforce import ReinforceLoss as ReinforceLoss
 from twinkle_losses.sapo import SAPOLoss as SAPOLoss
 from twinkle_losses.simpo import SimPOLoss as SimPOLoss
-from twinkle_losses.tinker.cross_entropy import CrossEntropy as cross_entropy
-from twinkle_losses.tinker.gspo import Gspo as gspo
-from twinkle_losses.tinker.policy import Cispo as cispo
-from twinkle_losses.tinker.policy import Dro as dro
-from twinkle_losses.tinker.policy import ImportanceSampling as importance_sampling
-from twinkle_losses.tinker.policy import Ppo as ppo
-from twinkle_losses.tinker.stable import StableReinforce as stable_reinforce
+from twinkle_losses.tinker.cross_entropy import CrossEntropy as _cross_entropy
+from twinkle_losses.tinker.gspo import Gspo as _gspo
+from twinkle_losses.tinker.policy import Cispo as _cispo
+from twinkle_losses.tinker.policy import Dro as _dro
+from twinkle_losses.tinker.policy import ImportanceSampling as _importance_sampling
+from twinkle_losses.tinker.policy import Ppo as _ppo
+from twinkle_losses.tinker.stable import StableReinforce as _stable_reinforce
 from twinkle_losses.value import ValueLoss as ValueLoss
+cispo = _cispo
+cross_entropy = _cross_entropy
+dro = _dro
+gspo = _gspo
+importance_sampling = _importance_sampling
+ppo = _ppo
+stable_reinforce = _stable_reinforce

@@ -22,4 +22,5 @@ __all__ = [
 ]
 
 
-from twinkle.runtime.process import LocalRuntime as local
+from twinkle.runtime.process import LocalRuntime as _local
+local = _local

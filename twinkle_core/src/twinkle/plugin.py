@@ -1,8 +1,9 @@
 """The published way to load a plugin's class: `Plugin.load_plugin(reference, base)`."""
 
+import sys
 from typing import Any
 
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, TwinkleError
 
 
 class Plugin:
@@ -15,10 +16,11 @@ class Plugin:
         Args:
             plugin_id: any text that names a component: `Name`, `plugin/Name`, `package.module:Attr`,
                 `./file.py:Name`, or a Hub's reference where a plugin reads its scheme.
-            plugin_base: the contract that it must satisfy, such as `twinkle.loss.Loss`, or a subclass of one.
+            plugin_base: the class that it must be or derive from: the contract of a kind, such as `twinkle.loss.Loss`,
+                a component, such as `twinkle.template.Template`, or a subclass of one.
 
         Raises:
-            ArgumentError: `plugin_base` is no contract.
+            ArgumentError: `plugin_base` belongs to no kind.
             ComponentNotFound: nothing has that name.
             ComponentTypeError: what has it is no `plugin_base`.
         """
@@ -32,15 +34,34 @@ class Plugin:
 
 
 def _kind(base: Any) -> str:
-    """Return the kind whose contract is `base` or one of its parents."""
-    from twinkle._registry import registry
+    """Return the kind of which `base` or one of its parents is the contract or a component."""
     from twinkle.kinds import KINDS
 
-    contracts = {kind: registry().contract(kind) for kind, found in KINDS.items() if found.contract}
+    contracts = {kind: _contract(kind) for kind, found in KINDS.items() if found.contract}
     for cls in getattr(base, "__mro__", ()):
         for kind, contract in contracts.items():
-            if cls is contract:
+            if cls is contract or _is_component(cls, kind):
                 return kind
     raise ArgumentError(
-        f"plugin_base is {base!r}; give the contract of a kind, such as twinkle.loss.Loss, or a subclass of one"
+        f"plugin_base is {base!r}; give the contract of a kind, such as twinkle.loss.Loss, a component such as "
+        "twinkle.template.Template, or a subclass of one"
     )
+
+
+def _contract(kind: str) -> Any:
+    """Return the contract of a kind; None where the plugin that defines it cannot be used."""
+    from twinkle._registry import registry
+
+    try:
+        return registry().contract(kind)
+    except TwinkleError:
+        return None
+
+
+def _is_component(cls: type, kind: str) -> bool:
+    """Say whether a plugin lists `cls` as a component of that kind; nothing is imported."""
+    from twinkle._registry import registry
+
+    refs = (spec.ref.partition(":") for specs in registry().specs(kind).values() for spec in specs)
+    modules = ((sys.modules.get(module), name) for module, _, name in refs)
+    return any(module is not None and vars(module).get(name) is cls for module, name in modules)

@@ -115,7 +115,7 @@ def _missing(registry: Registry) -> Iterator[Problem]:
         for missing in known[spec.requires]:
             lacking.setdefault((spec.dist, missing), []).append(spec.name)
     for (plugin, missing), names in lacking.items():
-        extra = with_extra(missing.requirement, (dists[plugin], "twinkle-core"))
+        extra = with_extra(missing.requirement, (dists[plugin],))
         optional = bool(extra) and missing.installed is None
         yield Problem(
             "missing extra" if optional else "missing requirement",

@@ -61,11 +61,11 @@ def second_commands(dists: Iterable[Distribution]) -> Iterator[Problem]:
     """Yield distributions that install a command `twinkle` beside ours: whichever came last has overwritten it."""
     for dist in dists:
         commands = [entry.name for entry in dist.entry_points if entry.group == "console_scripts"]
-        if "twinkle" in commands and canonical(name := _name(dist)) != "twinkle-core":
+        if "twinkle" in commands and canonical(name := _name(dist)) != "twinkle-cli":
             yield Problem(
                 "second command twinkle",
-                f"{name} {dist.version} installs a command 'twinkle', which is twinkle-core's",
-                f"pip uninstall {name}, then pip install --force-reinstall --no-deps twinkle-core; until then: "
+                f"{name} {dist.version} installs a command 'twinkle', which is twinkle-cli's",
+                f"pip uninstall {name}, then pip install --force-reinstall --no-deps twinkle-cli; until then: "
                 "python -m twinkle.cli",
             )
 

@@ -4,7 +4,7 @@ import click
 
 from twinkle_cli.group import plugins_command, plugins_summaries, refuse_command
 
-OFFERED_BY = {"new": "twinkle-scaffolds"}
+OFFERED_BY = {"new": "twinkle-scaffolds", "patches": "twinkle-patches", "test": "twinkle-testing"}
 """Commands of our own distributions that an installation may lack."""
 
 

@@ -70,8 +70,11 @@ def stubs(offered: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, 
             continue
         path = module.removeprefix("twinkle.").replace(".", "/")
         path += "/__init__.pyi" if spec.submodule_search_locations is not None else ".pyi"
-        lines = sorted(_import(name, ref) for name, ref in offered[module].items() if _importable(name, ref))
-        yield path, HEAD + _static(Path(spec.origin).read_text("utf-8")) + "\n" + "".join(lines), len(lines)
+        refs = {name: ref for name, ref in offered[module].items() if _importable(name, ref)}
+        lines = sorted(_import(name, ref) for name, ref in refs.items())
+        aliases = [f"{name} = _{name}\n" for name, ref in sorted(refs.items()) if ref.partition(":")[2] != name]
+        static = _static(Path(spec.origin).read_text("utf-8"))
+        yield path, HEAD + "\n".join([static, "".join([*lines, *aliases])]), len(lines)
 
 
 def _importable(name: str, ref: str) -> bool:
@@ -80,7 +83,8 @@ def _importable(name: str, ref: str) -> bool:
 
 def _import(name: str, ref: str) -> str:
     module, _, attribute = ref.partition(":")
-    return f"from {module} import {attribute} as {name}\n"
+    # A stub exports what it imports under the same name; another name needs an assignment (PEP 484).
+    return f"from {module} import {attribute} as {name if name == attribute else '_' + name}\n"
 
 
 def _static(source: str) -> str:

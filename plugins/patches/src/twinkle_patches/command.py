@@ -22,7 +22,7 @@ def patches(as_json: bool) -> None:
     if as_json:
         echo_json(rows)
     else:
-        click.echo("\n\n".join(_text(row) for row in rows) or "no plugin offers a patch")
+        click.echo("\n\n".join(_text(row) for row in rows))
 
 
 def describe(spec: ComponentSpec) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Notices patches and kernels that are applied to a model, or undone on it, by whatever way."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +21,8 @@ class PatchWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._record_version = _exported("record_version") or (lambda: 0)
-        self._applications = _exported("applications") or (lambda: [])
+        self._record_version: Callable[[], int] = _exported("record_version") or (lambda: 0)
+        self._applications: Callable[[], list[Any]] = _exported("applications") or (lambda: [])
         self._version, self._known = self._record_version(), self._applied()
 
     def changed(self) -> bool:

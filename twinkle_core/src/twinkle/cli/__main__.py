@@ -1,5 +1,13 @@
 """`python -m twinkle.cli` is the command `twinkle`."""
 
-from twinkle.cli import main
+import sys
+import warnings
+
+# The registry may warn while it finds `main`: one line each, as the command shows its notices.
+with warnings.catch_warnings(record=True) as notices:
+    from twinkle.cli import main
+
+for notice in notices:
+    print(f"Warning: {notice.message}", file=sys.stderr)  # noqa: T201 - a command's own output
 
 main(prog_name="twinkle")

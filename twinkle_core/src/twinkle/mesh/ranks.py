@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle.errors import MeshError, RankError, Unsupported
 from twinkle.mesh import DeviceMesh
 from twinkle.platform import Platform
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TEXT = 160
 T = TypeVar("T")
@@ -43,6 +42,8 @@ class Ranks:
             MeshError: several processes run, but no mesh says how they belong together, or it is without this one.
             Unsupported: the mesh divides the model in other ways.
         """
+        import torch.distributed as dist
+
         world = Platform.get_world_size()
         if mesh is not None and dist.is_initialized() and dist.get_rank() not in mesh.mesh:
             raise MeshError(
@@ -88,7 +89,7 @@ class Ranks:
         """Whether this is the rank that writes what all share."""
         return self.index == 0
 
-    def agree(self, what: str, *numbers: float) -> Tensor:
+    def agree(self, what: str, *numbers: float) -> "Tensor":
         """Tell all ranks where this one is, and some numbers.
 
         Args:
@@ -101,6 +102,9 @@ class Ranks:
         Raises:
             RankError: a rank is at another call, or has left.
         """
+        import torch
+        import torch.distributed as dist
+
         own = torch.tensor(numbers, dtype=torch.float64)
         if self.alone:
             return own[None]
@@ -120,6 +124,8 @@ class Ranks:
         """Return the value of every rank, in order; values must pickle."""
         if self.alone:
             return [value]
+        import torch.distributed as dist
+
         self.agree(what)
         values: list[Any] = [None] * self.size
         self._exchange(what, lambda: dist.all_gather_object(values, value, group=self.control))
@@ -177,6 +183,8 @@ def group_of(ranks: Sequence[int], backend: str | None = None) -> Any:
         ranks: the members, in any order; in the group they are in ascending order.
         backend: by default the world's.
     """
+    import torch.distributed as dist
+
     return dist.new_group(sorted(ranks), backend=backend, use_local_synchronization=True)
 
 

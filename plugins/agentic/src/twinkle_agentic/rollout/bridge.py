@@ -2,17 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import DataError, EncodeError
-from twinkle.template import ChatRenderer, Template, append_tokens, turn_span
+from twinkle.template import append_tokens, turn_span
+
+if TYPE_CHECKING:
+    from twinkle.template import ChatRenderer, Template
 
 _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*|<\|channel>thought\n<channel\|>")  # some show it in the last turn only
 
 
 def extend_with_bridge(
-    pif: Mapping[str, Any], tool_messages: Sequence[Mapping[str, Any]], template: Template
+    pif: Mapping[str, Any], tool_messages: Sequence[Mapping[str, Any]], template: "Template"
 ) -> dict[str, Any] | None:
     """Append messages after a sampled turn, and the header of the next turn, as tokens that are not trained.
 
@@ -48,7 +51,7 @@ def extend_with_bridge(
     return None if tokens is None else {**_untrained(pif, tokens), "messages": extended["messages"]}
 
 
-def _texts(chat: ChatRenderer, template: Template, extended: Mapping[str, Any], added: int) -> tuple[str, str]:
+def _texts(chat: "ChatRenderer", template: "Template", extended: Mapping[str, Any], added: int) -> tuple[str, str]:
     """Return the token that ends the sampled turn, as text ("" if there is none), and what the template adds after it.
 
     Raises:
@@ -66,7 +69,7 @@ def _texts(chat: ChatRenderer, template: Template, extended: Mapping[str, Any], 
     return closing, prompt[len(after) + len(closing) :]
 
 
-def _split(chat: ChatRenderer, text: str) -> tuple[str, str]:
+def _split(chat: "ChatRenderer", text: str) -> tuple[str, str]:
     """Return a text without the special token at its end, and that token."""
     found = max((token for token in chat.special_tokens if text.endswith(token)), key=len, default="")
     return text[: len(text) - len(found)], found
