@@ -17,7 +17,7 @@ from twinkle.kinds import KINDS
 pytestmark = pytest.mark.full
 
 WRITTEN = sorted(name for name, kind in KINDS.items() if kind.author)
-WITH_MODELS = {"model", "recipe", "sampler", "template"}
+WITH_MODELS = {"engine", "model", "recipe", "sampler", "template"}
 WITH_TORCH = {
     "advantage",
     "checkpoint_engine",

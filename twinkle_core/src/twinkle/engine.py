@@ -50,10 +50,12 @@ class EngineInfo:
         dtype: dtype of the base model's matrix products, such as `bfloat16`.
         features: the optional parts of the contract that this engine has:
 
-            - `composition`: an operation is recomputed bit for bit from `OperationResult.composition`;
+            - `composition`: an operation is recomputed bit for bit from `OperationResult.composition`; an engine whose
+              numbers never depend on the operations beside it does not need this;
             - `interrupt`: `run` calls the function given to `interrupt` between its passes;
             - `page`: adapters can be moved to host memory and disk;
-            - `prompt_scores`: sampling scores prompt tokens (`prompt_logprobs`, `prompt_targets`, `prompt_draws`);
+            - `prompt_scores`: sampling scores prompt tokens (`prompt_logprobs`, `prompt_logprobs_last`,
+              `prompt_temperature`, `prompt_targets`, `prompt_draws`);
             - `stop_strings`: sampling stops at texts, not only at token ids;
             - `train_unembed`: adapters can adapt the output projection.
 
@@ -118,14 +120,18 @@ class Operation:
     Attributes:
         adapter: name or reference; None is the base model, which has no backward.
         kind: "forward" computes outputs (and the loss, if `loss` is not None); "forward_backward" also adds gradients.
-        rows: encoded rows; `labels[i]` is the target of position i.
-        loss: a loss, in any form of component argument, or a name of `EngineInfo.losses`; None is the adapter's own for
-            "forward_backward".
+        rows: encoded rows, as lists or arrays of numpy: `input_ids` `[T]`; `labels` `[T]`, or `[T, K]` for K targets at
+            each position, where `labels[i]` is the target of position i and -100 is none; and `loss_scale`, weights in
+            the shape of the labels. Other fields may be refused with `Unsupported`.
+        loss: a loss, in any form of component argument, or a name of `EngineInfo.losses`. None computes no loss for
+            "forward"; for "forward_backward" it is the adapter's own, and an `ArgumentError` where adapters have none.
         loss_options: options of the constructor, where `loss` is not an instance.
-        loss_inputs: arguments of the loss; those with one entry for each row are split with the rows.
-            `ref_logps="base"` stands for the base model's log-probabilities of the rows, computed in the same pass.
+        loss_inputs: arguments of the loss. An engine that calls the loss with a part of the rows splits those with one
+            entry for each row: the usual ones, such as `old_logps` and `advantages`, and those of `Loss.row_inputs`.
+            `ref_logps="base"` stands for the base model's log-probabilities of the rows, computed in the same call.
         options: `temperature` (1.0), `return_logits` (False), `task` ("causal_lm" or "embedding"), `topk_logprobs`
-            (None; k also returns the k most probable tokens at each trained position).
+            (None; k also returns the k most probable tokens at each trained position). An engine may refuse all but
+            `temperature` with `Unsupported`.
         number: number of the operation, a seed of dropout; None takes the adapter's own count.
         composition: `OperationResult.composition` of an earlier run of the same operation. The operation is computed in
             passes of the same composition, and gives the same numbers bit for bit. None lets the engine choose.
@@ -176,8 +182,8 @@ class OperationResult:
     """The result of an operation.
 
     Attributes:
-        outputs: one for each row, in order: `logps` float32 `[T]` (`[T, K]` where labels are), and what the options
-            request; detached.
+        outputs: one for each row, in order: `logps` float32 in the shape of the row's labels, 0 where the label is
+            -100, absent without labels; and what the options request; detached.
         loss_sum: the loss, not divided; None where no loss was computed.
         denominator: what the loss is divided by.
         metrics: further numbers of the loss, summed over the rows.
@@ -323,9 +329,16 @@ class Engine(ABC):
 
     Operations are independent: beyond rounding, the numbers of an operation do not depend on the operations beside it,
     and a failure affects only the operation that failed. A method that raises has changed nothing, unless it raises
-    `EngineFault`: then the process must end, and its state must be restored from snapshots.
+    `EngineFault`: then the process must end, and its state must be restored from snapshots. The reference of an adapter
+    that was removed is a `TrainingStateError`.
 
-    A provider is built with `model_id=`, `pass_tokens=` (None lets the engine choose) and options of its own.
+    A loss is called with the batch of an operation's rows (`input_ids`, `labels`, `loss_scale` if a row has it; tensors
+    `[B, T]` or `[B, T, K]`, padded with -100 in the labels) and with outputs that have `logps` in the shape of the
+    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, unless the loss is not `splittable`
+    or needs `rows_together`. A loss that needs other outputs than the engine computes is `Unsupported`.
+
+    A provider is built with `model_id=` (the server gives a local folder), `pass_tokens=` (None lets the engine choose)
+    and options of its own.
     """
 
     @abstractmethod
@@ -372,7 +385,7 @@ class Engine(ABC):
 
     @abstractmethod
     def bytes_of(self, adapter: AdapterRef) -> AdapterBytes:
-        """Return how much memory an adapter takes."""
+        """Return how much memory an adapter takes; weights that were never used may take none."""
 
     def page(self, adapter: AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None) -> None:
         """Move an adapter's state. An operation that needs the adapter moves it back by itself.
@@ -392,14 +405,19 @@ class Engine(ABC):
     @property
     @abstractmethod
     def pass_tokens(self) -> int:
-        """Maximum number of tokens of a forward pass; a function of the model, the device and the options alone."""
+        """Maximum number of tokens of a forward pass; a function of the model, the device and the options alone.
+
+        A row is never cut: one that is longer has a pass of its own.
+        """
 
     @abstractmethod
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations together; return one result for each, in order.
 
         Operations of one adapter run in their order. The gradients of an operation are added to those of its adapter
-        after the whole operation has succeeded.
+        after the whole operation has succeeded. Whatever is wrong with an operation, such as its adapter, rows, options
+        or loss, is an `OperationError` with the exception that says so; a loss or gradient that is not finite is one
+        with a `NonFiniteError`.
 
         Raises:
             CapacityError: no operation was run, for lack of memory; fewer operations may fit.
@@ -410,7 +428,8 @@ class Engine(ABC):
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
         """Update adapters together, each from its pending gradients; return one result for each, in order.
 
-        An adapter whose gradient is not finite keeps its weights, loses the gradient, and its result is an
+        A step without pending gradients or without an optimizer is an `OperationError` with a `TrainingStateError`. An
+        adapter whose gradient is not finite keeps its weights, loses the gradient, and its result is an
         `OperationError` with a `NonFiniteError`.
 
         Raises:
@@ -454,7 +473,7 @@ class Engine(ABC):
 
     @abstractmethod
     def export(self, adapter: AdapterRef, base: str) -> SavedAdapter:
-        """Copy the weights of an adapter in PEFT's format.
+        """Copy the weights of an adapter in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
         Args:
             adapter: the adapter.
@@ -493,14 +512,18 @@ class Engine(ABC):
         Args:
             tokens: the prompt.
             params: sampling parameters; a mapping is read by `SamplingParams.from_dict`. `max_tokens=None` samples up
-                to the end of the context, or as much as memory allows; `max_tokens=0` scores the prompt only.
+                to the end of the context, or as much as memory allows; `max_tokens=0` scores the prompt only. At the
+                end of the context a sample ends with the reason "length". Requests with a seed draw the same tokens
+                whatever is sampled beside them. `repetition_penalty`, `sampled_logprobs` and `raw_logprobs` may be
+                refused.
             version: weights of an adapter; None samples from the base model.
 
         Raises:
-            ArgumentError: a parameter is wrong.
+            ArgumentError: a parameter is unknown.
+            ValueError: a parameter is out of range; `SamplingParams` raises it.
             CapacityError: the sequence does not fit into memory.
             DataError: the prompt is empty, longer than the context, or holds an id outside of the vocabulary.
-            Unsupported: a parameter needs a feature that the engine does not have.
+            Unsupported: a parameter needs a feature that the engine does not have, or is one that it may refuse.
         """
 
     @abstractmethod
