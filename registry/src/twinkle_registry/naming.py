@@ -43,6 +43,12 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
+def shown(text: str) -> str:
+    """Return a text of a stranger as it may be put on a terminal: quoted, without control and direction marks."""
+    kept = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
+    return f"'{kept}'" + ("..." if len(text) > 200 else "")
+
+
 def canonical(dist: str) -> str:
     """Return the normalized form of a distribution name, so that `Acme_Losses` is `acme-losses`."""
     text = dist.lower().replace("_", "-").replace(".", "-")

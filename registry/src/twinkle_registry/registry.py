@@ -21,19 +21,16 @@ from .errors import (
     RequirementMissing,
 )
 from .importing import import_failed, import_object
-from .judging import House, broken, lifecycle_hooks, pretenders, taken, unusable
-from .locked import is_frozen
 from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
-from .settings import Settings
-from .untrusted import untrusted_notice
+from .settings import Settings, is_frozen, untrusted_notice
+from .validation import Validator, broken, lifecycle_hooks, pretenders, taken, unusable
 
 if TYPE_CHECKING:
-    from .code.frozen import Frozen
-    from .lifecycle import HookCall, Implementers
-    from .plugins import PluginSet
+    from .hooks import HookCall, Implementers, PluginSet
+    from .trust.frozen import Frozen
     from .view import RegistryView
 
 
@@ -66,7 +63,7 @@ class Registry:
         self._kinds = dict(kinds)
         self._settings = Settings.load() if settings is None else settings
         self._lifecycle = lifecycle_hooks(hookspecs_module, kinds)
-        self._house = House(
+        self._house = Validator(
             kinds=list(kinds),
             lifecycle=self._lifecycle,
             core_version=core_version,
@@ -139,8 +136,8 @@ class Registry:
         Raises:
             SettingsError: The policy cannot be read; nothing was withdrawn.
         """
-        from .code.plugins import why_forbidden
-        from .code.policy import Policy
+        from .trust.loading import why_forbidden
+        from .trust.policy import Policy
 
         policy, dropped = Policy.load().refreshed(max_age), []
         for record in [r for r in self.records if "://" in r.dist and r.status == "ok"]:
@@ -381,7 +378,7 @@ class Registry:
 
     def hook(self, name: str) -> HookCall:
         """Return a lifecycle hook, to be called with keyword arguments; implementations are imported at the call."""
-        from .lifecycle import HookCall
+        from .hooks import HookCall
 
         if name not in self._lifecycle:
             raise ComponentNotFound(f"there is no lifecycle hook {name!r}; {nearest_or_all(name, self._lifecycle)}")
@@ -417,7 +414,7 @@ class Registry:
     def _plugins(self) -> PluginSet:
         """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""
         if self._plugin_set is None:
-            from .plugins import PluginSet
+            from .hooks import PluginSet
 
             self._plugin_set = PluginSet(self._hookspecs, self._kinds)
         for record in self._records:
@@ -443,7 +440,7 @@ class Registry:
         return by_name
 
     def _implementers(self, hook: str) -> Implementers:
-        from .lifecycle import Implementers
+        from .hooks import Implementers
 
         failed: dict[str, Exception] = {}
         for record in self.records:
@@ -489,7 +486,7 @@ class Registry:
 def _frozen() -> Frozen | None:
     if not is_frozen():
         return None
-    from .code.frozen import Frozen
+    from .trust.frozen import Frozen
 
     return Frozen()
 

@@ -24,11 +24,10 @@ def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
         ArgumentError: it has no manifest, and a base class does not say what the named object is.
     """
     from twinkle._registry import registry
-    from twinkle_registry.code.loading import trusted_tree, usable
-    from twinkle_registry.code.plugins import record_of
-    from twinkle_registry.code.reference import HubReference
     from twinkle_registry.importing import import_object
     from twinkle_registry.resolving import open_hub
+    from twinkle_registry.trust.loading import record_of, trusted_tree, usable
+    from twinkle_registry.trust.reference import HubReference
 
     reference = HubReference.parse(text, asked=repr(text))
     tree, origin = trusted_tree(

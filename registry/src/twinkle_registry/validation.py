@@ -13,7 +13,7 @@ from .requirements import check_core
 from .settings import Settings
 
 
-class House:
+class Validator:
     """What plugins are judged by: kinds, lifecycle hooks and version of core, and what a person switched off."""
 
     def __init__(

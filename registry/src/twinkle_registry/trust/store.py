@@ -1,21 +1,30 @@
-"""The listing of a folder of code: a line `<sha256>  <path>` for each file, sorted. Its own SHA-256 names the tree.
+"""The store of code from Hubs, under the cache: trees of files named by their digest, and which commit is which tree.
 
-The format is that of `sha256sum`, so a person can check a tree by hand.
+The listing of a tree has a line `<sha256>  <path>` for each file, sorted, in the format of `sha256sum`; its own SHA-256
+is the digest that names the tree. `download` writes the store. Nothing in it runs unless lock or policy allow it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from ..cache import DIRECTORY_VARIABLE, HOME_VARIABLE
 from ..errors import NotTrusted
+from ..naming import shown
 from ..regular import kind_of, read_regular
+from .reference import Origin
 
+CODE_PACKAGE = "twinkle_registry.code"
+"""Parent package of the modules that code from a Hub is imported as; the name is part of pickles."""
 MAX_FILES = 2_000
 MAX_BYTES = 64 * 2**20
 MAX_SOURCE_BYTES = 2**20  # for one Python file; its syntax tree takes a hundred times as much memory
@@ -27,6 +36,8 @@ LEFT_OUT_FOLDERS = frozenset(
 LEFT_OUT_ENDINGS = (".pyc", ".pyo")
 DIGEST_IN_NAMES = 32
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<path>.+)")
+RENEW = "fetch it again with: twinkle plugins verify --fetch"
+LISTING = "files.sha256"
 
 
 def sha256(content: bytes) -> str:
@@ -124,12 +135,6 @@ def check_names(files: Iterable[str], *, asked: str) -> None:
                 raise NotTrusted(f"{asked}: {shown(twin)} and {shown(path)} shadow each other; rename one")
 
 
-def shown(text: str) -> str:
-    """Return a text of a stranger as it may be put on a terminal: quoted, without control and direction marks."""
-    kept = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
-    return f"'{kept}'" + ("..." if len(text) > 200 else "")
-
-
 def _walk(folder: Path, asked: str) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, followlinks=False):
         here = Path(root)
@@ -168,3 +173,142 @@ def _read(path: Path, relative: str, asked: str) -> bytes:
         return read_regular(path, follow=False)
     except OSError as error:
         raise NotTrusted(f"{asked}: {shown(relative)} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The files of one version of one repository.
+
+    Attributes:
+        folder: Where they lie.
+        files: Each path, relative and with `/`, with the SHA-256 it must have. What is not listed does not exist.
+    """
+
+    folder: Path
+    files: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the listing, which names the tree."""
+        return digest_of(self.files)
+
+    @cached_property
+    def folders(self) -> frozenset[str]:
+        """Every folder that holds a file, at any depth; the tree itself is the empty path."""
+        return frozenset(str(parent) for path in self.files for parent in _parents(path))
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes of a listed file.
+
+        Raises:
+            NotTrusted: They are gone or are not those that were added.
+            FileNotFoundError: The file is not listed.
+        """
+        if path not in self.files:
+            raise FileNotFoundError(f"{shown(path)} is not among the files of {self.folder}")
+        try:
+            content = read_regular(self.folder / path)
+        except OSError as error:
+            raise NotTrusted(
+                f"{self.folder / path} was there when it was added, and cannot be read now ({error.strerror}); {RENEW}"
+            ) from error
+        if sha256(content) != self.files[path]:
+            raise NotTrusted(
+                f"{self.folder / path} is not the file that was added: its SHA-256 is {sha256(content)[:16]}..., "
+                f"and {self.files[path][:16]}... was added. Nothing of it is run; {RENEW}"
+            )
+        return content
+
+    def verify(self) -> None:
+        """Read every file; the first that is not what was added raises `NotTrusted`."""
+        for path in self.files:
+            self.read(path)
+
+    def module_name(self, repository: str) -> str:
+        """Return what the tree is imported as: the name of its repository and the digest."""
+        stem = repository.rstrip("/").rpartition("/")[2].lower()
+        word = "".join(c if c.isascii() and c.isalnum() else "_" for c in stem).strip("_") or "code"
+        return f"{CODE_PACKAGE}.{word}_{self.digest[:DIGEST_IN_NAMES]}"
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+class Store:
+    """One folder: `trees/<digest>/{files.sha256,files/...}` and a note `commits/<origin>` for each commit fetched."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """Use `root`, or `code` in the cache of this user."""
+        self.root = _usual_root() if root is None else root
+
+    def tree(self, digest: str) -> Tree | None:
+        """Return the tree whose digest begins with `digest` (at least 32 digits), or None; its files are not read.
+
+        Raises:
+            NotTrusted: There is such a tree, and its listing is not the one that was stored.
+        """
+        folder = self.place(digest)
+        try:
+            listing = (folder / LISTING).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise NotTrusted(f"{folder / LISTING} cannot be read ({error.strerror}); {RENEW}") from error
+        if not sha256(listing).startswith(digest):
+            raise NotTrusted(f"{folder / LISTING} was changed after it was stored; nothing of it is run; {RENEW}")
+        return Tree(folder / "files", parse_listing(listing.decode()))
+
+    def tree_of(self, origin: Origin) -> Tree | None:
+        """Return the tree that was once fetched as this commit, or None."""
+        note = self.note(origin)
+        try:
+            if not _is_own(note):
+                return None
+            digest, _, said = note.read_text("utf-8").partition(" ")
+        except (OSError, ValueError):
+            return None
+        return self.tree(digest) if said == str(origin) and len(digest) >= DIGEST_IN_NAMES else None
+
+    def origins(self, digest: str) -> list[Origin]:
+        """Return the commits that were fetched as this tree."""
+        found = []
+        for note in sorted((self.root / "commits").glob("[0-9a-f]*")):
+            with contextlib.suppress(OSError, ValueError):
+                noted, _, said = note.read_text("utf-8").partition(" ")
+                if _is_own(note) and noted.startswith(digest):
+                    place, _, commit = said.rpartition("@")
+                    scheme, _, repo = place.partition("://")
+                    found.append(Origin(scheme, repo, commit))
+        return found
+
+    def has_whole(self, digest: str) -> bool:
+        """Say whether a tree is there with every file as it must be."""
+        try:
+            there = self.tree(digest)
+            if there is None:
+                return False
+            there.verify()
+        except NotTrusted:
+            return False
+        return True
+
+    def place(self, digest: str) -> Path:
+        """Return the folder of a tree."""
+        return self.root / "trees" / digest[:DIGEST_IN_NAMES]
+
+    def note(self, origin: Origin) -> Path:
+        """Return the file that says which tree a commit is."""
+        return self.root / "commits" / sha256(str(origin).encode())[:DIGEST_IN_NAMES]
+
+
+def _usual_root() -> Path:
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    usual = Path(os.environ.get(HOME_VARIABLE) or "~/.cache") / "twinkle"
+    return (Path(named) if named else usual).expanduser().absolute() / "code"
+
+
+def _is_own(path: Path) -> bool:
+    # In a shared cache folder another user could say which code a commit is.
+    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
