@@ -22,7 +22,7 @@ from .errors import (
 )
 from .importing import import_failed, import_object
 from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
-from .naming import canonical, nearest_or_all, quoted
+from .naming import CODE_PACKAGE, canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
 from .settings import Settings, is_frozen, untrusted_notice
@@ -63,7 +63,7 @@ class Registry:
         self._kinds = dict(kinds)
         self._settings = Settings.load() if settings is None else settings
         self._lifecycle = lifecycle_hooks(hookspecs_module, kinds)
-        self._house = Validator(
+        self._validator = Validator(
             kinds=list(kinds),
             lifecycle=self._lifecycle,
             core_version=core_version,
@@ -94,21 +94,21 @@ class Registry:
             warnings.warn(notice, stacklevel=2)
 
     def add(self, record: PluginRecord) -> PluginRecord:
-        """Add one plugin and return its record as judged: core version, settings, kinds and hooks are checked here.
+        """Add one plugin and return its record as validated: core version, settings, kinds and hooks are checked here.
 
         Of two plugins of one name the first has it, but one whose distribution is called so has it before others.
         """
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
                 return known
-            judged = self._house.judge(record, self._records)
-            if self.frozen and judged.status == "ok" and (why := self.frozen.why_not(judged)):
-                judged = replace(judged, status="disabled", reason=why, cause=NotTrusted(why))
-            for pretender in pretenders(judged, self._records):
-                self._replace(pretender, unusable(pretender, taken(pretender, judged)))
-            self._records.append(judged)
+            validated = self._validator.validate(record, self._records)
+            if self.frozen and validated.status == "ok" and (why := self.frozen.why_not(validated)):
+                validated = replace(validated, status="disabled", reason=why, cause=NotTrusted(why))
+            for pretender in pretenders(validated, self._records):
+                self._replace(pretender, unusable(pretender, taken(pretender, validated)))
+            self._records.append(validated)
             self._index.clear()
-            return judged
+            return validated
 
     def withdraw(self, name: str) -> None:
         """Forget the plugins called `name`, so that another of that name can be added: one under test, in a folder."""
@@ -148,9 +148,9 @@ class Registry:
                 dropped.append(forbidden)
         return dropped, [text for known in policy.revoked for text in (known.error, known.problem) if text]
 
-    def judge(self, record: PluginRecord) -> PluginRecord:
+    def validate(self, record: PluginRecord) -> PluginRecord:
         """Return a record with the status that it would have, alone, without adding it."""
-        return self._house.judge(record, [])
+        return self._validator.validate(record, [])
 
     def checked(self, record: PluginRecord) -> PluginRecord:
         """Return the record as a frozen run would find it at its first use: every file is compared with the lock."""
@@ -356,6 +356,10 @@ class Registry:
         ref = spec.ref
         if ref.startswith("."):
             ref = spec.root + (ref[1:] if ref.startswith(".:") else ref)
+        if spec.root.startswith(f"{CODE_PACKAGE}."):
+            from .trust.loading import import_in_load
+
+            return import_in_load(ref, asked=str(spec), promised_by="its manifest")
         return import_object(ref, asked=str(spec), promised_by="its manifest")
 
     def contract(self, kind: str) -> Any:

@@ -121,7 +121,6 @@ def keep(store: Store, arrived: Tree, origin: Origin) -> Tree:
     Raises:
         SettingsError: The store cannot be written; then it is as it was.
     """
-    arrived.verify()
     with _writable(store):
         if not store.has_whole(arrived.digest):
             _place(store, arrived)

@@ -17,9 +17,9 @@ from ..naming import canonical, nearest_or_all
 from ..settings import FROZEN_VARIABLE, LOCK_NAME, is_frozen
 from .download import CodeHub, arrived, fetch, keep, resolve
 from .frozen import check_record_file, distribution_now
-from .loading import checked_tree, judged_record
+from .loading import Load, valid_record
 from .lock import Lock, LockedDistribution, LockedFile, LockedRepository, change_lock
-from .policy import Policy, allow, why_not_trusted
+from .policy import Policy, require_trust, why_not_trusted
 from .reference import HubReference, Origin
 from .review import Decide, Proposal, Sort, of_distribution, of_file, of_repository
 from .store import Store, Tree, differences, few, sha256
@@ -107,12 +107,13 @@ class LockEditor:
         _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
         with arrived(hub, origin, store, asked=asked) as tree:
-            record = judged_record(tree, origin, self._registry, asked=asked)
-            allow(policy, [(reference, origin)], tree, locked=True, asked=asked)
+            record = valid_record(tree, origin, self._registry, asked=asked)
+            require_trust(policy, [(reference, origin)], tree, locked=True, asked=asked)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
             proposal = of_repository(reference, entry, record, tree, lock, store)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
+            tree.verify()  # it may have waited for the decision
             keep(store, tree, origin)
             change_lock(lambda now: now.with_repository(entry))
         return proposal
@@ -286,7 +287,7 @@ def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool
     try:
         if fetch and not _is_whole(entry):
             refetch(entry, open_hub(entry.origin.scheme))
-        checked_tree(entry.digest, asked=entry.reference)
+        Load().checked_tree(entry.digest, asked=entry.reference)
         problem = _moved(entry, open_hub) if online else ""
     except (TwinkleError, ModuleNotFoundError) as error:
         problem = str(error)

@@ -13,11 +13,10 @@ from pathlib import Path
 from ..errors import ComponentNotFound, NotTrusted
 from ..files import source_of
 from ..manifest import PluginRecord
-from ..naming import canonical, nearest_or_all
+from ..naming import CODE_PACKAGE, canonical, nearest_or_all
 from ..settings import LOCK_VARIABLE
-from .loading import refuse_unlocked
 from .lock import Lock, LockedDistribution
-from .store import CODE_PACKAGE, LEFT_OUT_ENDINGS, LEFT_OUT_FOLDERS, differences, few, sha256
+from .store import LEFT_OUT_ENDINGS, LEFT_OUT_FOLDERS, differences, few, sha256
 
 # What an installer writes for itself differs between machines that run the same code.
 _OF_INSTALLERS = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
@@ -149,7 +148,7 @@ class Frozen:
         file = Path(path).expanduser().absolute()
         locked = self.lock.of_file(file)
         if locked is None:
-            refuse_unlocked(asked, self.lock)
+            self.lock.refuse_unlocked(asked)
         source = source_of(file, asked)
         if locked is not None and sha256(source) != locked.sha256:
             raise NotTrusted(
@@ -178,7 +177,7 @@ class Frozen:
                 self.check(record, records)
                 return
         if not self.lock.is_obeyed:
-            refuse_unlocked(asked, self.lock)
+            self.lock.refuse_unlocked(asked)
         raise NotTrusted(
             f"{asked}: this run is frozen, and {top!r} belongs to no plugin that {self.lock.path} lists; name a "
             "component of a locked plugin"

@@ -7,14 +7,18 @@ and nothing is put on sys.path.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import cached_property
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,20 +26,18 @@ from ..contracts import fits, missing_methods
 from ..errors import ComponentNotFound, ManifestError, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
 from ..importing import attribute, import_object
 from ..manifest import MANIFEST_NAME, ComponentSpec, Manifest, PluginRecord
-from ..naming import nearest_or_all, quoted
+from ..naming import CODE_PACKAGE, nearest_or_all, quoted
 from ..reading import parse_manifest, with_problems
-from ..settings import LOCK_VARIABLE, is_frozen
 from .download import CodeHub, fetch, resolve
 from .lock import Lock, LockedRepository
-from .policy import Policy, allow, why_not_trusted
+from .policy import Policy, require_trust, why_not_trusted
 from .reference import HubReference, Origin
-from .store import CODE_PACKAGE, DIGEST_IN_NAMES, Store, Tree
+from .store import DIGEST_IN_NAMES, Snapshot, Store, Tree
 
 if TYPE_CHECKING:
     from ..registry import Registry
 
 OpenHub = Callable[[], CodeHub]
-ADD = "; add it there with: twinkle plugins add"
 _PREFIX = f"{CODE_PACKAGE}."
 _LOADED = re.compile(rf"\w+_(?P<digest>[0-9a-f]{{{DIGEST_IN_NAMES}}})")
 
@@ -58,40 +60,121 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
     """
     asked = f"{kind} {text!r}"
     reference = HubReference.parse(text, asked=asked)
-    tree, origin = trusted_tree(reference, open_hub, asked=asked)
-    record = judged_record(tree, origin, registry, asked=asked)
-    if MANIFEST_NAME in tree.files:
-        return registry.load(_listed(record, reference.name, kind, asked))
-    # Importing goes through here for the sake of its errors; what the name is does not matter.
-    import_object(f"{record.package}:__name__", asked=asked)
+    with Load().active() as load:
+        tree, origin = load.tree_of(reference, open_hub, asked=asked)
+        record = valid_record(tree, origin, registry, asked=asked)
+        if MANIFEST_NAME in tree.files:
+            return registry.load(_listed(record, reference.name, kind, asked))
+        # `import_object` is called for its errors; the attribute does not matter.
+        import_object(f"{record.package}:__name__", asked=asked)
     module = sys.modules[record.package]
     if reference.name:
         return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=str(origin))
     return _only_subclass(module, registry.contract(kind), kind, asked, str(reference))
 
 
-def trusted_tree(reference: HubReference, open_hub: OpenHub, *, asked: str) -> tuple[Tree, Origin]:
-    """Return the tree that a reference means and may be run, fetched if need be; the finder reads it with checks."""
-    lock, policy, store = Lock.load(), Policy.load(fetch=True), Store()
-    entry = lock.find(reference)
-    if entry is not None:
-        origin = entry.origin
-    else:
-        refuse_unlocked(asked, lock)
-        if reason := policy.denies(reference.place):
-            raise NotTrusted(f"{asked}: code from {reference.place} is forbidden: {reason}")
-        origin = resolve(open_hub(), reference, asked=asked)
-        entry = lock.of_origin(origin)
-    digest = entry.digest if entry is not None else ""
-    if reason := why_not_trusted(policy, reference, origin, locked=entry is not None, digest=digest):
-        raise NotTrusted(f"{asked}: {reason}")
-    tree = store.tree(entry.digest) if entry is not None else store.tree_of(origin)
-    if tree is None:
-        tree = fetch(open_hub(), origin, store, asked=asked, expected=entry)
-    return tree, origin
+class Load:
+    """One load of code from a Hub: lock and policy are read once, and each file of a tree is read and hashed once.
+
+    The bytes that were hashed are kept for the imports of this load. An import after its end reads the file again.
+    """
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self._snapshots: dict[Path, Snapshot] = {}
+        self._verified: set[Path] = set()
+
+    @staticmethod
+    def current() -> Load | None:
+        """Return the load that is active in this thread, if one is."""
+        return _active.get()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Load]:
+        """Make this the current load for the block: imports in it use its lock, policy and files."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    @cached_property
+    def lock(self) -> Lock:
+        """The lock of this run."""
+        return Lock.load()
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy of this run, with revocation lists that were read within a minute."""
+        return Policy.load(fetch=True)
+
+    def snapshot(self, tree: Tree) -> Snapshot:
+        """Return the tree with the files that this load has read."""
+        return self._snapshots.setdefault(tree.folder, Snapshot(tree.folder, tree.files))
+
+    def tree_of(self, reference: HubReference, open_hub: OpenHub, *, asked: str) -> tuple[Tree, Origin]:
+        """Return the tree that a reference means, if it may run, and download it if necessary.
+
+        Only the import compares its files with the lock, see `checked_tree`.
+
+        Raises:
+            NotTrusted: Policy or lock do not allow it.
+        """
+        entry = self.lock.find(reference)
+        if entry is not None:
+            origin = entry.origin
+        else:
+            self.lock.refuse_unlocked(asked)
+            if reason := self.policy.denies(reference.place):
+                raise NotTrusted(f"{asked}: code from {reference.place} is forbidden: {reason}")
+            origin = resolve(open_hub(), reference, asked=asked)
+            entry = self.lock.of_origin(origin)
+        digest = entry.digest if entry is not None else ""
+        if reason := why_not_trusted(self.policy, reference, origin, locked=entry is not None, digest=digest):
+            raise NotTrusted(f"{asked}: {reason}")
+        tree = self.store.tree(entry.digest) if entry is not None else self.store.tree_of(origin)
+        if tree is None:
+            tree = fetch(open_hub(), origin, self.store, asked=asked, expected=entry)
+        return self.snapshot(tree), origin
+
+    def checked_tree(self, digest: str, *, asked: str) -> Tree:
+        """Return the tree whose digest begins with `digest`, if it may run here and every file matches the listing.
+
+        This is the one decision whether a tree in the store may be imported, made in every process: policy first,
+        then the lock, then signatures where the policy requires them, then the hash of every file.
+
+        Raises:
+            NotTrusted: Policy and lock do not allow it, or a file was changed.
+            ModuleNotFoundError: The store has no such tree.
+        """
+        entries = self.lock.of_tree(digest)
+        tree = self.store.tree(entries[0].digest if entries else digest)
+        if tree is None:
+            fetch_it = f"; it is {entries[0].reference}, run: twinkle plugins verify --fetch" if entries else ""
+            raise ModuleNotFoundError(
+                f"{asked}: the code {digest} is not in the store of this machine, {self.store.root}"
+                f"{fetch_it or '; add it there with: twinkle plugins add'}"
+            )
+        tree = self.snapshot(tree)
+        ways = [(HubReference.parse(entry.reference, asked=asked), entry.origin) for entry in entries]
+        if not entries:
+            self.lock.refuse_unlocked(asked)
+            ways = [(HubReference(origin.scheme, origin.repo), origin) for origin in self.store.origins(tree.digest)]
+        require_trust(self.policy, ways, tree, locked=bool(entries), asked=asked)
+        tree.verify()
+        return tree
 
 
-def judged_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) -> PluginRecord:
+_active: ContextVar[Load | None] = ContextVar("twinkle_load", default=None)
+
+
+def import_in_load(ref: str, *, asked: str, promised_by: str = "") -> Any:
+    """Do what `import_object` does for a ref into code from a Hub, as part of the current load or of a new one."""
+    with (Load.current() or Load()).active():
+        return import_object(ref, asked=asked, promised_by=promised_by)
+
+
+def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) -> PluginRecord:
     """Return the record of a tree that may be used here, or raise why not, with every problem of its manifest at once.
 
     Raises:
@@ -103,8 +186,8 @@ def judged_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str)
         record = record_of(tree, origin)
     except ManifestError as error:
         unread = PluginRecord(origin.place, origin.commit, "", "", None, "broken", str(error), error)
-        raise ManifestError(registry.judge(unread).reason, error.manifest) from error
-    return usable(registry.judge(record), asked=asked)
+        raise ManifestError(registry.validate(unread).reason, error.manifest) from error
+    return usable(registry.validate(record), asked=asked)
 
 
 def usable(record: PluginRecord, *, asked: str) -> PluginRecord:
@@ -174,40 +257,6 @@ def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
     if fitting:
         hints.append(f"if you mean one of {quoted(fitting)}, write '{reference}#{fitting[0]}'")
     return "".join(f"; {hint}" for hint in hints)
-
-
-def checked_tree(digest: str, *, asked: str) -> Tree:
-    """Return the tree whose digest begins with `digest`, if it may run here and is whole.
-
-    Raises:
-        NotTrusted: Nobody allowed it, or a file of it was changed.
-        ModuleNotFoundError: The store has no such tree.
-    """
-    lock = Lock.load()
-    entries = lock.of_tree(digest)
-    tree = Store().tree(entries[0].digest if entries else digest)
-    if tree is None:
-        known = f"; it is {entries[0].reference}, run: twinkle plugins verify --fetch" if entries else ""
-        raise ModuleNotFoundError(
-            f"{asked}: the code {digest} is not in the store of this machine, {Store().root}{known or ADD}"
-        )
-    ways = [(HubReference.parse(entry.reference, asked=asked), entry.origin) for entry in entries]
-    if not entries:
-        refuse_unlocked(asked, lock)
-        ways = [(HubReference(origin.scheme, origin.repo), origin) for origin in Store().origins(tree.digest)]
-    allow(Policy.load(fetch=True), ways, tree, locked=bool(entries), asked=asked)
-    tree.verify()
-    return tree
-
-
-def refuse_unlocked(asked: str, lock: Lock) -> None:
-    """Raise `NotTrusted` if this run is frozen; called for code that no lock lists."""
-    if is_frozen():
-        raise NotTrusted(
-            f"{asked}: this run is frozen, and {lock.lacks('it')}; "
-            f"add it with 'twinkle plugins add' where it is not frozen, or "
-            f"name the right lock by {LOCK_VARIABLE}"
-        )
 
 
 def record_of(tree: Tree, origin: Origin) -> PluginRecord:
@@ -315,17 +364,24 @@ class CodeFinder:
         match = _LOADED.fullmatch(top)
         if match is None:
             return None
-        tree = _tree_of(_PREFIX + top, match["digest"], is_top=not inner)
-        return _spec(fullname, inner.replace(".", "/"), tree)
+        imported = getattr(sys.modules.get(_PREFIX + top), "__loader__", None)
+        if inner and isinstance(imported, CodeLoader):
+            return _spec(fullname, inner.replace(".", "/"), imported.tree)
+        load = Load.current() or Load()
+        tree = load.checked_tree(match["digest"], asked=_PREFIX + top)
+        return _spec(fullname, inner.replace(".", "/"), Tree(tree.folder, tree.files), load)
 
 
 class CodeLoader(SourceFileLoader):
     """Compiles what the tree gives, which has checked its hash."""
 
-    def __init__(self, fullname: str, source: str, tree: Tree) -> None:
-        """Load `fullname` from the file `source` of the tree; an empty text is a package without code of its own."""
+    def __init__(self, fullname: str, source: str, tree: Tree, load: Load | None) -> None:
+        """Load `fullname` from the file `source` of the tree; an empty text is a package without code of its own.
+
+        `load` checked the tree for this module, and is current while the module runs.
+        """
         super().__init__(fullname, str(tree.folder / source) if source else str(tree.folder / "__init__.py"))
-        self.tree, self.source = tree, source
+        self.tree, self.source, self._load = tree, source, load
 
     def get_data(self, path: str) -> bytes:
         """Return the bytes of a file of the tree, checked; `path` begins with the folder of the tree."""
@@ -333,7 +389,8 @@ class CodeLoader(SourceFileLoader):
             return b""
         folder = str(self.tree.folder)
         relative = path[len(folder) :].replace("\\", "/").lstrip("/") if path.startswith(folder) else path
-        return self.tree.read(relative)
+        load = Load.current()
+        return (load.snapshot(self.tree) if load else self.tree).read(relative)
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile the module from its source."""
@@ -342,8 +399,10 @@ class CodeLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module; an absolute import of a file of the same repository is explained."""
+        load, self._load = self._load, None
         try:
-            super().exec_module(module)
+            with load.active() if load else contextlib.nullcontext():
+                super().exec_module(module)
         except ModuleNotFoundError as error:
             own = (error.name or "").partition(".")[0]
             if own and not (error.name or "").startswith(_PREFIX) and is_module(self.tree, own):
@@ -370,20 +429,13 @@ def is_module(tree: Tree, name: str) -> bool:
     return f"{name}.py" in tree.files or name in tree.folders
 
 
-def _tree_of(top: str, digest: str, *, is_top: bool) -> Tree:
-    loaded = getattr(sys.modules.get(top), "__loader__", None)
-    if isinstance(loaded, CodeLoader) and not is_top:
-        return loaded.tree
-    return checked_tree(digest, asked=top)
-
-
-def _spec(fullname: str, path: str, tree: Tree) -> ModuleSpec:
+def _spec(fullname: str, path: str, tree: Tree, load: Load | None = None) -> ModuleSpec:
     below = f"{path}/" if path else ""
     if path and f"{path}.py" in tree.files:
-        return _located(ModuleSpec(fullname, CodeLoader(fullname, f"{path}.py", tree)), None)
+        return _located(ModuleSpec(fullname, CodeLoader(fullname, f"{path}.py", tree, load)), None)
     if path in tree.folders or not path:
         init = f"{below}__init__.py"
-        return _located(ModuleSpec(fullname, CodeLoader(fullname, init if init in tree.files else "", tree)), [])
+        return _located(ModuleSpec(fullname, CodeLoader(fullname, init if init in tree.files else "", tree, load)), [])
     raise ModuleNotFoundError(f"the repository has no module {path.replace('/', '.')!r}", name=fullname)
 
 

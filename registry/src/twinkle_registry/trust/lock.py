@@ -13,12 +13,13 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ComponentConflict, NotTrusted, SettingsError, TwinkleError
 from ..naming import canonical, nearest_or_all, quoted
-from ..settings import lock_is_named, lock_path, may_obey_lock, untrusted_notice
+from ..settings import LOCK_VARIABLE, is_frozen, lock_is_named, lock_path, may_obey_lock, untrusted_notice
 from .folders import follow
 from .reference import HubReference, Origin
 from .store import check_names, check_path, digest_of
@@ -31,7 +32,7 @@ _TOP = ("schema", "hub", "pypi", "file")
 _MEND = "restore it from version control, or remove it and add its plugins again"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LockedRepository:
     """One Hub repository at one commit.
 
@@ -47,7 +48,7 @@ class LockedRepository:
     commit: str
     files: Mapping[str, str] = field(hash=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The SHA-256 of the listing, which names the tree."""
         return digest_of(self.files)
@@ -108,7 +109,7 @@ class Lock:
         if not (is_given or may_obey_lock(str(path), content)):
             return cls(path, is_obeyed=False)
 
-        return parse_lock(content, path)
+        return _parsed(content, path)
 
     def lacks(self, what: str) -> str:
         """Return how errors say that the lock does not list something."""
@@ -120,6 +121,15 @@ class Lock:
         """Raise `NotTrusted` if the file lies in a folder that is not trusted, and so was not read."""
         if not self.is_obeyed:
             raise NotTrusted(f"cannot {action}: {self.lacks('it')}")
+
+    def refuse_unlocked(self, asked: str) -> None:
+        """Raise `NotTrusted` if this run is frozen; called for code that the lock does not list."""
+        if is_frozen():
+            raise NotTrusted(
+                f"{asked}: this run is frozen, and {self.lacks('it')}; "
+                f"add it with 'twinkle plugins add' where it is not frozen, or "
+                f"name the right lock by {LOCK_VARIABLE}"
+            )
 
     def find(self, reference: HubReference) -> LockedRepository | None:
         """Return the entry that answers for a reference, or None.
@@ -175,6 +185,12 @@ class Lock:
     def with_file(self, entry: LockedFile) -> Lock:
         """Return the lock with `entry` in the place of the one with its path."""
         return replace(self, file=_with(self.file, entry, lambda e: e.path))
+
+
+# A process reads the lock at its start and at each load, and it seldom changes.
+@lru_cache(maxsize=4)
+def _parsed(content: bytes, path: Path) -> Lock:
+    return parse_lock(content, path)
 
 
 def change_lock(change: Callable[[Lock], Lock]) -> Lock:

@@ -183,10 +183,15 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
     )
 
 
-def allow(policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str) -> None:
-    """Let a tree pass if one of the ways in which it came here is trusted, and it is signed as the policy wants it.
+def require_trust(
+    policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str
+) -> None:
+    """Require that one of the ways in which a tree came here is trusted, and that it is signed as the policy wants.
 
-    What is revoked does not pass, whichever way it came.
+    Revoked code is refused, whichever way it came.
+
+    Raises:
+        NotTrusted: It is not.
     """
     reasons = []
     for _, origin in ways:

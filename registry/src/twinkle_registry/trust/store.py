@@ -13,18 +13,16 @@ import re
 import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ..cache import DIRECTORY_VARIABLE, HOME_VARIABLE
 from ..errors import NotTrusted
-from ..naming import shown
+from ..naming import CODE_PACKAGE, shown
 from ..regular import kind_of, read_regular
 from .reference import Origin
 
-CODE_PACKAGE = "twinkle_registry.code"
-"""Parent package of the modules that code from a Hub is imported as; the name is part of pickles."""
 MAX_FILES = 2_000
 MAX_BYTES = 64 * 2**20
 MAX_SOURCE_BYTES = 2**20  # for one Python file; its syntax tree takes a hundred times as much memory
@@ -234,6 +232,19 @@ class Tree:
 def _parents(path: str) -> list[str]:
     parts = path.split("/")[:-1]
     return ["/".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+@dataclass(frozen=True)
+class Snapshot(Tree):
+    """A tree during one load: each file is read and hashed once, and its bytes are kept."""
+
+    _contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes of a listed file; see `Tree.read`."""
+        if path not in self._contents:
+            self._contents[path] = super().read(path)
+        return self._contents[path]
 
 
 class Store:
