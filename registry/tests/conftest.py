@@ -14,10 +14,10 @@ import pytest
 
 import twinkle_registry
 from twinkle_registry import Registry, Settings, discovery
-from twinkle_registry.code.adding import Keeper
-from twinkle_registry.code.proposals import Proposal
-from twinkle_registry.locked import locked_plugins
+from twinkle_registry.discovery import locked_plugins
 from twinkle_registry.resolving import open_hub
+from twinkle_registry.trust.editor import LockEditor
+from twinkle_registry.trust.review import Proposal
 
 HOOKSPECS = """
 from twinkle_registry import hookspec
@@ -178,7 +178,7 @@ def add() -> Callable[..., Proposal | None]:
     """Return a function that trusts a reference, as somebody would who says yes to everything."""
 
     def trust(registry: Registry, asked: str, decide: Callable[[Proposal], bool] = lambda _: True) -> Proposal | None:
-        return Keeper(registry, lambda scheme: open_hub(scheme, registry, asked=asked), decide).add(asked)
+        return LockEditor(registry, lambda scheme: open_hub(scheme, registry, asked=asked), decide).add(asked)
 
     return trust
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from twinkle_registry import discovery, installed_plugins, reading, scan
+from twinkle_registry import discovery, installed_plugins, reading
 
 SUBPROCESS = """
 import sys
@@ -109,7 +109,7 @@ def test_a_change_elsewhere_does_not_read_the_manifests_again(
     installed_plugins()
     (work / "train.log").write_text("a log that grows beside the script")
     forbid(monkeypatch, reading, "read_toml")
-    forbid(monkeypatch, scan, "_plugins_of")
+    forbid(monkeypatch, discovery, "_plugins_of")
     assert [r.status for r in installed_plugins()] == ["ok"]
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from twinkle_registry import ComponentNotFound, NotTrusted, Registry, SettingsError
-from twinkle_registry.code.adding import Keeper, remove
-from twinkle_registry.code.lock import Lock
-from twinkle_registry.code.verifying import Checked, verify
 from twinkle_registry.resolving import open_hub
+from twinkle_registry.trust.editor import EntryCheck, LockEditor, remove, verify
+from twinkle_registry.trust.lock import Lock
 
 House = Callable[..., Registry]
 HOOKS = "from twinkle_registry import hookimpl\n@hookimpl\ndef twinkle_step_end(metrics): metrics.append('fired')\n"
@@ -33,8 +32,8 @@ def freeze(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setenv("TWINKLE_FROZEN", "1")
 
 
-def keeper(registry: Registry, says: bool = True) -> Keeper:
-    return Keeper(registry, lambda scheme: open_hub(scheme, registry, asked=scheme), lambda _: says)
+def editor(registry: Registry, says: bool = True) -> LockEditor:
+    return LockEditor(registry, lambda scheme: open_hub(scheme, registry, asked=scheme), lambda _: says)
 
 
 def problems(registry: Registry, **options: bool) -> dict[str, str]:
@@ -65,8 +64,8 @@ def test_without_a_lock_a_frozen_run_uses_no_plugin(acme: Path, house: House, fr
 
 def test_what_is_locked_is_used(acme: Path, site: Any, house: House, freeze: Any) -> None:
     write_record(site, acme)
-    assert [p.state for p in keeper(house()).renew()] == ["new"]
-    assert [p.state for p in keeper(house()).renew()] == ["same"]
+    assert [p.state for p in editor(house()).renew()] == ["new"]
+    assert [p.state for p in editor(house()).renew()] == ["same"]
     locked = Lock.load().pypi[0]
     assert (locked.name, locked.version) == ("acme", "1.0")
     assert {"acme/loss.py", "acme/twinkle-plugin.toml", "acme-1.0.dist-info/METADATA"} <= set(locked.files)
@@ -84,7 +83,7 @@ def test_what_is_locked_is_used(acme: Path, site: Any, house: House, freeze: Any
 def test_a_plugin_that_was_changed_since_is_refused_before_it_is_imported(
     acme: Path, house: House, freeze: Any, change: str
 ) -> None:
-    keeper(house()).renew()
+    editor(house()).renew()
     if change == "edit":
         (acme / "loss.py").write_text("raise SystemExit('edited')")
     elif change == "plant":
@@ -105,7 +104,7 @@ def test_a_plugin_that_was_changed_since_is_refused_before_it_is_imported(
 def test_another_version_is_refused_with_the_command_to_install_the_locked_one(
     acme: Path, site: Any, house: House, freeze: Any
 ) -> None:
-    keeper(house()).renew()
+    editor(house()).renew()
     (site.folder / "acme-1.0.dist-info").rename(site.folder / "acme-2.0.dist-info")
     site.metadata("acme", "2.0", "acme")
     assert problems(house())["acme"].startswith("2.0 is installed; run: pip install 'acme==1.0'")
@@ -117,7 +116,7 @@ def test_another_version_is_refused_with_the_command_to_install_the_locked_one(
 def test_what_was_edited_after_installation_is_not_even_locked(acme: Path, site: Any, house: House) -> None:
     write_record(site, acme)
     (acme / "loss.py").write_text("raise SystemExit('edited')")
-    (proposal,) = keeper(house()).renew()
+    (proposal,) = editor(house()).renew()
     assert proposal.problem.startswith("acme is not as it was installed (acme/loss.py); run: pip install --force")
     assert not Path("twinkle.lock").exists()
 
@@ -126,14 +125,14 @@ def test_an_editable_installation_is_locked_by_its_sources(acme: Path, site: Any
     write_record(site, acme)
     url = {"url": "file:///x", "dir_info": {"editable": True}}
     (site.folder / "acme-1.0.dist-info" / "direct_url.json").write_text(json.dumps(url))
-    keeper(house()).renew()
+    editor(house()).renew()
     assert set(Lock.load().pypi[0].files) == {f"acme/{path.name}" for path in acme.iterdir() if path.is_file()}
 
 
 def test_a_module_of_no_locked_plugin_is_refused(acme: Path, site: Any, house: House, freeze: Any) -> None:
     site.write("stranger/__init__.py", "raise SystemExit('imported')")
     site.write("namespace/part.py", "raise SystemExit('imported')")
-    keeper(house()).renew()
+    editor(house()).renew()
     freeze()
     for module in ("stranger", "namespace.part", "json", "nowhere", "__main__"):
         with pytest.raises(NotTrusted, match=f"'{module.partition('.')[0]}' belongs to no plugin that"):
@@ -144,8 +143,8 @@ def test_a_local_file_is_used_as_it_was_locked(acme: Path, house: House, freeze:
     file = Path("my_loss.py")
     file.write_text(FOCAL)
     registry = house()
-    assert keeper(registry).add("./my_loss.py").state == "new"  # type: ignore[union-attr]
-    assert keeper(registry).add("my_loss.py:Focal").state == "same"  # type: ignore[union-attr]
+    assert editor(registry).add("./my_loss.py").state == "new"  # type: ignore[union-attr]
+    assert editor(registry).add("my_loss.py:Focal").state == "same"  # type: ignore[union-attr]
     freeze()
     assert house().resolve("./my_loss.py:Focal", "loss").__name__ == "Focal"
     file.write_text("raise SystemExit('edited')")
@@ -161,7 +160,7 @@ def test_a_local_file_is_used_as_it_was_locked(acme: Path, house: House, freeze:
 def test_without_freezing_files_and_plugins_of_pip_may_change(acme: Path, house: House) -> None:
     file = Path("my_loss.py")
     file.write_text(FOCAL)
-    keeper(house()).add("./my_loss.py")
+    editor(house()).add("./my_loss.py")
     file.write_text(FOCAL + "# edited")
     assert house().resolve("./my_loss.py:Focal", "loss").__name__ == "Focal"
     assert problems(house())["my_loss.py"].startswith("it was changed since it was locked")
@@ -175,14 +174,14 @@ def test_hub_code_that_is_allowed_and_not_locked_is_refused_when_frozen(
     hub.push("acme/focal", {"__init__.py": FOCAL})
     monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")
     found = house().resolve("hf://acme/focal", "loss")
-    keeper(house()).renew()
+    editor(house()).renew()
     freeze()
     with pytest.raises(NotTrusted, match=r"this run is frozen, and .* does not list it"):
         house().resolve("hf://acme/focal", "loss")
     with pytest.raises(NotTrusted, match="this run is frozen"):
         __import__("importlib").reload(__import__("sys").modules[found.__module__])
     monkeypatch.delenv("TWINKLE_FROZEN")
-    keeper(house()).add("hf://acme/focal")
+    editor(house()).add("hf://acme/focal")
     freeze()
     assert house().resolve("hf://acme/focal", "loss") is not None
 
@@ -191,7 +190,7 @@ def test_a_frozen_lock_does_not_change(acme: Path, house: House, freeze: Any) ->
     registry = house()
     freeze()
     with pytest.raises(SettingsError, match="its lock does not change"):
-        keeper(registry)
+        editor(registry)
     with pytest.raises(SettingsError, match="its lock does not change"):
         remove("acme")
 
@@ -200,11 +199,11 @@ def test_verify_says_of_each_entry_what_is_wrong(hub: Any, acme: Path, house: Ho
     with pytest.raises(ComponentNotFound, match=r"there is no .*twinkle\.lock; make it with: twinkle plugins lock"):
         problems(house())
     commit = hub.push("acme/focal", {"__init__.py": FOCAL})
-    keeper(house()).add("hf://acme/focal")
+    editor(house()).add("hf://acme/focal")
     hub.asked.clear()
     assert problems(house()) == {"hf://acme/focal": ""}
     assert hub.asked == [], "it works without a network"
-    keeper(house()).renew()
+    editor(house()).renew()
     assert set(problems(house()).values()) == {""}
     (source,) = (tmp_path / "cache" / "code" / "trees").glob("*/files/__init__.py")
     source.write_text("raise SystemExit('tampered')")
@@ -221,7 +220,7 @@ def test_verify_says_of_each_entry_what_is_wrong(hub: Any, acme: Path, house: Ho
 
 
 def test_verify_names_what_is_not_locked_or_not_installed(acme: Path, site: Any, house: House, table: Any) -> None:
-    keeper(house()).renew()
+    editor(house()).renew()
     site.plugin("other")
     assert problems(house())["other"] == "installed and not locked; run: twinkle plugins lock"
     for path in (site.folder / "acme-1.0.dist-info").iterdir():
@@ -229,27 +228,27 @@ def test_verify_names_what_is_not_locked_or_not_installed(acme: Path, site: Any,
     (site.folder / "acme-1.0.dist-info").rmdir()
     registry = house()
     assert problems(registry)["acme"] == "not installed; run: pip install 'acme==1.0'"
-    keeper(registry).renew()
-    assert verify(registry.records, lambda scheme: None) == [Checked("pypi", "other", "1.0")]  # type: ignore[arg-type, return-value]
+    editor(registry).renew()
+    assert verify(registry.records, lambda scheme: None) == [EntryCheck("pypi", "other", "1.0")]  # type: ignore[arg-type, return-value]
 
 
 def test_renewing_asks_for_branches_that_moved_and_keeps_what_is_declined(hub: Any, acme: Path, house: House) -> None:
     first = hub.push("acme/focal", {"__init__.py": FOCAL})
     pinned = hub.push("acme/pinned", {"__init__.py": FOCAL})
     for reference in ("hf://acme/focal", f"hf://acme/pinned@{pinned}"):
-        keeper(house()).add(reference)
+        editor(house()).add(reference)
     second = hub.push("acme/focal", {"__init__.py": FOCAL + "# new\n"})
     hub.push("acme/pinned", {"__init__.py": FOCAL + "# new\n"})
-    assert [p.name for p in keeper(house(), says=False).renew()] == [f"hf://acme/pinned@{pinned}"]
+    assert [p.name for p in editor(house(), says=False).renew()] == [f"hf://acme/pinned@{pinned}"]
     assert {entry.commit for entry in Lock.load().hub} == {first, pinned}
-    proposals = {p.name: p for p in keeper(house()).renew()}
+    proposals = {p.name: p for p in editor(house()).renew()}
     moved = proposals["hf://acme/focal"]
     assert (moved.state, moved.trusted, moved.version) == ("changed", first, second)
     assert moved.review.changed == ("__init__.py",)
     assert "+# new" in moved.review.diff
     assert proposals[f"hf://acme/pinned@{pinned}"].state == "same"
     hub.offline = True
-    offline = {p.name: p.problem for p in keeper(house()).renew()}
+    offline = {p.name: p.problem for p in editor(house()).renew()}
     assert "there is no network" in offline["hf://acme/focal"]
     assert offline[f"hf://acme/pinned@{pinned}"] == "", "a commit does not move, so nobody is asked"
     assert offline["acme"] == ""
@@ -257,9 +256,9 @@ def test_renewing_asks_for_branches_that_moved_and_keeps_what_is_declined(hub: A
 
 def test_adding_what_is_not_there_says_what_may_be_added(acme: Path, house: House) -> None:
     with pytest.raises(ComponentNotFound, match=r"no plugin 'acmee' is installed; nearest: 'acme'; code of a Hub is"):
-        keeper(house()).add("acmee")
+        editor(house()).add("acmee")
     with pytest.raises(ComponentNotFound, match=r"there is no file .*missing\.py"):
-        keeper(house()).add("./missing.py")
+        editor(house()).add("./missing.py")
 
 
 @pytest.mark.parametrize("value", ["2", "frozen"])

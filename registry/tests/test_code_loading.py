@@ -1,5 +1,6 @@
 """Code from a Hub: refused until somebody added it, then a plugin like any other, under a module name of its own."""
 
+import hashlib
 import importlib
 import importlib.resources
 import inspect
@@ -25,6 +26,8 @@ from twinkle_registry import (
     RequirementMissing,
     Settings,
 )
+from twinkle_registry.trust import lock, store
+from twinkle_registry.trust.lock import Lock
 
 House = Callable[..., Registry]
 PATCH = """
@@ -378,3 +381,62 @@ def test_a_reference_that_is_none_is_refused_before_any_hub_is_asked(
     with pytest.raises(ComponentNotFound, match=message):
         registry.resolve(text, "loss")
     assert hub.asked == []
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, list[bytes]]]:
+    """Return a function that gives how often a lock was parsed, and every content that was hashed, since it began."""
+    parsed: list[bytes] = []
+    hashed: list[bytes] = []
+
+    def parse(content: bytes, path: Path) -> Any:
+        parsed.append(content)
+        return parse_lock(content, path)
+
+    def hash_content(content: bytes) -> str:
+        hashed.append(content)
+        return hashlib.sha256(content).hexdigest()
+
+    parse_lock = lock.parse_lock
+    lock._parsed.cache_clear()
+    monkeypatch.setattr(lock, "parse_lock", parse)
+    monkeypatch.setattr(store, "sha256", hash_content)
+    return lambda: (len(parsed), hashed)
+
+
+LOADS: dict[str, Callable[[Registry], Any]] = {
+    "a reference": lambda registry: registry.resolve("hf://acme/focal#Focal", "loss"),
+    "a name": lambda registry: registry.resolve("Focal", "loss"),
+    "an import": lambda registry: importlib.import_module(registry.records[-1].package).Focal,
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_load_parses_the_lock_once_and_hashes_every_file_once(
+    hub: Any, house: House, add: Any, table: Any, counted: Any, load: str
+) -> None:
+    text = {"inner/words.py": "WORD = 'one'", "data/words.txt": "some", "unused.py": "X = 1"}
+    files = with_manifest(table("Focal", ".focal:Focal"), focal=PATCH)
+    hub.push("acme/focal", {**files, **text, "__init__.py": "from .focal import Focal" if load == "an import" else ""})
+    add(house(), "hf://acme/focal")
+    parses, hashed = counted()
+    lock._parsed.cache_clear()
+    registry = house()
+    before, parses = len(hashed), parses
+    assert LOADS[load](registry).word == "one"
+    entry = Lock.load().hub[0]
+    digests = [hashlib.sha256(content).hexdigest() for content in hashed[before:]]
+    assert {path: digests.count(digest) for path, digest in entry.files.items()} == dict.fromkeys(entry.files, 1)
+    assert counted()[0] - parses == 1, "neither the start nor the load nor this test parses it again"
+
+
+def test_what_a_load_has_read_is_not_used_by_a_later_one(hub: Any, registry: Registry, add: Any) -> None:
+    hub.push("acme/focal", {**BARE, "later.py": "X = 1"})
+    add(registry, "hf://acme/focal")
+    package = registry.resolve("hf://acme/focal", "loss").__module__.rpartition(".")[0]
+    file = Path(sys.modules[package].__loader__.tree.folder) / "later.py"  # type: ignore[union-attr]
+    file.write_text("X = 2")
+    with pytest.raises(NotTrusted, match=r"later\.py is not the file that was added"):
+        importlib.import_module(f"{package}.later")
+    file.write_text("X = 1")
+    assert importlib.import_module(f"{package}.later").X == 1

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle_registry import ComponentConflict, ComponentNotFound, Registry, SettingsError
-from twinkle_registry.code.adding import remove
-from twinkle_registry.code.listing import digest_of, listing_text, parse_listing
-from twinkle_registry.code.lock import (
+from twinkle_registry.trust.editor import remove
+from twinkle_registry.trust.lock import (
     Lock,
     LockedDistribution,
     LockedFile,
     LockedRepository,
     change_lock,
+    parse_lock,
     to_toml,
 )
-from twinkle_registry.code.lockfile import parse_lock
-from twinkle_registry.code.reference import HubReference
+from twinkle_registry.trust.reference import HubReference
+from twinkle_registry.trust.store import digest_of, listing_text, parse_listing
 
 House = Callable[..., Registry]
 HASH = "ab" * 32
@@ -45,7 +45,7 @@ def test_whatever_is_written_is_read_again(dists: dict[str, dict[str, str]], pat
 
 def test_the_listing_is_what_sha256sum_reads(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("X = 1")
-    from twinkle_registry.code.listing import scan
+    from twinkle_registry.trust.store import scan
 
     files = scan(tmp_path, asked="test")
     assert parse_listing(listing_text(files)) == files
@@ -153,7 +153,7 @@ def test_a_writer_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("twinkle_registry.code.lock.os.fsync", full)
+    monkeypatch.setattr("twinkle_registry.trust.lock.os.fsync", full)
     with pytest.raises(SettingsError, match="No space left on device; it is as it was"):
         change_lock(lambda lock: lock.with_file(LockedFile("b.py", HASH)))
     assert Path("twinkle.lock").read_bytes() == before

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from twinkle_registry import NotTrusted, Registry, RequirementMissing, SettingsError
-from twinkle_registry.code.adding import Keeper, remove, still_trusted
-from twinkle_registry.code.lock import Lock
-from twinkle_registry.code.policy import Policy, matches
-from twinkle_registry.code.signatures import ED25519_FILE, SIGSTORE_FILE, sign_folder, signed_bytes
-from twinkle_registry.code.verifying import verify
+from twinkle_registry.trust.editor import LockEditor, remove, still_trusted, verify
+from twinkle_registry.trust.lock import Lock
+from twinkle_registry.trust.policy import Policy, matches
+from twinkle_registry.trust.signatures import ED25519_FILE, SIGSTORE_FILE, sign_folder, signed_bytes
 
 House = Callable[..., Registry]
 FOCAL = "from house_contracts import Loss\nclass Focal(Loss):\n    def __call__(self, inputs): ...\n"
@@ -226,13 +225,13 @@ def test_a_misspelt_table_does_not_switch_the_policy_off(hub: Any, registry: Reg
 
 
 def test_lock_and_verify_read_the_policy_though_no_entry_is_of_a_hub(hub: Any, registry: Registry) -> None:
-    def keeper() -> Keeper:
-        return Keeper(registry, lambda scheme: hub, lambda _: True)
+    def editor() -> LockEditor:
+        return LockEditor(registry, lambda scheme: hub, lambda _: True)
 
-    keeper().renew()
+    editor().renew()
     before = Path("twinkle.lock").read_text()
     trust('deny = ["hf//x"]')
-    for use in (lambda: keeper().renew(), lambda: verify(registry.records, lambda scheme: hub)):
+    for use in (lambda: editor().renew(), lambda: verify(registry.records, lambda scheme: hub)):
         with pytest.raises(SettingsError, match=r"\[trust\] deny: expected a pattern"):
             use()
     assert Path("twinkle.lock").read_text() == before

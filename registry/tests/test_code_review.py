@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_registry.code.listing import scan
-from twinkle_registry.code.review import MAX_DIFF_LINES, printable, printable_lines, review, review_file
-from twinkle_registry.code.tree import Tree
+from twinkle_registry.trust.review import MAX_DIFF_LINES, printable, printable_lines, review, review_file
+from twinkle_registry.trust.store import Tree, scan
 
 
 def tree(folder: Path, files: dict[str, str | bytes]) -> Tree:

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from twinkle_registry import NotTrusted, Registry, SettingsError
-from twinkle_registry.code.policy import Policy
-from twinkle_registry.code.reference import Origin
-from twinkle_registry.code.revocation import RevocationList, Revoked, read_list, sign
-from twinkle_registry.code.revocation_lists import known_list
-from twinkle_registry.code.signatures import new_private_key
-from twinkle_registry.code.verifying import verify
-from twinkle_registry.folder_trust import trust
+from twinkle_registry.trust.editor import verify
+from twinkle_registry.trust.folders import trust
+from twinkle_registry.trust.policy import Policy
+from twinkle_registry.trust.reference import Origin
+from twinkle_registry.trust.revocation import RevocationList, Revoked, known_list, read_list, sign
+from twinkle_registry.trust.signatures import new_private_key
 
 House = Callable[..., Registry]
 DAY = 86_400
@@ -79,7 +78,7 @@ def added(hub: Any, house: House, add: Any) -> str:
 def test_revoked_code_is_refused_at_the_next_load_with_the_reason(
     added: str, house: House, publish: Any, policy: Any, by: str
 ) -> None:
-    from twinkle_registry.code.lock import Lock
+    from twinkle_registry.trust.lock import Lock
 
     assert house().resolve("hf://acme/focal", "loss").__name__ == "Focal"
     policy()
@@ -98,7 +97,7 @@ def test_revoked_code_is_refused_at_the_next_load_with_the_reason(
 def test_neither_allow_nor_a_copy_elsewhere_nor_the_switch_for_the_bold_helps(
     hub: Any, added: str, house: House, add: Any, publish: Any, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twinkle_registry.code.lock import Lock
+    from twinkle_registry.trust.lock import Lock
 
     publish(Revoked(f"hf://acme/focal@{added}", Lock.load().hub[0].digest, "bad"))
     policy(more='allow = ["*"]')

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from twinkle_registry import ComponentNotFound, NotTrusted, PluginBroken, Registry, SettingsError
-from twinkle_registry.code import listing
-from twinkle_registry.code.lock import Lock
-from twinkle_registry.code.store import Store
+from twinkle_registry.trust import store
+from twinkle_registry.trust.lock import Lock
+from twinkle_registry.trust.store import Store
 
 House = Callable[..., Registry]
 FOCAL = "from house_contracts import Loss\nclass Focal(Loss):\n    def __call__(self, inputs): ...\n"
@@ -96,8 +96,8 @@ def test_a_file_that_was_planted_in_the_store_does_not_exist(tree: Path, registr
 
 def test_a_listing_that_was_changed_along_with_the_file_does_not_help(tree: Path, registry: Registry) -> None:
     (tree / "focal.py").write_text("raise SystemExit('tampered')")
-    files = listing.scan(tree, asked="test")
-    (tree.parent / "files.sha256").write_text(listing.listing_text(files))
+    files = store.scan(tree, asked="test")
+    (tree.parent / "files.sha256").write_text(store.listing_text(files))
     with pytest.raises(NotTrusted, match="was changed after it was stored"):
         registry.resolve(REFERENCE, "loss")
 
@@ -108,11 +108,11 @@ def test_a_whole_tree_that_was_planted_under_its_own_digest_is_nobodys(
     evil = tmp_path / "evil"
     evil.mkdir()
     (evil / "__init__.py").write_text("raise SystemExit('planted')")
-    files = listing.scan(evil, asked="test")
-    place = tree.parent.parent / listing.digest_of(files)[: listing.DIGEST_IN_NAMES]
+    files = store.scan(evil, asked="test")
+    place = tree.parent.parent / store.digest_of(files)[: store.DIGEST_IN_NAMES]
     place.mkdir()
     evil.rename(place / "files")
-    (place / "files.sha256").write_text(listing.listing_text(files))
+    (place / "files.sha256").write_text(store.listing_text(files))
     with pytest.raises(NotTrusted, match="nothing says where this code came from"):
         importlib.import_module(f"twinkle_registry.code.focal_{place.name}")
 
@@ -149,13 +149,13 @@ def put(path: str, content: bytes = b"x") -> Callable[[Path], None]:
 
 
 def many(target: Path) -> None:
-    for number in range(listing.MAX_FILES):
+    for number in range(store.MAX_FILES):
         (target / f"{number}.txt").touch()
 
 
 def bomb(target: Path) -> None:
     with (target / "zeros.bin").open("wb") as file:
-        file.truncate(listing.MAX_BYTES + 1)
+        file.truncate(store.MAX_BYTES + 1)
 
 
 def vanish(target: Path) -> None:
@@ -174,7 +174,7 @@ def fifo(target: Path) -> None:
         (fifo, NotTrusted, r"'pipe\.py' is a pipe; code is made"),
         (many, NotTrusted, "more than 2000 files or 64 MiB"),
         (bomb, NotTrusted, "more than 2000 files or 64 MiB"),
-        (put("huge.py", b"#" * (listing.MAX_SOURCE_BYTES + 1)), NotTrusted, r"'huge\.py' has \d+ bytes"),
+        (put("huge.py", b"#" * (store.MAX_SOURCE_BYTES + 1)), NotTrusted, r"'huge\.py' has \d+ bytes"),
         (put("Focal.py"), NotTrusted, r"'Focal\.py' and 'focal\.py' shadow each other"),
         (put("focal/__init__.py"), NotTrusted, "shadow each other"),
         (put("\ufb01.txt"), NotTrusted, "shadow each other"),
@@ -198,8 +198,8 @@ def test_what_no_plugin_may_hold_is_refused_and_nothing_of_it_stays(
     with pytest.raises(error, match=message):
         add(registry, REFERENCE)
     assert not Path("twinkle.lock").exists()
-    store = tmp_path / "cache" / "code"
-    assert sorted(path.name for path in store.rglob("*")) == ["incoming"]
+    folder = tmp_path / "cache" / "code"
+    assert sorted(path.name for path in folder.rglob("*")) == ["incoming"]
 
 
 def test_a_repository_that_vanishes_leaves_what_was_trusted_as_it_was(
@@ -269,7 +269,7 @@ def test_a_commit_whose_note_was_planted_in_the_store_is_still_not_locked(
 
 
 def listing_origin(commit: str) -> Any:
-    from twinkle_registry.code.reference import Origin
+    from twinkle_registry.trust.reference import Origin
 
     return Origin("hf", "evil/focal", commit)
 
@@ -287,7 +287,7 @@ def test_a_store_that_cannot_be_written_is_one_clear_message(
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("twinkle_registry.code.receiving.os.fsync", full)
+    monkeypatch.setattr("twinkle_registry.trust.download.os.fsync", full)
     with pytest.raises(SettingsError, match="cannot be written: No space left on device"):
         add(registry, REFERENCE)
     assert not Path("twinkle.lock").exists()

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from twinkle_registry import NotTrusted, Registry, Settings, SettingsError
-from twinkle_registry.code.adding import remove
-from twinkle_registry.code.lock import Lock
-from twinkle_registry.code.policy import Policy
-from twinkle_registry.code.reference import Origin
-from twinkle_registry.code.verifying import verify
-from twinkle_registry.folder_trust import forget, is_trusted_folder, trust, trusted_paths
-from twinkle_registry.untrusted import untrusted_notice
+from twinkle_registry.settings import untrusted_notice
+from twinkle_registry.trust.editor import remove, verify
+from twinkle_registry.trust.folders import forget, is_trusted_folder, trust, trusted_paths
+from twinkle_registry.trust.lock import Lock
+from twinkle_registry.trust.policy import Policy
+from twinkle_registry.trust.reference import Origin
 
 House = Callable[..., Registry]
 FILES = {"__init__.py": "from house_contracts import Loss\nclass Focal(Loss):\n    def __call__(self, inputs): ...\n"}
@@ -165,7 +164,7 @@ def test_a_file_is_trusted_where_it_is_and_not_where_it_is_copied_to(work: Path,
     trust("twinkle.lock", [b"schema = 1\n"])
     assert Lock.load().is_obeyed
     (tmp_path / "link").symlink_to(work)
-    command = "from twinkle_registry.code.lock import Lock; print(Lock.load().is_obeyed)"
+    command = "from twinkle_registry.trust.lock import Lock; print(Lock.load().is_obeyed)"
     for folder, obeyed in (("link", "True"), ("copy", "False")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "twinkle.lock").write_text("schema = 1\n")

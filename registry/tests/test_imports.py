@@ -1,9 +1,12 @@
 """The public names, and what importing them costs."""
 
+import ast
 import builtins
+import graphlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +62,38 @@ def test_every_error_is_also_the_builtin_it_says(name: str, builtin: str) -> Non
 
 def test_the_tree_shows_every_error() -> None:
     assert {name for name, _ in TREE} == {name for name in vars(errors) if name[0].isupper()} - {"TwinkleError"}
+
+
+PACKAGE = Path(twinkle_registry.__file__).parent
+
+
+def imports_of(file: Path) -> set[str]:
+    """Return the modules of the registry that a module imports at any place, but for type checkers."""
+    parts = ["twinkle_registry", *file.relative_to(PACKAGE).with_suffix("").parts]
+    package = parts if parts[-1] == "__init__" else parts[:-1]
+    tree = ast.parse(file.read_text("utf-8"))
+    nodes: list[ast.AST] = [tree]
+    modules = set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            named = [node.module] if node.module else [alias.name for alias in node.names]
+            modules |= {".".join([*base, name]) for name in named}
+    return modules
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions count: a circle that is cut there is still one."""
+    files = [file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
+    graph = {
+        ".".join(["twinkle_registry", *file.relative_to(PACKAGE).with_suffix("").parts]): imports_of(file)
+        for file in files
+    }
+    assert "twinkle_registry.trust.policy" in graph["twinkle_registry.trust.loading"]
+    # Raises CycleError, which names the modules.
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert order.index("twinkle_registry.trust.lock") < order.index("twinkle_registry.trust.loading")

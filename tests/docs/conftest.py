@@ -11,7 +11,7 @@ import torch
 from twinkle import registry
 from twinkle.testing import tiny_model
 from twinkle_registry import discovery
-from twinkle_registry.scan import PathScan, scan_path
+from twinkle_registry.discovery import PathScan, scan_path
 
 ROOT = Path(__file__).parents[2]
 # Packages that the pages make, and that a reader may have installed.

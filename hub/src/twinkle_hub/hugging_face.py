@@ -11,7 +11,7 @@ from twinkle_hub.fetching import is_offline, shown
 from twinkle_hub.problems import Talk, Unreachable, told
 from twinkle_hub.references import parsed, without_revision
 from twinkle_hub.remote import KINDS, Listing, RemoteHub, checked_type, is_set, patiently
-from twinkle_registry.code.reference import HubReference
+from twinkle_registry.trust.reference import HubReference
 
 _PIECE = 2**20
 

@@ -15,7 +15,7 @@ from twinkle_hub.hugging_face import warn_if_public
 from twinkle_hub.problems import Talk, Unreachable, told
 from twinkle_hub.references import parsed, without_revision
 from twinkle_hub.remote import KINDS, Listing, RemoteHub, checked_type, patiently
-from twinkle_registry.code.reference import HubReference
+from twinkle_registry.trust.reference import HubReference
 
 _FIRST_BRANCH = "master"
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from twinkle.errors import ArgumentError
-from twinkle_registry.code.reference import HubReference
+from twinkle_registry.trust.reference import HubReference
 
 
 def parsed(reference: str, revision: str | None = None) -> HubReference:

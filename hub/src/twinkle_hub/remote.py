@@ -13,7 +13,7 @@ from twinkle.hub import Hub
 from twinkle_hub.fetching import Unfinished, is_offline, shown
 from twinkle_hub.problems import Talk, Unreachable, told
 from twinkle_hub.references import parsed
-from twinkle_registry.code.reference import HubReference
+from twinkle_registry.trust.reference import HubReference
 
 T = TypeVar("T")
 

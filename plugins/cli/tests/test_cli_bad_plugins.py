@@ -255,12 +255,12 @@ def test_a_file_that_is_not_locked_is_not_run_for_its_test(frozen: Path, tmp_pat
 def test_a_lock_that_could_not_take_something_in_says_what(
     frozen: Path, make_plugin: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twinkle_registry.code import adding
+    from twinkle_registry.trust import editor
 
     def refuse(name: str) -> None:
         raise PluginBroken(f"{name} was edited")
 
-    monkeypatch.setattr(adding, "check_record_file", refuse)
+    monkeypatch.setattr(editor, "check_record_file", refuse)
     result = CliRunner().invoke(main, ["plugins", "lock"])
     assert result.exit_code == 1
     assert "not trusted: acme_neighbour: acme_neighbour was edited" in result.output

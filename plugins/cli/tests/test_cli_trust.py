@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from twinkle._registry import registry
 from twinkle.cli import main
-from twinkle_registry.code.lock import Lock
+from twinkle_registry.trust.lock import Lock
 
 # The command line shows what the registry warns of; in other tests a warning is an error.
 pytestmark = pytest.mark.filterwarnings("always:.*not obeyed")

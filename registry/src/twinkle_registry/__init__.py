@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from .calls import check_keywords
-    from .discovery import MANIFEST_NAME, installed_plugins
+    from .discovery import installed_plugins
     from .errors import (
         ArgumentError,
         ComponentConflict,
@@ -22,10 +22,18 @@ if TYPE_CHECKING:
         SettingsError,
         TwinkleError,
     )
-    from .lifecycle import HookCall, HookResult
-    from .manifest import CommandSpec, ComponentSpec, ExportSpec, HooksSpec, Manifest, PluginRecord, read_manifest
-    from .markers import hookimpl, hookspec
+    from .hooks import HookCall, HookResult, hookimpl, hookspec
+    from .manifest import (
+        MANIFEST_NAME,
+        CommandSpec,
+        ComponentSpec,
+        ExportSpec,
+        HooksSpec,
+        Manifest,
+        PluginRecord,
+    )
     from .naming import nearest
+    from .reading import read_manifest
     from .registry import Registry
     from .requirements import MissingRequirement, check_requirements, missing_requirements
     from .settings import Settings
@@ -35,7 +43,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "calls": ("check_keywords",),
-    "discovery": ("MANIFEST_NAME", "installed_plugins"),
+    "discovery": ("installed_plugins",),
     "errors": (
         "ArgumentError",
         "ComponentConflict",
@@ -49,18 +57,18 @@ _HOMES = {
         "SettingsError",
         "TwinkleError",
     ),
-    "lifecycle": ("HookCall", "HookResult"),
+    "hooks": ("HookCall", "HookResult", "hookimpl", "hookspec"),
     "manifest": (
+        "MANIFEST_NAME",
         "CommandSpec",
         "ComponentSpec",
         "ExportSpec",
         "HooksSpec",
         "Manifest",
         "PluginRecord",
-        "read_manifest",
     ),
-    "markers": ("hookimpl", "hookspec"),
     "naming": ("nearest",),
+    "reading": ("read_manifest",),
     "registry": ("Registry",),
     "requirements": ("MissingRequirement", "check_requirements", "missing_requirements"),
     "settings": ("Settings",),

@@ -3,8 +3,6 @@
 Nothing here may fail: a cache that is absent, corrupt, foreign or unwritable is no cache.
 """
 
-# This runs at every start, and os.path takes a tenth of pathlib's time.
-# ruff: noqa: PTH103, PTH105, PTH108, PTH111, PTH120, PTH123
 from __future__ import annotations
 
 import json
@@ -14,6 +12,10 @@ import threading
 import time
 import zlib
 from typing import Any
+
+# This runs at every start, and os.path takes a tenth of pathlib's time.
+# ruff: noqa: PTH103, PTH105, PTH108, PTH111, PTH120, PTH123
+
 
 FORMAT = 1
 DIRECTORY_VARIABLE = "TWINKLE_CACHE_DIR"

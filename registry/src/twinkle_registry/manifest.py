@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from .naming import canonical
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-    from os import PathLike
+    pass
 
+MANIFEST_NAME = "twinkle-plugin.toml"
 Status = Literal["ok", "broken", "incompatible", "disabled"]
 
 
@@ -137,27 +137,6 @@ class PluginRecord:
     def name(self) -> str:
         """The name of the plugin: the manifest's, or the distribution's where there is no manifest."""
         return self.manifest.name if self.manifest is not None else self.dist
-
-
-def read_manifest(
-    path: str | PathLike[str] | Traversable, dist: str, version: str, *, package: str = "", root: str = ""
-) -> Manifest:
-    """Read and check one manifest.
-
-    Args:
-        path: The file, or anything with `read_bytes()`, such as a member of a zipped package.
-        dist: The distribution it belongs to; only for error messages, the plugin's name is the manifest's.
-        version: The version that its components carry.
-        package: The package the manifest lies in, as its own refs call it.
-        root: The name under which that package is imported, if it is another (code from a Hub). Refs into `package`
-            and relative refs (`.grpo:GRPOLoss`) are rewritten to start there.
-
-    Raises:
-        ManifestError: The file cannot be read, or has any problem; all of them are listed at once.
-    """
-    from .reading import parse_manifest, read_toml
-
-    return parse_manifest(read_toml(path), str(path), dist, version, package=package, root=root or package)
 
 
 def manifest_to_rows(manifest: Manifest) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PROJECT = "twinkle"
+CODE_PACKAGE = "twinkle_registry.code"
+"""Parent package of the modules that code from a Hub is imported as; the name is part of pickles."""
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
@@ -41,6 +43,12 @@ def nearest_or_all(name: str, names: Iterable[str]) -> str:
 def quoted(names: Iterable[str]) -> str:
     """Join names as `'a', 'b'`."""
     return ", ".join(repr(name) for name in names)
+
+
+def shown(text: str) -> str:
+    """Return a text of a stranger as it may be put on a terminal: quoted, without control and direction marks."""
+    kept = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
+    return f"'{kept}'" + ("..." if len(text) > 200 else "")
 
 
 def canonical(dist: str) -> str:

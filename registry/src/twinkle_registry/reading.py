@@ -51,6 +51,25 @@ def read_toml(path: str | PathLike[str] | Traversable) -> dict[str, Any]:
         raise ManifestError(f"{path}: not a TOML file in UTF-8: {error}") from error
 
 
+def read_manifest(
+    path: str | PathLike[str] | Traversable, dist: str, version: str, *, package: str = "", root: str = ""
+) -> Manifest:
+    """Read and check one manifest.
+
+    Args:
+        path: The file, or anything with `read_bytes()`, such as a member of a zipped package.
+        dist: The distribution it belongs to; only for error messages, the plugin's name is the manifest's.
+        version: The version that its components carry.
+        package: The package the manifest lies in, as its own refs call it.
+        root: The name under which that package is imported, if it is another (code from a Hub). Refs into `package`
+            and relative refs (`.grpo:GRPOLoss`) are rewritten to start there.
+
+    Raises:
+        ManifestError: The file cannot be read, or has any problem; all of them are listed at once.
+    """
+    return parse_manifest(read_toml(path), str(path), dist, version, package=package, root=root or package)
+
+
 def parse_manifest(
     raw: Mapping[str, Any], where: str, dist: str, version: str, *, package: str = "", root: str = ""
 ) -> Manifest:

@@ -21,19 +21,16 @@ from .errors import (
     RequirementMissing,
 )
 from .importing import import_failed, import_object
-from .judging import House, broken, lifecycle_hooks, pretenders, taken, unusable
-from .locked import is_frozen
 from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
-from .naming import canonical, nearest_or_all, quoted
+from .naming import CODE_PACKAGE, canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
-from .settings import ESSENTIAL, Settings
-from .untrusted import untrusted_notice
+from .settings import ESSENTIAL, Settings, is_frozen, untrusted_notice
+from .validation import Validator, broken, lifecycle_hooks, pretenders, taken, unusable
 
 if TYPE_CHECKING:
-    from .code.frozen import Frozen
-    from .lifecycle import HookCall, Implementers
-    from .plugins import PluginSet
+    from .hooks import HookCall, Implementers, PluginSet
+    from .trust.frozen import Frozen
     from .view import RegistryView
 
 
@@ -66,7 +63,7 @@ class Registry:
         self._kinds = dict(kinds)
         self._settings = Settings.load() if settings is None else settings
         self._lifecycle = lifecycle_hooks(hookspecs_module, kinds)
-        self._house = House(
+        self._validator = Validator(
             kinds=list(kinds),
             lifecycle=self._lifecycle,
             core_version=core_version,
@@ -97,21 +94,21 @@ class Registry:
             warnings.warn(notice, stacklevel=2)
 
     def add(self, record: PluginRecord) -> PluginRecord:
-        """Add one plugin and return its record as judged: core version, settings, kinds and hooks are checked here.
+        """Add one plugin and return its record as validated: core version, settings, kinds and hooks are checked here.
 
         Of two plugins of one name the first has it, but one whose distribution is called so has it before others.
         """
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
                 return known
-            judged = self._house.judge(record, self._records)
-            if self.frozen and judged.status == "ok" and (why := self.frozen.why_not(judged)):
-                judged = replace(judged, status="disabled", reason=why, cause=NotTrusted(why))
-            for pretender in pretenders(judged, self._records):
-                self._replace(pretender, unusable(pretender, taken(pretender, judged)))
-            self._records.append(judged)
+            validated = self._validator.validate(record, self._records)
+            if self.frozen and validated.status == "ok" and (why := self.frozen.why_not(validated)):
+                validated = replace(validated, status="disabled", reason=why, cause=NotTrusted(why))
+            for pretender in pretenders(validated, self._records):
+                self._replace(pretender, unusable(pretender, taken(pretender, validated)))
+            self._records.append(validated)
             self._index.clear()
-            return judged
+            return validated
 
     def withdraw(self, name: str) -> None:
         """Forget the plugins called `name`, so that another of that name can be added: one under test, in a folder."""
@@ -139,8 +136,8 @@ class Registry:
         Raises:
             SettingsError: The policy cannot be read; nothing was withdrawn.
         """
-        from .code.plugins import why_forbidden
-        from .code.policy import Policy
+        from .trust.loading import why_forbidden
+        from .trust.policy import Policy
 
         policy, dropped = Policy.load().refreshed(max_age), []
         for record in [r for r in self.records if "://" in r.dist and r.status == "ok"]:
@@ -151,9 +148,9 @@ class Registry:
                 dropped.append(forbidden)
         return dropped, [text for known in policy.revoked for text in (known.error, known.problem) if text]
 
-    def judge(self, record: PluginRecord) -> PluginRecord:
+    def validate(self, record: PluginRecord) -> PluginRecord:
         """Return a record with the status that it would have, alone, without adding it."""
-        return self._house.judge(record, [])
+        return self._validator.validate(record, [])
 
     def checked(self, record: PluginRecord) -> PluginRecord:
         """Return the record as a frozen run would find it at its first use: every file is compared with the lock."""
@@ -364,6 +361,10 @@ class Registry:
         ref = spec.ref
         if ref.startswith("."):
             ref = spec.root + (ref[1:] if ref.startswith(".:") else ref)
+        if spec.root.startswith(f"{CODE_PACKAGE}."):
+            from .trust.loading import import_in_load
+
+            return import_in_load(ref, asked=str(spec), promised_by="its manifest")
         return import_object(ref, asked=str(spec), promised_by="its manifest")
 
     def contract(self, kind: str) -> Any:
@@ -386,7 +387,7 @@ class Registry:
 
     def hook(self, name: str) -> HookCall:
         """Return a lifecycle hook, to be called with keyword arguments; implementations are imported at the call."""
-        from .lifecycle import HookCall
+        from .hooks import HookCall
 
         if name not in self._lifecycle:
             raise ComponentNotFound(f"there is no lifecycle hook {name!r}; {nearest_or_all(name, self._lifecycle)}")
@@ -422,7 +423,7 @@ class Registry:
     def _plugins(self) -> PluginSet:
         """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""
         if self._plugin_set is None:
-            from .plugins import PluginSet
+            from .hooks import PluginSet
 
             self._plugin_set = PluginSet(self._hookspecs, self._kinds)
         for record in self._records:
@@ -448,7 +449,7 @@ class Registry:
         return by_name
 
     def _implementers(self, hook: str) -> Implementers:
-        from .lifecycle import Implementers
+        from .hooks import Implementers
 
         failed: dict[str, Exception] = {}
         for record in self.records:
@@ -494,7 +495,7 @@ class Registry:
 def _frozen() -> Frozen | None:
     if not is_frozen():
         return None
-    from .code.frozen import Frozen
+    from .trust.frozen import Frozen
 
     return Frozen()
 

@@ -1,12 +1,12 @@
-"""Which plugins a person switched off or prefers: `[plugins]` of twinkle.toml, then the environment.
+"""What a person set: `[plugins]` of twinkle.toml, the environment, the path of the lock, and the trust switches.
 
-A `twinkle.toml` that lies in the working directory is somebody's word, not always the user's: until the user trusted
-that folder it may take away (`disable`, `only`, `deny`, `signed`) and choose (`prefer`), and neither let code run nor
-lift what the user's own file says. See `folder_trust`.
+A `twinkle.toml` or `twinkle.lock` in the working directory may have been written by someone else. Until the user trusts
+that folder (`trust.folders`), its `twinkle.toml` may restrict (`disable`, `only`, `deny`, `signed`) and choose
+(`prefer`), but it cannot let code run or override the user's own file, and its lock is not obeyed.
 """
 
 # This runs at every start, and pathlib would be a quarter of what it costs.
-# ruff: noqa: PTH100, PTH111, PTH113, PTH121, PTH123
+# ruff: noqa: PTH100, PTH109, PTH110, PTH111, PTH113, PTH121, PTH123
 from __future__ import annotations
 
 import os
@@ -27,6 +27,16 @@ VARIABLES = (DISABLE_VARIABLE, ONLY_VARIABLE, PREFER_VARIABLE)
 ESSENTIAL = ("twinkle-core",)
 _KEYS = ("disable", "only", "prefer")
 _TABLES = ("plugins", "trust")
+
+
+NEED_TRUST = ("allow", "revoked")
+"""Keys that are obeyed in a trusted file only: one lets code run, one names addresses that are asked."""
+LOCK_NAME = "twinkle.lock"
+LOCK_VARIABLE = "TWINKLE_LOCK"
+FROZEN_VARIABLE = "TWINKLE_FROZEN"
+TRUST_VARIABLE = "TWINKLE_TRUST_REMOTE_CODE"
+_ON = ("1", "true", "yes", "on")
+_OFF = ("", "0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,7 @@ def read_config(path: str, environ: Mapping[str, str] | None = None) -> ConfigFi
     refuse_unknown_tables(raw, path)
     is_own = bool((os.environ if environ is None else environ).get(CONFIG_VARIABLE)) or _is_users(path)
     if not is_own:
-        from .folder_trust import is_trusted_file
+        from .trust.folders import is_trusted_file
 
         is_own = is_trusted_file(path, content)
     return ConfigFile(path, raw, is_own)
@@ -249,3 +259,99 @@ def _preference(part: str) -> tuple[str, str]:
         raise SettingsError(f"{PREFER_VARIABLE}: expected kind:Name=plugin, found {part!r}")
     _check_preferred(PREFER_VARIABLE, name)
     return name, dist
+
+
+def lock_path() -> str:
+    """Return where the lock of this run is or would be: `$TWINKLE_LOCK`, else `twinkle.lock` in the working directory.
+
+    Raises:
+        SettingsError: The variable names something that is not a file in a folder.
+    """
+    named = os.environ.get(LOCK_VARIABLE, "")
+    path = os.path.abspath(os.path.expanduser(named or LOCK_NAME))
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise SettingsError(f"{path} is not a file; name the lock file by {LOCK_VARIABLE}")
+    return path
+
+
+def lock_is_named() -> bool:
+    """Say whether the user named the lock, so that it needs no other trust."""
+    return bool(os.environ.get(LOCK_VARIABLE))
+
+
+def may_obey_lock(path: str, content: bytes) -> bool:
+    """Say whether the lock of this run, which has this content, was named or lies in a folder that the user trusts."""
+    if lock_is_named():
+        return True
+    from .trust.folders import is_trusted_file
+
+    return is_trusted_file(path, content)
+
+
+def is_frozen() -> bool:
+    """Say whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
+    return _switch(FROZEN_VARIABLE)
+
+
+def trusts_all() -> bool:
+    """Say whether code from a Hub runs without anybody having looked at it (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
+    return _switch(TRUST_VARIABLE)
+
+
+def _switch(variable: str) -> bool:
+    value = os.environ.get(variable, "").strip().lower()
+    if value not in (*_ON, *_OFF):
+        raise SettingsError(f"{variable}: expected 1 or 0, found {value!r}")
+    return value in _ON
+
+
+def untrusted_notice() -> str:
+    """Return which settings of the working directory are not obeyed and how to change that, or an empty text."""
+    ignored = [*_of_config(), *_of_lock()]
+    if not ignored:
+        return ""
+    import shlex
+
+    folder = os.getcwd()
+    verb = "is" if len(ignored) == 1 else "are"
+    return (
+        f"{' and '.join(ignored)} in {folder} {verb} not obeyed, because this folder is not trusted or was changed "
+        f"since; look at what it asks for, and trust it: twinkle plugins trust {shlex.quote(folder)}"
+    )
+
+
+def and_untrusted() -> str:
+    """Return the same as the end of an error's text."""
+    notice = untrusted_notice()
+    return f"; {notice}" if notice else ""
+
+
+def _of_config() -> list[str]:
+    if os.environ.get(CONFIG_VARIABLE) or not os.path.isfile(CONFIG_FILE):
+        return []
+    file = read_config(config_file(os.environ))
+    if file.is_trusted:
+        return []
+    asked = file.raw.get("trust", {})
+    keys = [f"[trust] {key}" for key in NEED_TRUST if isinstance(asked, dict) and asked.get(key)]
+    return [f"{', '.join([*keys, *_hidden(file)])} of {CONFIG_FILE}"] if keys or _hidden(file) else []
+
+
+def _hidden(file: ConfigFile) -> list[str]:
+    """Return what a trusted file would hide of the user's own."""
+    user = os.path.expanduser(USER_FILE)
+    users = read_config(user).plugins if os.path.isfile(user) else {}
+    kept = [key for key, value in users.items() if file.plugins.get(key) != value]
+    return [f"[plugins] in place of {USER_FILE}"] if kept else []
+
+
+def _of_lock() -> list[str]:
+    if lock_is_named() or not os.path.isfile(LOCK_NAME):
+        return []
+    path = lock_path()
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError:
+        return []  # whoever needs the lock says what is wrong with it
+    return [] if may_obey_lock(path, content) else [LOCK_NAME]

@@ -9,7 +9,7 @@ from . import explain
 from .errors import ComponentTypeError, NotTrusted
 from .manifest import ComponentSpec
 from .naming import quoted
-from .references import parse_reference
+from .resolving import parse_reference
 
 if TYPE_CHECKING:
     from .registry import Registry

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from twinkle.errors import ArgumentError, SettingsError
-from twinkle_registry.folder_trust import trust
+from twinkle_registry.trust.folders import trust
 from twinkle_scaffolds.baking import ask, bake, interactive, scaffolds
 
 

@@ -14,7 +14,7 @@ def registry() -> Registry:
     """Return this process's plugin registry: installed plugins, and those of a Hub that twinkle.lock lists."""
     from twinkle import __version__, hookspecs
     from twinkle.kinds import KINDS
-    from twinkle_registry.locked import locked_plugins
+    from twinkle_registry.discovery import locked_plugins
 
     contracts = {name: kind.contract or None for name, kind in KINDS.items()}
     found = Registry(hookspecs, kinds=contracts, core_version=__version__)

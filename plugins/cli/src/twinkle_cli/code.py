@@ -8,8 +8,8 @@ import click
 from twinkle_cli.text import echo_json, table
 
 if TYPE_CHECKING:
-    from twinkle_registry.code.adding import Keeper
-    from twinkle_registry.code.proposals import Proposal
+    from twinkle_registry.trust.editor import LockEditor
+    from twinkle_registry.trust.review import Proposal
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _yes = click.option("--yes", is_flag=True, help="Accept without being asked.")
@@ -28,8 +28,8 @@ def add(ctx: click.Context, references: tuple[str, ...], yes: bool, as_json: boo
     exit code 1 if something was not accepted.
     """
     shown: list[Proposal] = []
-    keeper = _keeper(shown, yes=yes, as_json=as_json)
-    accepted = [keeper.add(reference) for reference in references]
+    editor = _editor(shown, yes=yes, as_json=as_json)
+    accepted = [editor.add(reference) for reference in references]
     _finish(ctx, shown, accepted, as_json=as_json)
 
 
@@ -45,7 +45,7 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
     """
     shown: list[Proposal] = []
     # Plugins that pip installed run without being asked for; to lock them is to write down which they are.
-    renewed = _keeper(shown, yes=yes, as_json=as_json, asks_for=("hub", "file")).renew()
+    renewed = _editor(shown, yes=yes, as_json=as_json, asks_for=("hub", "file")).renew()
     shown += [proposal for proposal in renewed if proposal.problem]
     _finish(ctx, shown, [None if proposal.problem else proposal for proposal in renewed], as_json=as_json)
 
@@ -58,7 +58,7 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
 def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None:
     """Compare every file of every entry of twinkle.lock with what is here; exit code 1 if something is wrong."""
     from twinkle._registry import registry
-    from twinkle_registry.code.verifying import verify as check
+    from twinkle_registry.trust.editor import verify as check
 
     found = check(registry().records, _open_hub, fetch=fetch, online=online)
     wrong = [entry for entry in found if entry.problem]
@@ -79,8 +79,8 @@ def remove(references: tuple[str, ...], as_json: bool) -> None:
 
     REFERENCE is what `add` took; `hf://org/repo` without a revision means all of them.
     """
-    from twinkle_registry.code.adding import remove as forget
-    from twinkle_registry.code.adding import still_trusted
+    from twinkle_registry.trust.editor import remove as forget
+    from twinkle_registry.trust.editor import still_trusted
 
     removed = [name for reference in references for name in forget(reference)]
     if as_json:
@@ -94,11 +94,11 @@ def remove(references: tuple[str, ...], as_json: bool) -> None:
 COMMANDS = (add, lock, verify, remove)
 
 
-def _keeper(
+def _editor(
     shown: "list[Proposal]", *, yes: bool, as_json: bool, asks_for: Sequence[str] = ("hub", "file", "pypi")
-) -> "Keeper":
+) -> "LockEditor":
     from twinkle._registry import registry
-    from twinkle_registry.code.adding import Keeper
+    from twinkle_registry.trust.editor import LockEditor
 
     def decide(proposal: "Proposal") -> bool:
         shown.append(proposal)
@@ -109,7 +109,7 @@ def _keeper(
         click.echo(_described(proposal))
         return yes or _is_confirmed(proposal)
 
-    return Keeper(registry(), _open_hub, decide)
+    return LockEditor(registry(), _open_hub, decide)
 
 
 def _open_hub(scheme: str) -> Any:
@@ -130,7 +130,7 @@ def _is_confirmed(proposal: "Proposal") -> bool:
 
 
 def _finish(ctx: click.Context, shown: "list[Proposal]", accepted: "list[Proposal | None]", *, as_json: bool) -> None:
-    from twinkle_registry.locked import lock_path
+    from twinkle_registry.settings import lock_path
 
     kept = [proposal for proposal in accepted if proposal is not None]
     declined = [proposal for proposal in shown if proposal not in kept]
@@ -146,7 +146,7 @@ def _finish(ctx: click.Context, shown: "list[Proposal]", accepted: "list[Proposa
 
 def _described(proposal: "Proposal") -> str:
     from twinkle_cli.text import pairs
-    from twinkle_registry.code.review import printable
+    from twinkle_registry.trust.review import printable
 
     review = proposal.review
     moved = proposal.origin if proposal.origin and not proposal.name.startswith(proposal.origin) else ""

@@ -73,7 +73,7 @@ def _settings(registry: Registry) -> Iterator[Problem]:
 
 def _policy() -> list[str]:
     """Return what is wrong with `[trust]`; it is read where code is trusted only, so no start has told of it."""
-    from twinkle_registry.code.policy import Policy
+    from twinkle_registry.trust.policy import Policy
 
     try:
         Policy.load()
@@ -84,7 +84,7 @@ def _policy() -> list[str]:
 
 def _revocations() -> Iterator[Problem]:
     """Yield what is wrong with the revocation lists; those of the network are as they were read last."""
-    from twinkle_registry.code.policy import Policy
+    from twinkle_registry.trust.policy import Policy
 
     try:
         lists = Policy.load().revoked
@@ -162,13 +162,13 @@ def _lock(registry: Registry) -> Iterator[Problem]:
     """Yield what is not as twinkle.lock says, if there is a lock."""
     import os
 
-    from twinkle_registry.locked import lock_path
+    from twinkle_registry.settings import lock_path
 
     try:
         if not os.path.isfile(lock_path()):  # noqa: PTH113 - it is a text already
             return
-        from twinkle_registry.code.verifying import verify
         from twinkle_registry.resolving import open_hub
+        from twinkle_registry.trust.editor import verify
 
         if _policy():
             return  # told already, and nothing can be checked against it

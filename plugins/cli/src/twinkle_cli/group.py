@@ -13,7 +13,7 @@ from twinkle import __version__
 
 if TYPE_CHECKING:
     from twinkle_registry import CommandSpec
-    from twinkle_registry.code.frozen import Frozen
+    from twinkle_registry.trust.frozen import Frozen
 
 OWN = {
     "plugins": ("twinkle_cli.plugins:plugins", "List, explain and check plugins"),
@@ -107,7 +107,7 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
         group: the first word of the manifest's names, as in `plugins new`; empty for the top.
     """
     from twinkle_registry import Settings, installed_plugins
-    from twinkle_registry.locked import locked_plugins
+    from twinkle_registry.discovery import locked_plugins
 
     settings, frozen = Settings.load(), _frozen()
     found: dict[str, list[CommandSpec]] = {}
@@ -128,11 +128,11 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
 
 
 def _frozen() -> "Frozen | None":
-    from twinkle_registry.locked import is_frozen
+    from twinkle_registry.settings import is_frozen
 
     if not is_frozen():
         return None
-    from twinkle_registry.code.frozen import Frozen
+    from twinkle_registry.trust.frozen import Frozen
 
     return Frozen()
 
@@ -218,7 +218,7 @@ def _freeze(ctx: click.Context, parameter: click.Parameter, given: bool) -> None
     """Freeze this command and the processes that it starts."""
     if not given or ctx.resilient_parsing:
         return
-    from twinkle_registry.locked import FROZEN_VARIABLE
+    from twinkle_registry.settings import FROZEN_VARIABLE
 
     before = os.environ.get(FROZEN_VARIABLE)
     os.environ[FROZEN_VARIABLE] = "1"

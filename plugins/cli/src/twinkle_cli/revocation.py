@@ -9,8 +9,7 @@ import click
 from twinkle_cli.text import echo_json
 
 if TYPE_CHECKING:
-    from twinkle_registry.code.revocation import RevocationList, Revoked
-    from twinkle_registry.code.revocation_lists import KnownList
+    from twinkle_registry.trust.revocation import KnownList, RevocationList, Revoked
 
 _DAY = 86_400
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -27,7 +26,7 @@ def keygen(file: Path) -> None:
     import os
 
     from twinkle.errors import OutputError
-    from twinkle_registry.code.signatures import new_private_key
+    from twinkle_registry.trust.signatures import new_private_key
 
     private, public = new_private_key()
     try:
@@ -58,8 +57,8 @@ def revoke(
     """
     from twinkle.errors import ArgumentError
     from twinkle.paths import write_text
-    from twinkle_registry.code.revocation import RevocationList, check_entry, sign
-    from twinkle_registry.code.signatures import read_private_key
+    from twinkle_registry.trust.revocation import RevocationList, check_entry, sign
+    from twinkle_registry.trust.signatures import read_private_key
 
     if code and not reason.strip():
         raise ArgumentError("--reason must say why the code must not run any more, got nothing")
@@ -87,10 +86,10 @@ def revoke(
 @click.pass_context
 def revoked(ctx: click.Context, as_json: bool) -> None:
     """Read every list that `[[trust.revoked]]` names, and show what is revoked; exit code 1 if a list has a problem."""
-    from twinkle_registry.code.policy import Policy
+    from twinkle_registry.trust.policy import Policy
 
     sources = [known.source for known in Policy.load().revoked]
-    from twinkle_registry.code.revocation_lists import known_list
+    from twinkle_registry.trust.revocation import known_list
 
     lists = [known_list(source, fetch=True, max_age=0.0) for source in sources]
     if as_json:
@@ -114,14 +113,14 @@ def _read(file: Path) -> bytes:
 
 def _old(file: Path, public: bytes) -> "RevocationList":
     """Return the list that is there, which the same key must have signed; the first one follows an empty one."""
-    from twinkle_registry.code.revocation import RevocationList, read_list
+    from twinkle_registry.trust.revocation import RevocationList, read_list
 
     return read_list(_read(file), [public], where=str(file)) if file.exists() else RevocationList(0, 0, 0)
 
 
 def _entries(text: str, reason: str) -> "list[Revoked]":
-    from twinkle_registry.code.lock import Lock
-    from twinkle_registry.code.revocation import Revoked
+    from twinkle_registry.trust.lock import Lock
+    from twinkle_registry.trust.revocation import Revoked
 
     if text.startswith("sha256:"):
         return [Revoked(sha256=text.removeprefix("sha256:").lower(), reason=reason)]
@@ -145,7 +144,7 @@ def _plain_known(known: "KnownList") -> dict[str, Any]:
 
 
 def _lines(known: "KnownList") -> list[str]:
-    from twinkle_registry.code.review import printable
+    from twinkle_registry.trust.review import printable
 
     head = known.source.location
     if known.revocations is not None:

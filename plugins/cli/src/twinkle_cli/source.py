@@ -28,7 +28,7 @@ def find_module(name: str) -> ModuleSpec | None:
     first, *rest = name.split(".")
     try:
         if name.startswith(_OF_HUBS):
-            from twinkle_registry.code.finder import CodeFinder
+            from twinkle_registry.trust.loading import CodeFinder
 
             return CodeFinder.find_spec(name)
         spec = _imported(name) or find_spec(first)

@@ -9,7 +9,7 @@ import click
 from twinkle_cli.text import echo_json
 
 if TYPE_CHECKING:
-    from twinkle_registry.folder_trust import TrustedPath
+    from twinkle_registry.trust.folders import TrustedPath
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _folder = click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -30,7 +30,7 @@ def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
     if listing:
         _list(as_json)
         return
-    from twinkle_registry.folder_trust import trust as record
+    from twinkle_registry.trust.folders import trust as record
 
     folder = folder.resolve()
     files = {name: content for name in _names() if (content := _content(folder / name)) is not None}
@@ -56,7 +56,7 @@ def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
 def untrust(folder: Path, as_json: bool) -> None:
     """Forget that FOLDER (by default this one) was trusted; it need not be there any more."""
     from twinkle.errors import ComponentNotFound
-    from twinkle_registry.folder_trust import forget, is_trusted_folder
+    from twinkle_registry.trust.folders import forget, is_trusted_folder
 
     gone = forget(str(folder))
     if not gone:
@@ -69,8 +69,7 @@ def untrust(folder: Path, as_json: bool) -> None:
 
 
 def _names() -> tuple[str, ...]:
-    from twinkle_registry.locked import LOCK_NAME
-    from twinkle_registry.settings import CONFIG_FILE
+    from twinkle_registry.settings import CONFIG_FILE, LOCK_NAME
 
     return CONFIG_FILE, LOCK_NAME
 
@@ -97,11 +96,10 @@ def _asks(file: Path, content: bytes) -> list[str]:
     """
     import tomllib
 
-    from twinkle_registry.code.lockfile import parse_lock
-    from twinkle_registry.code.policy import NEED_TRUST, trust_table
-    from twinkle_registry.code.review import printable
-    from twinkle_registry.locked import LOCK_NAME
-    from twinkle_registry.settings import ConfigFile, refuse_unknown_tables
+    from twinkle_registry.settings import LOCK_NAME, NEED_TRUST, ConfigFile, refuse_unknown_tables
+    from twinkle_registry.trust.lock import parse_lock
+    from twinkle_registry.trust.policy import trust_table
+    from twinkle_registry.trust.review import printable
 
     if file.name == LOCK_NAME:
         lock = parse_lock(content, file)
@@ -144,7 +142,7 @@ def _is_confirmed(folder: Path) -> bool:
 
 
 def _list(as_json: bool) -> None:
-    from twinkle_registry.folder_trust import FOLDER_VARIABLE, named_folders, trusted_paths
+    from twinkle_registry.trust.folders import FOLDER_VARIABLE, named_folders, trusted_paths
 
     rows = [{"path": record.path, "state": _state(record)} for record in trusted_paths()]
     rows += [{"path": folder, "state": f"for this process, by {FOLDER_VARIABLE}"} for folder in named_folders()]

@@ -33,7 +33,7 @@ def load_reference(ref: HubRef) -> Any:
 
 
 def _refuse_frozen(ref: HubRef) -> None:
-    from twinkle_registry.locked import is_frozen
+    from twinkle_registry.settings import is_frozen
 
     if is_frozen():
         raise NotTrusted(
@@ -85,9 +85,9 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
     Raises:
         NotTrusted: it does not.
     """
-    from twinkle_registry.code.policy import Policy
-    from twinkle_registry.code.reference import Origin
-    from twinkle_registry.untrusted import and_untrusted
+    from twinkle_registry.settings import and_untrusted
+    from twinkle_registry.trust.policy import Policy
+    from twinkle_registry.trust.reference import Origin
 
     policy, asked = Policy.load(fetch=True), f"kernel repository {repo!r}"
     if reason := policy.denies(f"hf://{repo}"):

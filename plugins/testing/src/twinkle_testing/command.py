@@ -61,7 +61,7 @@ def _ask(what: str) -> None:
 
     from twinkle.cli import confirmed
     from twinkle.errors import NotTrusted
-    from twinkle_registry.folder_trust import is_trusted_folder
+    from twinkle_registry.trust.folders import is_trusted_folder
     from twinkle_testing.contracts.subjects import uninstalled_folder
 
     folder = uninstalled_folder(what)

@@ -1,8 +1,8 @@
-"""Code from a Hub, and the parent of the modules it is imported as: `twinkle_registry.code.<name>_<digest>`.
+"""Parent package of code that comes from a Hub, which is imported as `twinkle_registry.code.<name>_<digest>`.
 
-Importing this package installs the finder of those modules, so they unpickle in any process that has this package.
+Importing this package installs the finder of those modules, so that they unpickle in any process that has the registry.
 """
 
-from .finder import install
+from ..trust.loading import install_finder
 
-install()
+install_finder()

@@ -78,7 +78,7 @@ def _env_file(path: str | os.PathLike[str] | None) -> Layer:
 
 def _needs_trust(layer: Layer) -> list[str]:
     """Return a problem for each value that lets code of a folder run which the user does not trust."""
-    from twinkle_registry.folder_trust import is_trusted_folder
+    from twinkle_registry.trust.folders import is_trusted_folder
 
     asking = [path for path, value in layer.values.items() if (path == REMOTE_CODE and value) or ".py:" in str(value)]
     here = str(Path.cwd())

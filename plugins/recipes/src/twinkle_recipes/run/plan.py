@@ -21,7 +21,7 @@ from twinkle_recipes.rows.streams import check_stream
 from twinkle_recipes.run.checkpoints import find_checkpoint
 from twinkle_recipes.show.progress import Display
 from twinkle_registry import ComponentSpec, check_keywords
-from twinkle_registry.references import parse_reference
+from twinkle_registry.resolving import parse_reference
 
 PACKAGES = ("twinkle-core", "twinkle-registry", "torch", "transformers", "peft", "datasets", "safetensors")
 

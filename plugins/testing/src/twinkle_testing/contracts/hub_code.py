@@ -24,17 +24,16 @@ def components_on_hub(text: str, kind: str = "") -> list[tuple[Any, str]]:
         ArgumentError: it has no manifest, and a base class does not say what the named object is.
     """
     from twinkle._registry import registry
-    from twinkle_registry.code.loading import trusted_tree, usable
-    from twinkle_registry.code.plugins import record_of
-    from twinkle_registry.code.reference import HubReference
     from twinkle_registry.importing import import_object
     from twinkle_registry.resolving import open_hub
+    from twinkle_registry.trust.loading import Load, record_of, usable
+    from twinkle_registry.trust.reference import HubReference
 
     reference = HubReference.parse(text, asked=repr(text))
-    tree, origin = trusted_tree(
+    tree, origin = Load().tree_of(
         reference, lambda: open_hub(reference.scheme, registry(), asked=repr(text)), asked=repr(text)
     )
-    record = usable(registry().judge(record_of(tree, origin)), asked=repr(text))
+    record = usable(registry().validate(record_of(tree, origin)), asked=repr(text))
     if MANIFEST_NAME in tree.files:
         listed = record.manifest.components if record.manifest else ()
         chosen = [spec for spec in listed if reference.name in ("", spec.name)]

@@ -172,7 +172,7 @@ def file_module(place: str, *, asked: str) -> ModuleType:
 
 def _spec(thing: Any, kind: str) -> ComponentSpec | None:
     from twinkle._registry import registry
-    from twinkle_registry.references import parse_reference
+    from twinkle_registry.resolving import parse_reference
 
     if isinstance(thing, ComponentSpec):
         return thing

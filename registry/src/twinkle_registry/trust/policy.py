@@ -19,19 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import NotTrusted, SettingsError
-from ..locked import TRUST_VARIABLE, trusts_all
-from ..naming import nearest_or_all
-from ..settings import ConfigFile, config_files
-from ..untrusted import and_untrusted
-from .listing import shown
-from .matching import check_pattern, matches
-from .reference import HubReference, Origin
-from .revocation_lists import KnownList, known_list, sources_from_table
-from .signatures import Signer, signer_from_table
+from ..naming import nearest_or_all, shown
+from ..settings import NEED_TRUST, TRUST_VARIABLE, ConfigFile, and_untrusted, config_files, trusts_all
+from .reference import HubReference, Origin, check_pattern, matches
+from .revocation import KnownList, known_list, sources_from_table
+from .signatures import Signer, check_signature, signer_from_table
+from .store import Tree
 
 _KEYS = ("allow", "only", "deny", "signed", "revoked")
-NEED_TRUST = ("allow", "revoked")
-"""Keys that are obeyed in a trusted file only: one lets code run, one names addresses that are asked."""
 
 
 @dataclass(frozen=True)
@@ -186,3 +181,27 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
         f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
         f"{and_untrusted()}"
     )
+
+
+def require_trust(
+    policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str
+) -> None:
+    """Require that one of the ways in which a tree came here is trusted, and that it is signed as the policy wants.
+
+    Revoked code is refused, whichever way it came.
+
+    Raises:
+        NotTrusted: It is not.
+    """
+    reasons = []
+    for _, origin in ways:
+        if reason := policy.revokes(origin, tree.digest):
+            raise NotTrusted(f"{asked}: code from {origin} must not run any more: {reason}")
+    for reference, origin in ways:
+        reason = why_not_trusted(policy, reference, origin, locked=locked, digest=tree.digest)
+        if not reason:
+            for signer in policy.signers(origin):
+                check_signature(tree, signer, asked=asked)
+            return
+        reasons.append(reason)
+    raise NotTrusted(f"{asked}: {reasons[0] if reasons else 'nothing says where this code came from'}")

@@ -11,14 +11,11 @@ import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import NotTrusted, RequirementMissing, SettingsError
 from ..naming import nearest_or_all
-from .listing import listing_text, scan
-
-if TYPE_CHECKING:
-    from .tree import Tree
+from .store import Tree, listing_text, scan
 
 ED25519_FILE = "twinkle-plugin.sig"
 SIGSTORE_FILE = "twinkle-plugin.sigstore.json"

@@ -5,8 +5,6 @@ after every edit that Twinkle did not make itself: a record names the path and t
 kept in the state folder of the user, one small file for each path, so that two processes never lose each other's.
 """
 
-# A run in a folder with such a file comes through here at its start, and os.path takes a tenth of pathlib's time.
-# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH111, PTH117, PTH118, PTH120, PTH123, PTH208
 from __future__ import annotations
 
 import hashlib
@@ -15,7 +13,11 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import SettingsError
+from ..errors import SettingsError
+
+# A run in a folder with such a file comes through here at its start, and os.path takes a tenth of pathlib's time.
+# ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH111, PTH117, PTH118, PTH120, PTH123, PTH208
+
 
 FOLDER_VARIABLE = "TWINKLE_TRUST_FOLDER"
 STATE_VARIABLE = "TWINKLE_STATE_DIR"

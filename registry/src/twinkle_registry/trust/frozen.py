@@ -1,20 +1,104 @@
-"""A frozen run: whatever is not in the lock, or is not as it was locked, is refused before it is imported."""
+"""Installed distributions by hash, and the frozen run, which refuses everything that is not as it was locked."""
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+from collections.abc import Iterable
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ComponentNotFound, NotTrusted
 from ..files import source_of
-from ..locked import LOCK_VARIABLE
 from ..manifest import PluginRecord
-from .gate import refuse_unlocked
-from .installed import distribution_now, installed_files
-from .listing import differences, few, sha256
+from ..naming import CODE_PACKAGE, canonical, nearest_or_all
+from ..settings import LOCK_VARIABLE
 from .lock import Lock, LockedDistribution
+from .store import LEFT_OUT_ENDINGS, LEFT_OUT_FOLDERS, differences, few, sha256
 
-_CODE = f"{__package__}."
+# What an installer writes for itself differs between machines that run the same code.
+_OF_INSTALLERS = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
+_CODE = f"{CODE_PACKAGE}."
+
+
+def distribution_now(name: str, records: Iterable[PluginRecord]) -> LockedDistribution:
+    """Return the distribution `name` as it is installed now.
+
+    Args:
+        name: Of the distribution, or of one of its plugins.
+        records: All installed plugins.
+
+    Raises:
+        ComponentNotFound: No installed plugin belongs to such a distribution.
+    """
+    pip = [record for record in records if "://" not in record.dist]
+    own = [r for r in pip if canonical(name) in (canonical(r.dist), canonical(r.name))]
+    if not own:
+        raise ComponentNotFound(
+            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; code of a Hub is written "
+            "'hf://org/repo', a file './file.py'"
+        )
+    own = [record for record in pip if canonical(record.dist) == canonical(own[0].dist)]
+    files = {path: sha256(place.read_bytes()) for path, place in installed_files(own).items()}
+    return LockedDistribution(own[0].dist, own[0].version, files)
+
+
+def installed_files(records: list[PluginRecord]) -> dict[str, Path]:
+    """Return every file of one distribution that matters for what it does, as the lock calls it, with its place."""
+    found: dict[str, Path] = {}
+    dist = _distribution(records[0].dist)
+    if dist is not None and not _is_editable(dist):
+        for file in dist.files or ():
+            place = Path(os.path.normpath(str(file.locate())))
+            if _counts(file.as_posix()) and place.is_file():
+                found[file.as_posix()] = place
+    for record in records:
+        folder = Path(record.location).parent
+        for place in sorted(folder.rglob("*")) if record.location and folder.is_dir() else ():
+            path = f"{record.package}/{place.relative_to(folder).as_posix()}"
+            if _counts(path) and place.is_file():
+                found[path] = place
+    return found
+
+
+def check_record_file(name: str) -> None:
+    """Raise `NotTrusted` if files of a distribution are not what its RECORD says: it was edited after installation."""
+    dist = _distribution(name)
+    edited = []
+    for file in (dist.files if dist is not None else None) or ():
+        place = Path(str(file.locate()))
+        if file.hash is None or file.hash.mode != "sha256" or not _counts(file.as_posix()):
+            continue
+        said = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4)).hex()
+        if not place.is_file() or sha256(place.read_bytes()) != said:
+            edited.append(file.as_posix())
+    if edited:
+        raise NotTrusted(
+            f"{name} is not as it was installed ({few(edited)}); run: pip install --force-reinstall --no-deps {name}"
+        )
+
+
+def _counts(path: str) -> bool:
+    parts = path.split("/")
+    outside = path.startswith(("..", "/"))  # scripts and man pages: they name the environment
+    of_installer = parts[0].endswith(".dist-info") and parts[-1] in _OF_INSTALLERS
+    return not (outside or of_installer or LEFT_OUT_FOLDERS & {*parts} or path.endswith(LEFT_OUT_ENDINGS))
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _is_editable(dist: Distribution) -> bool:
+    try:
+        return bool(json.loads(dist.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable"))
+    except (ValueError, AttributeError):
+        return False
 
 
 class Frozen:
@@ -64,7 +148,7 @@ class Frozen:
         file = Path(path).expanduser().absolute()
         locked = self.lock.of_file(file)
         if locked is None:
-            refuse_unlocked(asked, self.lock)
+            self.lock.refuse_unlocked(asked)
         source = source_of(file, asked)
         if locked is not None and sha256(source) != locked.sha256:
             raise NotTrusted(
@@ -93,7 +177,7 @@ class Frozen:
                 self.check(record, records)
                 return
         if not self.lock.is_obeyed:
-            refuse_unlocked(asked, self.lock)
+            self.lock.refuse_unlocked(asked)
         raise NotTrusted(
             f"{asked}: this run is frozen, and {top!r} belongs to no plugin that {self.lock.path} lists; name a "
             "component of a locked plugin"

@@ -1,12 +1,13 @@
-"""References to code on a Hub: `scheme://repo@revision#Name`, taken apart and checked before anything is looked up."""
+"""References to code on a Hub (`scheme://repo@revision#Name`) and the patterns of policies and revocation lists."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from ..errors import ComponentNotFound
-from .listing import shown
+from ..errors import ComponentNotFound, SettingsError
+from ..naming import shown
 
 _REFERENCE = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _REPO_ON_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -97,3 +98,29 @@ def _checked_repo(scheme: str, repo: str, asked: str) -> str:
     if not fine:
         raise ComponentNotFound(f"{asked}: {shown(repo)} is not a repository; {FORM}")
     return repo
+
+
+def matches(pattern: str, place: str, commit: str) -> bool:
+    """Say whether `scheme://org/*` or `scheme://org/repo@commit*` means this code.
+
+    `*` stands for any part of one segment, `**` at the end for all that follows; a lone `*` is everything.
+    """
+    if pattern == "*":
+        return True
+    wanted, at, wanted_commit = pattern.rpartition("@")
+    if not at:
+        wanted = pattern
+    elif not fnmatchcase(commit, wanted_commit):
+        return False
+    segments, parts = wanted.split("/"), place.split("/")
+    if segments[-1] == "**" and len(parts) >= len(segments):
+        segments, parts = segments[:-1], parts[: len(segments) - 1]
+    return len(segments) == len(parts) and all(map(fnmatchcase, parts, segments))
+
+
+def check_pattern(where: str, pattern: str) -> None:
+    """Raise `SettingsError` if a text is not a pattern."""
+    if pattern != "*" and ("://" not in pattern or pattern.endswith("/") or "#" in pattern):
+        raise SettingsError(
+            f"{where}: expected a pattern such as 'hf://org/*' or 'hf://org/repo@commit', not {pattern!r}"
+        )

@@ -13,8 +13,8 @@ from .requirements import check_core
 from .settings import Settings
 
 
-class House:
-    """What plugins are judged by: kinds, lifecycle hooks and version of core, and what a person switched off."""
+class Validator:
+    """What plugins are validated by: kinds, lifecycle hooks and version of core, and what a person switched off."""
 
     def __init__(
         self,
@@ -30,18 +30,18 @@ class House:
         # Core itself: `only = ["acme"]` means the plugins, not the floor they stand on.
         self.essential = {canonical(name) for name in essential}
 
-    def judge(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
+    def validate(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
         """Return the record with the status it has beside those that were added before."""
         if record.status != "ok":
             return self._with_unknown(record)
         if why := self._why_disabled(record):
             return replace(record, status="disabled", reason=why)
-        judged = check_core(record, self.core_version)
+        validated = check_core(record, self.core_version)
         # A manifest for another core may well name kinds that this one does not have.
-        problems = [*_twins(record, others), *self._unknown(record.manifest)] if judged.status == "ok" else []
+        problems = [*_twins(record, others), *self._unknown(record.manifest)] if validated.status == "ok" else []
         if problems:
             return unusable(record, *problems)
-        return judged
+        return validated
 
     def _why_disabled(self, record: PluginRecord) -> str:
         formerly = record.manifest.formerly if record.manifest else ()

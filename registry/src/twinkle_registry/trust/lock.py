@@ -1,7 +1,7 @@
 """`twinkle.lock`: which code this project runs, by hash: Hub repositories, PyPI distributions and local files.
 
-One TOML file that a person can read and a diff can show. It is replaced in one step, under a guard against writers
-beside us, and read strictly: an unknown key, a wrong type or a digest that does not fit its files is an error.
+One TOML file that a person can read and a diff can show. It is replaced in one step, under a file lock against other
+writers, and read strictly: an unknown key, a wrong type or a digest that does not match its files is an error.
 """
 
 from __future__ import annotations
@@ -9,25 +9,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..errors import ComponentConflict, NotTrusted, SettingsError
-from ..folder_trust import follow
-from ..locked import lock_is_named, lock_path, may_obey_lock
-from ..naming import canonical, quoted
-from ..untrusted import untrusted_notice
-from .listing import digest_of
+from ..errors import ComponentConflict, NotTrusted, SettingsError, TwinkleError
+from ..naming import canonical, nearest_or_all, quoted
+from ..settings import LOCK_VARIABLE, is_frozen, lock_is_named, lock_path, may_obey_lock, untrusted_notice
+from .folders import follow
 from .reference import HubReference, Origin
+from .store import check_names, check_path, digest_of
 
 _Entry = TypeVar("_Entry")
 SCHEMA = 1
 HEAD = "# Written by `twinkle plugins add|lock|remove`: which code this project runs. Keep it with the project.\n"
+_HEX = re.compile(r"[0-9a-f]{64}")
+_TOP = ("schema", "hub", "pypi", "file")
+_MEND = "restore it from version control, or remove it and add its plugins again"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LockedRepository:
     """One Hub repository at one commit.
 
@@ -43,7 +48,7 @@ class LockedRepository:
     commit: str
     files: Mapping[str, str] = field(hash=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The SHA-256 of the listing, which names the tree."""
         return digest_of(self.files)
@@ -103,9 +108,8 @@ class Lock:
             raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
         if not (is_given or may_obey_lock(str(path), content)):
             return cls(path, is_obeyed=False)
-        from .lockfile import parse_lock
 
-        return parse_lock(content, path)
+        return _parsed(content, path)
 
     def lacks(self, what: str) -> str:
         """Return how errors say that the lock does not list something."""
@@ -117,6 +121,15 @@ class Lock:
         """Raise `NotTrusted` if the file lies in a folder that is not trusted, and so was not read."""
         if not self.is_obeyed:
             raise NotTrusted(f"cannot {action}: {self.lacks('it')}")
+
+    def refuse_unlocked(self, asked: str) -> None:
+        """Raise `NotTrusted` if this run is frozen; called for code that the lock does not list."""
+        if is_frozen():
+            raise NotTrusted(
+                f"{asked}: this run is frozen, and {self.lacks('it')}; "
+                f"add it with 'twinkle plugins add' where it is not frozen, or "
+                f"name the right lock by {LOCK_VARIABLE}"
+            )
 
     def find(self, reference: HubReference) -> LockedRepository | None:
         """Return the entry that answers for a reference, or None.
@@ -172,6 +185,12 @@ class Lock:
     def with_file(self, entry: LockedFile) -> Lock:
         """Return the lock with `entry` in the place of the one with its path."""
         return replace(self, file=_with(self.file, entry, lambda e: e.path))
+
+
+# A process reads the lock at its start and at each load, and it seldom changes.
+@lru_cache(maxsize=4)
+def _parsed(content: bytes, path: Path) -> Lock:
+    return parse_lock(content, path)
 
 
 def change_lock(change: Callable[[Lock], Lock]) -> Lock:
@@ -273,3 +292,92 @@ def _guard(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def parse_lock(content: bytes, path: Path) -> Lock:
+    """Return what a lock file says.
+
+    Raises:
+        SettingsError: It is damaged; the text names the place and what to do.
+    """
+    try:
+        raw = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path} is damaged: it cannot be read as TOML ({error}); {_MEND}") from error
+    reader = _LockReader(path)
+    reader.known("the file", raw, _TOP)
+    schema = raw.get("schema")
+    if type(schema) is int and schema > SCHEMA:
+        raise SettingsError(
+            f"{path}: schema = {schema}, but this version reads {SCHEMA}; run: pip install -U twinkle-registry"
+        )
+    if schema != SCHEMA or type(schema) is not int:
+        raise reader.damaged(f"schema is {schema!r}, not {SCHEMA}")
+    return Lock(
+        path,
+        tuple(reader.repository(table) for table in reader.tables(raw, "hub")),
+        tuple(reader.distribution(table) for table in reader.tables(raw, "pypi")),
+        tuple(reader.file(table) for table in reader.tables(raw, "file")),
+    )
+
+
+class _LockReader:
+    """Takes the tables of one file apart."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def damaged(self, what: str) -> SettingsError:
+        return SettingsError(f"{self.path} is damaged: {what}; {_MEND}")
+
+    def known(self, where: str, table: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+        for key in table:
+            if key not in keys:
+                raise self.damaged(f"{where} has the unknown key {key!r}, {nearest_or_all(key, keys)}")
+
+    def tables(self, raw: Mapping[str, Any], sort: str) -> list[dict[str, Any]]:
+        value = raw.get(sort, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.damaged(f"{sort} is not a list of tables [[{sort}]]")
+        return value
+
+    def repository(self, table: dict[str, Any]) -> LockedRepository:
+        where, files = self._entry(table, "hub", ("reference", "repository", "commit", "digest"))
+        try:
+            HubReference.parse(table["reference"], asked=where)
+            asked = HubReference.parse(table["repository"], asked=where)
+            Origin.checked(asked.scheme, asked.repo, table["commit"], asked=where)
+            for path in files:
+                check_path(path, asked=where)
+            check_names(files, asked=where)
+        except TwinkleError as error:
+            raise self.damaged(str(error)) from error
+        if table["digest"] != digest_of(files):
+            raise self.damaged(f"the digest of {where} is not that of its files")
+        return LockedRepository(table["reference"], table["repository"], table["commit"], files)
+
+    def distribution(self, table: dict[str, Any]) -> LockedDistribution:
+        _, files = self._entry(table, "pypi", ("name", "version"))
+        return LockedDistribution(table["name"], table["version"], files)
+
+    def file(self, table: dict[str, Any]) -> LockedFile:
+        where = self._texts(table, "file", ("path", "sha256"), ())
+        if not _HEX.fullmatch(table["sha256"]):
+            raise self.damaged(f"the sha256 of {where} is no SHA-256")
+        return LockedFile(table["path"], table["sha256"])
+
+    def _entry(self, table: dict[str, Any], sort: str, keys: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+        where = self._texts(table, sort, keys, ("files",))
+        files = table.get("files")
+        fine = isinstance(files, dict) and all(isinstance(v, str) and _HEX.fullmatch(v) for v in files.values())
+        if not fine or not isinstance(files, dict):
+            raise self.damaged(f"files of {where} is not a table of paths and SHA-256")
+        return where, files
+
+    def _texts(self, table: dict[str, Any], sort: str, keys: tuple[str, ...], more: tuple[str, ...]) -> str:
+        where = f"{sort} {table.get(keys[0])!r}"
+        self.known(where, table, (*keys, *more))
+        for key in keys:
+            if not isinstance(table.get(key), str) or not table[key]:
+                raise self.damaged(f"{key} of {where} is {table.get(key)!r}, not a text")
+        return where

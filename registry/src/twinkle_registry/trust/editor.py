@@ -1,32 +1,28 @@
-"""What stands behind `twinkle plugins add`, `lock` and `remove`: look at code, have it accepted, write the lock.
+"""What `twinkle plugins add`, `lock`, `remove` and `verify` do: change the lock, or compare it with what is installed.
 
-Nothing enters the store or the lock before somebody accepted it; a `Decide` is asked with what there is to see.
+Nothing enters the store or the lock before somebody accepted it; a `Decide` function is called with each proposal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ComponentNotFound, NotTrusted, SettingsError, TwinkleError
 from ..files import source_of
-from ..locked import FROZEN_VARIABLE, LOCK_NAME, is_frozen
 from ..manifest import PluginRecord
 from ..naming import canonical, nearest_or_all
-from .fetching import CodeHub, arrived, fetch, resolve
-from .gate import allow
-from .installed import check_record_file, distribution_now
-from .listing import sha256
-from .loading import judged_record
-from .lock import Lock, LockedFile, LockedRepository, change_lock
-from .policy import Policy, why_not_trusted
-from .proposals import Decide, Proposal, Sort, of_distribution, of_file, of_repository
-from .receiving import keep
+from ..settings import FROZEN_VARIABLE, LOCK_NAME, is_frozen
+from .download import CodeHub, arrived, fetch, keep, resolve
+from .frozen import check_record_file, distribution_now
+from .loading import Load, valid_record
+from .lock import Lock, LockedDistribution, LockedFile, LockedRepository, change_lock
+from .policy import Policy, require_trust, why_not_trusted
 from .reference import HubReference, Origin
-from .store import Store
-from .tree import Tree
+from .review import Decide, Proposal, Sort, of_distribution, of_file, of_repository
+from .store import Store, Tree, differences, few, sha256
 
 if TYPE_CHECKING:
     from ..registry import Registry
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 OpenHub = Callable[[str], CodeHub]
 
 
-class Keeper:
+class LockEditor:
     """Adds to, renews and takes from the lock of this run."""
 
     def __init__(self, registry: Registry, open_hub: OpenHub, decide: Decide) -> None:
@@ -111,12 +107,13 @@ class Keeper:
         _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
         with arrived(hub, origin, store, asked=asked) as tree:
-            record = judged_record(tree, origin, self._registry, asked=asked)
-            allow(policy, [(reference, origin)], tree, locked=True, asked=asked)
+            record = valid_record(tree, origin, self._registry, asked=asked)
+            require_trust(policy, [(reference, origin)], tree, locked=True, asked=asked)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
             proposal = of_repository(reference, entry, record, tree, lock, store)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
+            tree.verify()  # it may have waited for the decision
             keep(store, tree, origin)
             change_lock(lambda now: now.with_repository(entry))
         return proposal
@@ -244,3 +241,113 @@ def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
     asked = f"fetch {entry.reference}"
     _refuse(Policy.load().forbids(entry.origin), entry.repository, asked)
     return fetch(hub, entry.origin, Store(), asked=asked, expected=entry)
+
+
+@dataclass(frozen=True)
+class EntryCheck:
+    """One entry of the lock, and what is wrong with it; an empty text where nothing is."""
+
+    sort: str
+    name: str
+    version: str
+    problem: str = ""
+
+
+def verify(
+    records: Iterable[PluginRecord], open_hub: OpenHub, *, fetch: bool = False, online: bool = False
+) -> list[EntryCheck]:
+    """Check every entry of the lock of this run.
+
+    Args:
+        records: All installed plugins.
+        open_hub: Returns the hub of a scheme; called with `fetch` or `online` only.
+        fetch: Bring what the store lacks, or has damaged, from its hub; it is compared with the lock.
+        online: Ask each hub whether references still lead to the commits that are locked.
+
+    Raises:
+        ComponentNotFound: There is no lock.
+        NotTrusted: It lies in a folder that is not trusted.
+        SettingsError: The lock is damaged, or `[trust]` is wrong.
+    """
+    Policy.load(fetch=True)  # whoever has a lock of distributions alone is told too that the policy cannot be read
+    lock = Lock.load()
+    if not lock.path.is_file():
+        raise ComponentNotFound(f"there is no {lock.path}; make it with: twinkle plugins lock")
+    lock.require_trust(f"verify {lock.path}")
+    known = list(records)
+    return [
+        *(_check_repository(entry, open_hub, fetch=fetch, online=online) for entry in lock.hub),
+        *(_check_distribution(entry, known) for entry in lock.pypi),
+        *_unlocked(lock, known),
+        *(_check_file(entry, lock) for entry in lock.file),
+    ]
+
+
+def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool, online: bool) -> EntryCheck:
+    try:
+        if fetch and not _is_whole(entry):
+            refetch(entry, open_hub(entry.origin.scheme))
+        Load().checked_tree(entry.digest, asked=entry.reference)
+        problem = _moved(entry, open_hub) if online else ""
+    except (TwinkleError, ModuleNotFoundError) as error:
+        problem = str(error)
+    return EntryCheck("hub", entry.reference, entry.commit, problem)
+
+
+def _is_whole(entry: LockedRepository) -> bool:
+    try:
+        tree = Store().tree(entry.digest)
+        if tree is not None:
+            tree.verify()
+    except NotTrusted:
+        return False
+    return tree is not None
+
+
+def _moved(entry: LockedRepository, open_hub: OpenHub) -> str:
+    reference = HubReference.parse(entry.reference, asked=entry.reference)
+    now = resolve(open_hub(reference.scheme), reference, asked=entry.reference)
+    if now.place != entry.repository:
+        return f"it leads to {now.place} now, {entry.repository} is locked; look at it: twinkle plugins add {reference}"
+    if now.commit != entry.commit:
+        return f"it is at {now.commit} now, {entry.commit} is locked; look at it: twinkle plugins add {reference}"
+    return ""
+
+
+def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) -> EntryCheck:
+    problem, version = "", entry.version
+    try:
+        now = distribution_now(entry.name, records)
+    except ComponentNotFound:
+        return EntryCheck(
+            "pypi", entry.name, version, f"not installed; run: pip install '{entry.name}=={entry.version}'"
+        )
+    if now.version != entry.version:
+        problem = (
+            f"{now.version} is installed; run: pip install '{entry.name}=={entry.version}', or twinkle plugins lock"
+        )
+    elif found := differences(entry.files, now.files):
+        problem = f"not as it was locked: {few(found)}; reinstall it, or run: twinkle plugins lock"
+    return EntryCheck("pypi", entry.name, version, problem)
+
+
+def _unlocked(lock: Lock, records: list[PluginRecord]) -> Iterator[EntryCheck]:
+    """Yield the installed plugins that no entry covers; a lock that lists no distribution is of Hub code alone.
+
+    A frozen run refuses each of them, whatever the lock is of.
+    """
+    locked = {canonical(entry.name) for entry in lock.pypi}
+    installed = {canonical(r.dist): r for r in records if "://" not in r.dist}
+    for record in installed.values() if locked or is_frozen() else ():
+        if canonical(record.dist) not in locked:
+            yield EntryCheck("pypi", record.dist, record.version, "installed and not locked; run: twinkle plugins lock")
+
+
+def _check_file(entry: LockedFile, lock: Lock) -> EntryCheck:
+    file, problem = Path(lock.path.parent / entry.path), ""
+    try:
+        if sha256(file.read_bytes()) != entry.sha256:
+            problem = f"it was changed since it was locked; look at it: twinkle plugins add {entry.path}"
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror}); put it back, or run: twinkle plugins remove {entry.path}"
+    return EntryCheck("file", entry.path, "", problem)

@@ -1,0 +1,514 @@
+"""Loads code from a Hub in this order: commit, policy, lock, compatibility, import.
+
+The finder serves `twinkle_registry.code.<name>_<digest>` and the modules below it from the store only. The bytes that
+are hashed are the bytes that are compiled. No `.pyc` is read or written, a file that is not listed does not exist,
+and nothing is put on sys.path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cached_property
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+from ..contracts import fits, missing_methods
+from ..errors import ComponentNotFound, ManifestError, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
+from ..importing import attribute, import_object
+from ..manifest import MANIFEST_NAME, ComponentSpec, Manifest, PluginRecord
+from ..naming import CODE_PACKAGE, nearest_or_all, quoted
+from ..reading import parse_manifest, with_problems
+from .download import CodeHub, fetch, resolve
+from .lock import Lock, LockedRepository
+from .policy import Policy, require_trust, why_not_trusted
+from .reference import HubReference, Origin
+from .store import DIGEST_IN_NAMES, Snapshot, Store, Tree
+
+if TYPE_CHECKING:
+    from ..registry import Registry
+
+OpenHub = Callable[[], CodeHub]
+_PREFIX = f"{CODE_PACKAGE}."
+_LOADED = re.compile(rf"\w+_(?P<digest>[0-9a-f]{{{DIGEST_IN_NAMES}}})")
+
+
+def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenHub) -> Any:
+    """Return what a reference names, not yet checked against the contract of `kind`.
+
+    Args:
+        text: `scheme://repo`, with `@revision` and `#Name` or without.
+        kind: What is wanted; a repository with one such component needs no name.
+        registry: Judges the plugin as it does installed ones.
+        open_hub: Gives the hub; called only if lock and store do not suffice.
+
+    Raises:
+        NotTrusted: Nobody allowed this code, it is not what was added, or it is not locked in a frozen run.
+        ComponentNotFound: It offers nothing, or nothing of that name or kind; or several and no name was given.
+        ManifestError: Its manifest is wrong.
+        PluginIncompatible: It was made for another version of core.
+        PluginBroken: It raises while it is imported.
+    """
+    asked = f"{kind} {text!r}"
+    reference = HubReference.parse(text, asked=asked)
+    with Load().active() as load:
+        tree, origin = load.tree_of(reference, open_hub, asked=asked)
+        record = valid_record(tree, origin, registry, asked=asked)
+        if MANIFEST_NAME in tree.files:
+            return registry.load(_listed(record, reference.name, kind, asked))
+        # `import_object` is called for its errors; the attribute does not matter.
+        import_object(f"{record.package}:__name__", asked=asked)
+    module = sys.modules[record.package]
+    if reference.name:
+        return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=str(origin))
+    return _only_subclass(module, registry.contract(kind), kind, asked, str(reference))
+
+
+class Load:
+    """One load of code from a Hub: lock and policy are read once, and each file of a tree is read and hashed once.
+
+    The bytes that were hashed are kept for the imports of this load. An import after its end reads the file again.
+    """
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self._snapshots: dict[Path, Snapshot] = {}
+        self._verified: set[Path] = set()
+
+    @staticmethod
+    def current() -> Load | None:
+        """Return the load that is active in this thread, if one is."""
+        return _active.get()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Load]:
+        """Make this the current load for the block: imports in it use its lock, policy and files."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    @cached_property
+    def lock(self) -> Lock:
+        """The lock of this run."""
+        return Lock.load()
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy of this run, with revocation lists that were read within a minute."""
+        return Policy.load(fetch=True)
+
+    def snapshot(self, tree: Tree) -> Snapshot:
+        """Return the tree with the files that this load has read."""
+        return self._snapshots.setdefault(tree.folder, Snapshot(tree.folder, tree.files))
+
+    def tree_of(self, reference: HubReference, open_hub: OpenHub, *, asked: str) -> tuple[Tree, Origin]:
+        """Return the tree that a reference means, if it may run, and download it if necessary.
+
+        Only the import compares its files with the lock, see `checked_tree`.
+
+        Raises:
+            NotTrusted: Policy or lock do not allow it.
+        """
+        entry = self.lock.find(reference)
+        if entry is not None:
+            origin = entry.origin
+        else:
+            self.lock.refuse_unlocked(asked)
+            if reason := self.policy.denies(reference.place):
+                raise NotTrusted(f"{asked}: code from {reference.place} is forbidden: {reason}")
+            origin = resolve(open_hub(), reference, asked=asked)
+            entry = self.lock.of_origin(origin)
+        digest = entry.digest if entry is not None else ""
+        if reason := why_not_trusted(self.policy, reference, origin, locked=entry is not None, digest=digest):
+            raise NotTrusted(f"{asked}: {reason}")
+        tree = self.store.tree(entry.digest) if entry is not None else self.store.tree_of(origin)
+        if tree is None:
+            tree = fetch(open_hub(), origin, self.store, asked=asked, expected=entry)
+        return self.snapshot(tree), origin
+
+    def checked_tree(self, digest: str, *, asked: str) -> Tree:
+        """Return the tree whose digest begins with `digest`, if it may run here and every file matches the listing.
+
+        This is the one decision whether a tree in the store may be imported, made in every process: policy first,
+        then the lock, then signatures where the policy requires them, then the hash of every file.
+
+        Raises:
+            NotTrusted: Policy and lock do not allow it, or a file was changed.
+            ModuleNotFoundError: The store has no such tree.
+        """
+        entries = self.lock.of_tree(digest)
+        tree = self.store.tree(entries[0].digest if entries else digest)
+        if tree is None:
+            fetch_it = f"; it is {entries[0].reference}, run: twinkle plugins verify --fetch" if entries else ""
+            raise ModuleNotFoundError(
+                f"{asked}: the code {digest} is not in the store of this machine, {self.store.root}"
+                f"{fetch_it or '; add it there with: twinkle plugins add'}"
+            )
+        tree = self.snapshot(tree)
+        ways = [(HubReference.parse(entry.reference, asked=asked), entry.origin) for entry in entries]
+        if not entries:
+            self.lock.refuse_unlocked(asked)
+            ways = [(HubReference(origin.scheme, origin.repo), origin) for origin in self.store.origins(tree.digest)]
+        require_trust(self.policy, ways, tree, locked=bool(entries), asked=asked)
+        tree.verify()
+        return tree
+
+
+_active: ContextVar[Load | None] = ContextVar("twinkle_load", default=None)
+
+
+def import_in_load(ref: str, *, asked: str, promised_by: str = "") -> Any:
+    """Do what `import_object` does for a ref into code from a Hub, as part of the current load or of a new one."""
+    with (Load.current() or Load()).active():
+        return import_object(ref, asked=asked, promised_by=promised_by)
+
+
+def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) -> PluginRecord:
+    """Return the record of a tree that may be used here, or raise why not, with every problem of its manifest at once.
+
+    Raises:
+        ManifestError: Its manifest is wrong, as any may be or in what it says of kinds and hooks.
+        PluginIncompatible: It was made for another version of core.
+        PluginBroken: It names kinds or hooks that there are not.
+    """
+    try:
+        record = record_of(tree, origin)
+    except ManifestError as error:
+        unread = PluginRecord(origin.place, origin.commit, "", "", None, "broken", str(error), error)
+        raise ManifestError(registry.validate(unread).reason, error.manifest) from error
+    return usable(registry.validate(record), asked=asked)
+
+
+def usable(record: PluginRecord, *, asked: str) -> PluginRecord:
+    """Return the record, or raise why it cannot be used."""
+    if record.status == "ok":
+        return record
+    errors: dict[str, type[TwinkleError]] = {"incompatible": PluginIncompatible, "disabled": ComponentNotFound}
+    raise errors.get(record.status, PluginBroken)(
+        f"{asked}: plugin {record.name} is {record.status}: {record.reason}"
+    ) from record.cause
+
+
+def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> ComponentSpec:
+    components = record.manifest.components if record.manifest else ()
+    of_kind = {spec.name: spec for spec in components if spec.kind == kind}
+    if name and name in of_kind:
+        return of_kind[name]
+    if not name and len(of_kind) == 1:
+        return next(iter(of_kind.values()))
+    others = sorted({f"{spec.kind} {spec.name!r}" for spec in components if spec.kind != kind})
+    if name:
+        found = nearest_or_all(name, of_kind) if of_kind else f"it offers {', '.join(others) or 'nothing'}"
+        raise ComponentNotFound(f"{asked}: its manifest lists no {kind} {name!r}; {found}")
+    if of_kind:
+        raise ComponentNotFound(f"{asked}: it offers several of that kind; add '#Name', one of {quoted(of_kind)}")
+    raise ComponentNotFound(f"{asked}: its manifest lists no {kind}; it offers {', '.join(others) or 'nothing'}")
+
+
+def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, reference: str) -> Any:
+    """Return the one class of the module that fits the contract and was written in this repository."""
+    if not isinstance(contract, type):
+        raise ComponentNotFound(f"{asked}: the kind {kind} may be anything, so say what you want: '...#Name'")
+    own = _written_in(module)
+    subclasses = [value for value in own.values() if inspect.isclass(value) and contract in value.__mro__[1:]]
+    whole = [cls for cls in subclasses if not missing_methods(cls)]
+    found = list(dict.fromkeys(cls for cls in whole if not any(cls in other.__mro__[1:] for other in whole)))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ComponentNotFound(
+            f"{asked}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in found)}"
+        )
+    raise ComponentNotFound(
+        f"{asked}: it has neither a {MANIFEST_NAME} nor, in its __init__.py, a subclass of "
+        f"{contract.__module__}.{contract.__name__}{_meant(own, contract, reference)}"
+    )
+
+
+def _written_in(module: ModuleType) -> dict[str, Any]:
+    """Return the classes and functions of a module that were written in its repository, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and (value.__module__ == module.__name__ or value.__module__.startswith(f"{module.__name__}."))
+    }
+
+
+def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
+    """Return what is there all the same: half a class, or what fits without being a subclass and must be named."""
+    hints, fitting = [], []
+    for name, value in own.items():
+        if inspect.isclass(value) and contract in value.__mro__:
+            hints.append(f"{name} leaves {quoted(missing_methods(value))} unimplemented")
+        elif not name.startswith("_") and fits(value, contract):
+            fitting.append(name)
+    if fitting:
+        hints.append(f"if you mean one of {quoted(fitting)}, write '{reference}#{fitting[0]}'")
+    return "".join(f"; {hint}" for hint in hints)
+
+
+def record_of(tree: Tree, origin: Origin) -> PluginRecord:
+    """Return the record of one tree; without a manifest it offers nothing by name.
+
+    Raises:
+        ManifestError: Its manifest is wrong, or names something outside of the repository.
+        NotTrusted: Its manifest was changed.
+    """
+    root = tree.module_name(origin.repo)
+    location = str(tree.folder / MANIFEST_NAME)
+    if MANIFEST_NAME not in tree.files:
+        return PluginRecord(origin.place, origin.commit, root, str(tree.folder), Manifest(1, "", origin.place))
+    where = f"{MANIFEST_NAME} of {origin}"
+    try:
+        raw = tomllib.loads(tree.read(MANIFEST_NAME).decode())
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{where} cannot be read as TOML: {error}") from error
+    name = raw.get("name")
+    package = name.replace("-", "_").replace(".", "_") if isinstance(name, str) else ""
+    try:
+        manifest = parse_manifest(raw, where, origin.place, origin.commit, package=package, root=root)
+    except ManifestError as error:
+        outside = _outside(error.manifest, root) if isinstance(error.manifest, Manifest) else ""
+        raise ManifestError(with_problems(str(error), [outside] if outside else []), error.manifest) from error
+    if outside := _outside(manifest, root):
+        raise ManifestError(f"{where}: {outside}", manifest)
+    return PluginRecord(origin.place, origin.commit, root, location, manifest)
+
+
+def records_of_lock() -> list[PluginRecord]:
+    """Return a record for every Hub repository that the lock lists; what is wrong with one is its reason."""
+    lock = Lock.load()
+    if not lock.hub:
+        return []
+    policy, store = Policy.load(), Store()
+    return [_locked_record(entry, policy, store) for entry in lock.hub]
+
+
+def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> PluginRecord:
+    reference = HubReference.parse(entry.reference, asked="twinkle.lock")
+    record = PluginRecord(entry.repository, entry.commit, "", "")
+    reason = why_not_trusted(policy, reference, entry.origin, locked=True, digest=entry.digest)
+    try:
+        tree = store.tree(entry.digest)
+        if reason and tree is not None:  # what it would offer is known, and is not run
+            return replace(record_of(tree, entry.origin), status="broken", reason=reason, cause=NotTrusted(reason))
+    except TwinkleError:
+        tree = None
+    if reason:
+        return _broken_record(record, reason, NotTrusted(reason))
+    try:
+        tree = store.tree(entry.digest)
+        if tree is None:
+            return _broken_record(record, f"its code is not in {store.root}; run: twinkle plugins verify --fetch")
+        return record_of(tree, entry.origin)
+    except TwinkleError as error:
+        return _broken_record(record, str(error), error)
+
+
+def why_forbidden(record: PluginRecord, policy: Policy) -> str:
+    """Return why a plugin of a Hub that was added before may not be used any more, or an empty text."""
+    scheme, colon, repo = record.dist.partition("://")
+    if not colon:
+        return ""
+    origin, digest = Origin(scheme, repo, record.version), record.package.rpartition("_")[2]
+    reason = policy.revokes(origin, digest) or policy.forbids(origin)
+    return f"code from {origin} must not run any more: {reason}" if reason else ""
+
+
+def _broken_record(record: PluginRecord, reason: str, cause: TwinkleError | None = None) -> PluginRecord:
+    return PluginRecord(record.dist, record.version, record.package, record.location, None, "broken", reason, cause)
+
+
+def _refs(manifest: Manifest) -> list[str]:
+    refs = [ref for c in manifest.components for ref in (c.ref, c.config) if ref]
+    refs += [command.ref for command in manifest.commands]
+    return refs + ([manifest.hooks.module] if manifest.hooks else [])
+
+
+def _outside(manifest: Manifest, root: str) -> str:
+    """Return which refs leave the repository and how to write them, or an empty text."""
+    outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _lies_below(ref, root)]
+    if not outside:
+        return ""
+    lie = "lies" if len(outside) == 1 else "lie"
+    listed = ", ".join(map(repr, outside))
+    return f"{listed} {lie} outside of the repository; write refs that start with a dot, such as '.loss:FocalLoss'"
+
+
+def _lies_below(ref: str, root: str) -> bool:
+    module = ref.partition(":")[0]
+    return module == root or module.startswith(root + ".")
+
+
+class CodeFinder:
+    """The finder; it answers for every module below a digest, so that no other finder is asked."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return where a module of loaded code is; None for every other module."""
+        if not fullname.startswith(_PREFIX):
+            return None
+        top, _, inner = fullname[len(_PREFIX) :].partition(".")
+        match = _LOADED.fullmatch(top)
+        if match is None:
+            return None
+        imported = getattr(sys.modules.get(_PREFIX + top), "__loader__", None)
+        if inner and isinstance(imported, CodeLoader):
+            return _spec(fullname, inner.replace(".", "/"), imported.tree)
+        load = Load.current() or Load()
+        tree = load.checked_tree(match["digest"], asked=_PREFIX + top)
+        return _spec(fullname, inner.replace(".", "/"), Tree(tree.folder, tree.files), load)
+
+
+class CodeLoader(SourceFileLoader):
+    """Compiles what the tree gives, which has checked its hash."""
+
+    def __init__(self, fullname: str, source: str, tree: Tree, load: Load | None) -> None:
+        """Load `fullname` from the file `source` of the tree; an empty text is a package without code of its own.
+
+        `load` checked the tree for this module, and is current while the module runs.
+        """
+        super().__init__(fullname, str(tree.folder / source) if source else str(tree.folder / "__init__.py"))
+        self.tree, self.source, self._load = tree, source, load
+
+    def get_data(self, path: str) -> bytes:
+        """Return the bytes of a file of the tree, checked; `path` begins with the folder of the tree."""
+        if path == self.path and not self.source:
+            return b""
+        folder = str(self.tree.folder)
+        relative = path[len(folder) :].replace("\\", "/").lstrip("/") if path.startswith(folder) else path
+        load = Load.current()
+        return (load.snapshot(self.tree) if load else self.tree).read(relative)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the module from its source."""
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module; an absolute import of a file of the same repository is explained."""
+        load, self._load = self._load, None
+        try:
+            with load.active() if load else contextlib.nullcontext():
+                super().exec_module(module)
+        except ModuleNotFoundError as error:
+            own = (error.name or "").partition(".")[0]
+            if own and not (error.name or "").startswith(_PREFIX) and is_module(self.tree, own):
+                raise ImportError(
+                    f"{own} lies in the repository itself; its author must write 'from . import {own}', since nothing "
+                    "of a Hub is put on sys.path"
+                ) from error
+            raise
+
+    def get_resource_reader(self, name: str | None = None) -> CheckedResources:  # type: ignore[override]
+        """Let `importlib.resources.files(package)` reach the data files of the package."""
+        below = (name or self.name).removeprefix(_PREFIX).partition(".")[2].replace(".", "/")
+        return CheckedResources(self.tree, below)
+
+
+def install_finder() -> None:
+    """Put the finder first: no other finder may answer for these modules."""
+    if not any(isinstance(finder, type) and finder.__name__ == CodeFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, CodeFinder)
+
+
+def is_module(tree: Tree, name: str) -> bool:
+    """Say whether the tree has a module or package `name` at its top."""
+    return f"{name}.py" in tree.files or name in tree.folders
+
+
+def _spec(fullname: str, path: str, tree: Tree, load: Load | None = None) -> ModuleSpec:
+    below = f"{path}/" if path else ""
+    if path and f"{path}.py" in tree.files:
+        return _located(ModuleSpec(fullname, CodeLoader(fullname, f"{path}.py", tree, load)), None)
+    if path in tree.folders or not path:
+        init = f"{below}__init__.py"
+        return _located(ModuleSpec(fullname, CodeLoader(fullname, init if init in tree.files else "", tree, load)), [])
+    raise ModuleNotFoundError(f"the repository has no module {path.replace('/', '.')!r}", name=fullname)
+
+
+def _located(spec: ModuleSpec, locations: Iterable[str] | None) -> ModuleSpec:
+    loader = spec.loader
+    spec.origin = loader.path if isinstance(loader, CodeLoader) else None
+    spec.has_location = True
+    # Empty: a path would let Python's own finder look into the folder, where anything may have been put since.
+    spec.submodule_search_locations = None if locations is None else list(locations)
+    return spec
+
+
+class CheckedResources:
+    """What `importlib.resources` asks a loader for."""
+
+    def __init__(self, tree: Tree, below: str) -> None:
+        """Show the part of `tree` below the folder `below`."""
+        self._root = CheckedPath(tree, below)
+
+    def files(self) -> CheckedPath:
+        """Return the folder of the package."""
+        return self._root
+
+
+class CheckedPath:
+    """A file or folder of a tree, with the methods of `importlib.resources.abc.Traversable`."""
+
+    def __init__(self, tree: Tree, path: str) -> None:
+        """Stand for `path`, relative to the tree; it need not exist."""
+        self._tree, self._path = tree, path
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._path.rpartition("/")[2]
+
+    def is_file(self) -> bool:
+        """Say whether this is a listed file."""
+        return self._path in self._tree.files
+
+    def is_dir(self) -> bool:
+        """Say whether this is a folder that holds a listed file."""
+        return self._path in self._tree.folders
+
+    def iterdir(self) -> Iterator[CheckedPath]:
+        """Yield what this folder holds."""
+        below = f"{self._path}/" if self._path else ""
+        names = {path[len(below) :].partition("/")[0] for path in self._tree.files if path.startswith(below)}
+        yield from (self.joinpath(name) for name in sorted(names))
+
+    def joinpath(self, *descendants: Any) -> CheckedPath:
+        """Return what lies below."""
+        parts = [self._path, *(str(part) for part in descendants)]
+        return CheckedPath(self._tree, "/".join(part.strip("/") for part in parts if part.strip("/")))
+
+    def __truediv__(self, child: Any) -> CheckedPath:
+        return self.joinpath(child)
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes, checked."""
+        return self._tree.read(self._path)
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        """Return the text, UTF-8 unless another encoding is named."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
+        """Open for reading, in text (`r`) or binary (`rb`) mode."""
+        if mode not in ("r", "rb", "rt"):
+            raise ValueError(f"mode is {mode!r}; what came from a Hub is only read: 'r' or 'rb'")
+        raw = io.BytesIO(self.read_bytes())
+        return raw if mode == "rb" else io.TextIOWrapper(raw, *args, **{"encoding": "utf-8", **kwargs})
+
+    def __str__(self) -> str:
+        """Return the path in the store, for messages."""
+        return str(self._tree.folder / self._path)

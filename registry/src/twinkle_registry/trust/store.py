@@ -1,0 +1,325 @@
+"""The store of code from Hubs, under the cache: trees of files named by their digest, and which commit is which tree.
+
+The listing of a tree has a line `<sha256>  <path>` for each file, sorted, in the format of `sha256sum`; its own SHA-256
+is the digest that names the tree. `download` writes the store. Nothing in it runs unless lock or policy allow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from ..cache import DIRECTORY_VARIABLE, HOME_VARIABLE
+from ..errors import NotTrusted
+from ..naming import CODE_PACKAGE, shown
+from ..regular import kind_of, read_regular
+from .reference import Origin
+
+MAX_FILES = 2_000
+MAX_BYTES = 64 * 2**20
+MAX_SOURCE_BYTES = 2**20  # for one Python file; its syntax tree takes a hundred times as much memory
+MAX_PATH = 400
+# What version control, downloaders and tools leave behind, and compiled code, which is never run.
+LEFT_OUT_FOLDERS = frozenset(
+    {".git", ".hg", ".svn", ".cache", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+)
+LEFT_OUT_ENDINGS = (".pyc", ".pyo")
+DIGEST_IN_NAMES = 32
+_LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<path>.+)")
+RENEW = "fetch it again with: twinkle plugins verify --fetch"
+LISTING = "files.sha256"
+
+
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 as 64 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def listing_text(files: Mapping[str, str]) -> str:
+    """Return the listing of `files`, a map from path to SHA-256."""
+    return "".join(f"{files[path]}  {path}\n" for path in sorted(files))
+
+
+def digest_of(files: Mapping[str, str]) -> str:
+    """Return the name of a tree: the SHA-256 of its listing."""
+    return sha256(listing_text(files).encode())
+
+
+def parse_listing(text: str) -> dict[str, str]:
+    """Return the map from path to SHA-256 that `listing_text` wrote.
+
+    Raises:
+        ValueError: A line is not of that form.
+    """
+    files = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f"{line[:80]!r} is not a line of a listing")
+        files[match["path"]] = match["sha256"]
+    return files
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return what became of the files of `old`: `path changed`, `path removed`, `path added`."""
+    both = sorted({*old, *new})
+    words = {path: "added" if path not in old else "removed" if path not in new else "changed" for path in both}
+    return [f"{shown(path)} {words[path]}" for path in both if old.get(path) != new.get(path)]
+
+
+def few(texts: list[str]) -> str:
+    """Join the first of some texts for a message."""
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
+
+
+def scan(folder: Path, *, asked: str) -> dict[str, str]:
+    """Return path and SHA-256 of every file below `folder` that belongs to the code.
+
+    Raises:
+        NotTrusted: It holds links or devices, names that do not mean the same everywhere, too many files or bytes.
+    """
+    files: dict[str, str] = {}
+    total = 0
+    for path in _walk(folder, asked):
+        relative = path.relative_to(folder).as_posix()
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise NotTrusted(f"{asked}: {shown(relative)} is {kind_of(status.st_mode)}; code is made of plain files")
+        check_path(relative, asked=asked)
+        total += status.st_size
+        _check_size(relative, status.st_size, len(files) + 1, total, asked)
+        content = _read(path, relative, asked)
+        if relative.endswith(".py"):
+            _check_encoding(relative, content, asked)
+        files[relative] = sha256(content)
+    check_names(files, asked=asked)
+    return files
+
+
+def check_path(path: str, *, asked: str) -> None:
+    """Refuse a path that leaves the folder, or means something else on another system."""
+    pure = PurePosixPath(path)
+    parts = path.split("/")
+    wrong = (
+        pure.is_absolute()
+        or any(part in ("", ".", "..") or part.endswith((" ", ".")) for part in parts)
+        or any(c in '\\:*?"<>|' or not c.isprintable() for c in path)
+        or len(path) > MAX_PATH
+    )
+    if wrong:
+        raise NotTrusted(
+            f'{asked}: the path {shown(path)} is refused; names have printable characters without \\ : * ? " < > |, '
+            f"stay inside the repository, and have at most {MAX_PATH} characters"
+        )
+
+
+def check_names(files: Iterable[str], *, asked: str) -> None:
+    """Refuse names that shadow each other: by case, by Unicode form, or a module beside a package of its name."""
+    seen: dict[str, str] = {}
+    for path in files:
+        module = path.removesuffix("/__init__.py") if path.endswith("/__init__.py") else path.removesuffix(".py")
+        for name in {path, module}:
+            key = unicodedata.normalize("NFKC", name).casefold()
+            twin = seen.setdefault(key, path)
+            if twin != path:
+                raise NotTrusted(f"{asked}: {shown(twin)} and {shown(path)} shadow each other; rename one")
+
+
+def _walk(folder: Path, asked: str) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder, followlinks=False):
+        here = Path(root)
+        for name in [name for name in folders if (here / name).is_symlink()]:
+            raise NotTrusted(f"{asked}: {shown(name)} is a link to a folder; code is made of plain files")
+        folders[:] = sorted(name for name in folders if name not in LEFT_OUT_FOLDERS)
+        yield from (here / name for name in sorted(names) if not name.endswith(LEFT_OUT_ENDINGS))
+
+
+def _check_size(path: str, size: int, count: int, total: int, asked: str) -> None:
+    if path.endswith(".py") and size > MAX_SOURCE_BYTES:
+        raise NotTrusted(f"{asked}: {shown(path)} has {size} bytes; a Python file has at most {MAX_SOURCE_BYTES}")
+    if count > MAX_FILES or total > MAX_BYTES:
+        raise NotTrusted(
+            f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; a plugin is code, weights and data "
+            "belong into a repository of their own"
+        )
+
+
+def _check_encoding(path: str, content: bytes, asked: str) -> None:
+    """Refuse source that Python would read otherwise than a person does: in UTF-7 a comment may be code."""
+    import io
+    import tokenize
+
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    except SyntaxError as error:
+        raise NotTrusted(f"{asked}: {shown(path)} cannot be read as text: {error.msg}") from error
+    if encoding not in ("utf-8", "utf-8-sig"):
+        raise NotTrusted(f"{asked}: {shown(path)} is written in {shown(encoding)}; source is UTF-8, as it is shown")
+
+
+def _read(path: Path, relative: str, asked: str) -> bytes:
+    """Return the bytes of a file that was a regular one a moment ago."""
+    try:
+        return read_regular(path, follow=False)
+    except OSError as error:
+        raise NotTrusted(f"{asked}: {shown(relative)} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The files of one version of one repository.
+
+    Attributes:
+        folder: Where they lie.
+        files: Each path, relative and with `/`, with the SHA-256 it must have. What is not listed does not exist.
+    """
+
+    folder: Path
+    files: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the listing, which names the tree."""
+        return digest_of(self.files)
+
+    @cached_property
+    def folders(self) -> frozenset[str]:
+        """Every folder that holds a file, at any depth; the tree itself is the empty path."""
+        return frozenset(str(parent) for path in self.files for parent in _parents(path))
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes of a listed file.
+
+        Raises:
+            NotTrusted: They are gone or are not those that were added.
+            FileNotFoundError: The file is not listed.
+        """
+        if path not in self.files:
+            raise FileNotFoundError(f"{shown(path)} is not among the files of {self.folder}")
+        try:
+            content = read_regular(self.folder / path)
+        except OSError as error:
+            raise NotTrusted(
+                f"{self.folder / path} was there when it was added, and cannot be read now ({error.strerror}); {RENEW}"
+            ) from error
+        if sha256(content) != self.files[path]:
+            raise NotTrusted(
+                f"{self.folder / path} is not the file that was added: its SHA-256 is {sha256(content)[:16]}..., "
+                f"and {self.files[path][:16]}... was added. Nothing of it is run; {RENEW}"
+            )
+        return content
+
+    def verify(self) -> None:
+        """Read every file; the first that is not what was added raises `NotTrusted`."""
+        for path in self.files:
+            self.read(path)
+
+    def module_name(self, repository: str) -> str:
+        """Return what the tree is imported as: the name of its repository and the digest."""
+        stem = repository.rstrip("/").rpartition("/")[2].lower()
+        word = "".join(c if c.isascii() and c.isalnum() else "_" for c in stem).strip("_") or "code"
+        return f"{CODE_PACKAGE}.{word}_{self.digest[:DIGEST_IN_NAMES]}"
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")[:-1]
+    return ["/".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+@dataclass(frozen=True)
+class Snapshot(Tree):
+    """A tree during one load: each file is read and hashed once, and its bytes are kept."""
+
+    _contents: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    def read(self, path: str) -> bytes:
+        """Return the bytes of a listed file; see `Tree.read`."""
+        if path not in self._contents:
+            self._contents[path] = super().read(path)
+        return self._contents[path]
+
+
+class Store:
+    """One folder: `trees/<digest>/{files.sha256,files/...}` and a note `commits/<origin>` for each commit fetched."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """Use `root`, or `code` in the cache of this user."""
+        self.root = _usual_root() if root is None else root
+
+    def tree(self, digest: str) -> Tree | None:
+        """Return the tree whose digest begins with `digest` (at least 32 digits), or None; its files are not read.
+
+        Raises:
+            NotTrusted: There is such a tree, and its listing is not the one that was stored.
+        """
+        folder = self.place(digest)
+        try:
+            listing = (folder / LISTING).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise NotTrusted(f"{folder / LISTING} cannot be read ({error.strerror}); {RENEW}") from error
+        if not sha256(listing).startswith(digest):
+            raise NotTrusted(f"{folder / LISTING} was changed after it was stored; nothing of it is run; {RENEW}")
+        return Tree(folder / "files", parse_listing(listing.decode()))
+
+    def tree_of(self, origin: Origin) -> Tree | None:
+        """Return the tree that was once fetched as this commit, or None."""
+        note = self.note(origin)
+        try:
+            if not _is_own(note):
+                return None
+            digest, _, said = note.read_text("utf-8").partition(" ")
+        except (OSError, ValueError):
+            return None
+        return self.tree(digest) if said == str(origin) and len(digest) >= DIGEST_IN_NAMES else None
+
+    def origins(self, digest: str) -> list[Origin]:
+        """Return the commits that were fetched as this tree."""
+        found = []
+        for note in sorted((self.root / "commits").glob("[0-9a-f]*")):
+            with contextlib.suppress(OSError, ValueError):
+                noted, _, said = note.read_text("utf-8").partition(" ")
+                if _is_own(note) and noted.startswith(digest):
+                    place, _, commit = said.rpartition("@")
+                    scheme, _, repo = place.partition("://")
+                    found.append(Origin(scheme, repo, commit))
+        return found
+
+    def has_whole(self, digest: str) -> bool:
+        """Say whether a tree is there with every file as it must be."""
+        try:
+            there = self.tree(digest)
+            if there is None:
+                return False
+            there.verify()
+        except NotTrusted:
+            return False
+        return True
+
+    def place(self, digest: str) -> Path:
+        """Return the folder of a tree."""
+        return self.root / "trees" / digest[:DIGEST_IN_NAMES]
+
+    def note(self, origin: Origin) -> Path:
+        """Return the file that says which tree a commit is."""
+        return self.root / "commits" / sha256(str(origin).encode())[:DIGEST_IN_NAMES]
+
+
+def _usual_root() -> Path:
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    usual = Path(os.environ.get(HOME_VARIABLE) or "~/.cache") / "twinkle"
+    return (Path(named) if named else usual).expanduser().absolute() / "code"
+
+
+def _is_own(path: Path) -> bool:
+    # In a shared cache folder another user could say which code a commit is.
+    return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()
