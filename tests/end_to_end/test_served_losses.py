@@ -221,4 +221,4 @@ def _is_worker(entry: Path) -> bool:
         command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
     except OSError:
         return False
-    return b"loss_workers.process" in command and MARK.encode() in environment
+    return b"losses.workers.process" in command and MARK.encode() in environment

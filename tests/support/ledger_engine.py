@@ -207,10 +207,19 @@ class Request:
         drawn = self.tokens[: self.drawn]
         logprobs = [[(token, -1.0)] for token in drawn] if self.params.logprobs else None
         sequence = SampledSequence(self._reason(), drawn, logprobs)
-        prompt = None
-        if self.params.prompt_logprobs:
-            prompt = [None, *(-1.0 for _ in self.prompt[1:])]
-        return SampleResponse([sequence] * self.params.num_samples, self.prompt, prompt)
+        response = SampleResponse([sequence] * self.params.num_samples, self.prompt)
+        asked, places = self.params, len(self.prompt) - 1
+        if asked.topk_logprobs:
+            sequence.topk_logprobs = [[(0, -1.0)] * asked.topk_logprobs for _ in drawn]
+        if asked.prompt_logprobs:
+            response.prompt_logprobs = [None, *[-1.0] * places]
+            response.topk_prompt_logprobs = [None, *[[(0, -1.0)] * asked.prompt_logprobs for _ in range(places)]]
+        if asked.prompt_targets is not None:
+            scores = [[None if token < 0 else -1.0 for token in row] for row in asked.prompt_targets]
+            response.prompt_target_logprobs = scores
+        if asked.prompt_draws:
+            response.prompt_draws = [[(0, -1.0)] * asked.prompt_draws for _ in range(places)]
+        return response
 
     def _reason(self) -> Literal["stop", "length", "abort"]:
         return "abort" if self.drawn < len(self.tokens) else self.reason
@@ -394,5 +403,5 @@ class LedgerEngine(Engine):
 def _is_old_export(folder: Path) -> bool:
     """Return whether a checkpoint without a mark was exported for sampling; stored data of older versions has none."""
     manifest = folder / "manifest.json"
-    facts = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
+    facts = json.loads(manifest.read_bytes())["facts"] if manifest.is_file() else {}
     return facts.get("kind", "") in ("sampler_weights", "external_weights")

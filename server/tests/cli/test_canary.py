@@ -153,13 +153,14 @@ class Worked:
         return [secret for secret in self.secrets if secret in data]
 
 
-@pytest.fixture(scope="module", params=["ledger", pytest.param("pool", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=["ledger", pytest.param("transformers", marks=pytest.mark.soak)])
 def worked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worked]:
     """A service that says all it can, after an operator and a tenant worked and made every mistake."""
     folder = tmp_path_factory.mktemp("canary")
-    service = Process(folder / "data", "--log-level", "debug", "--backend", request.param, "--name", BASE)
-    if request.param == "pool":
+    service = Process(folder / "data", "--log-level", "debug", "--name", BASE)
+    if request.param == "transformers":
         service.arguments[0] = str(tiny_model(folder / "base", "qwen3"))
+        service.arguments += ["--backend", "TransformersEngine"]
     try:
         service.start()
         made = CliRunner().invoke(server, ["keys", "create", "ana", "--data", str(service.data)])

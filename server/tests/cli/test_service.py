@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from ledger_engine import ENGINE, MODEL
 
 from twinkle.errors import ConfigError, ModelLoadError, OutputError
 from twinkle_server.cli.serve import main as serve
@@ -35,7 +36,7 @@ def status_of(client: httpx.Client) -> int:
 def test_the_first_start_shows_one_key_and_one_line(service: Process) -> None:
     assert len(KEY.findall(service.said)) == 1
     assert len(READY.findall(service.said)) == 1
-    assert len(service.said.splitlines()) == 2
+    assert len(service.said.splitlines()) == 3  # the third says that the model has no tokenizer
     with service.client() as client:
         models = client.get("/api/v1/get_server_capabilities").json()["supported_models"]
     assert models[0]["model_name"] == "ledger/model"
@@ -149,7 +150,7 @@ def test_sigterm_ends_it_well_and_the_next_start_shows_no_key(tmp_path: Path) ->
     assert run("status", "--data", str(process.data)).startswith("no server runs here")
     try:
         process.start()
-        assert len(process.said.splitlines()) == 1
+        assert len(process.said.splitlines()) == 2
         with process.client(key) as client:
             assert status_of(client) == 200
     finally:
@@ -165,7 +166,7 @@ def refused(tmp_path: Path, *arguments: str, data: Path | None = None) -> Except
 
 def test_nobody_is_served_without_keys_but_this_machine(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
-        error = refused(tmp_path, "m", "--backend", "ledger", "--no-auth", "--host", host)
+        error = refused(tmp_path, str(MODEL), "--backend", ENGINE, "--no-auth", "--host", host)
         assert isinstance(error, ConfigError)
         assert "--no-auth" in str(error)
     assert not (tmp_path / "data").exists()
@@ -177,7 +178,7 @@ def test_what_cannot_be_served_is_told_before_anything_is_made(tmp_path: Path) -
     with contextlib.closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        error = refused(tmp_path, "m", "--backend", "ledger", "--port", str(taken.getsockname()[1]))
+        error = refused(tmp_path, str(MODEL), "--backend", ENGINE, "--port", str(taken.getsockname()[1]))
         assert isinstance(error, OutputError)
         assert "--port 0" in str(error)
     assert not (tmp_path / "data").exists()
@@ -185,7 +186,7 @@ def test_what_cannot_be_served_is_told_before_anything_is_made(tmp_path: Path) -
 
 def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    error = refused(tmp_path, "m", "--backend", "ledger", data=tmp_path)
+    error = refused(tmp_path, str(MODEL), "--backend", ENGINE, data=tmp_path)
     assert isinstance(error, ConfigError)
     assert "thesis.tex" in str(error)
 
@@ -196,7 +197,7 @@ def test_a_folder_of_another_machine_is_taken_only_on_request(tmp_path: Path) ->
     with contextlib.closing(sqlite3.connect(process.data / "twinkle.db")) as database:
         database.execute("UPDATE lease SET host = 'elsewhere', boot = 'another', released = 0")
         database.commit()
-    error = refused(tmp_path, "ledger/model", "--backend", "ledger")
+    error = refused(tmp_path, str(MODEL), "--name", "ledger/model", "--backend", ENGINE)
     assert "elsewhere" in str(error)
     assert "--take-over" in str(error)
     process.arguments.append("--take-over")
@@ -207,7 +208,7 @@ def test_a_folder_of_another_machine_is_taken_only_on_request(tmp_path: Path) ->
 
 
 def test_one_directory_is_served_once(service: Process) -> None:
-    error = refused(service.data, "m", "--backend", "ledger", data=service.data)
+    error = refused(service.data, str(MODEL), "--backend", ENGINE, data=service.data)
     assert isinstance(error, ConfigError)
     assert str(service.process and service.process.pid) in str(error)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from ledger_engine import ENGINE, MODEL
 from server_raw import Failed, Raw
 from serving import commanded
 
@@ -56,7 +57,7 @@ def test_a_model_in_a_relative_folder_is_found_by_clients_elsewhere(
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
 def test_an_address_that_is_none_of_this_machine_is_told_as_such(tmp_path: Path, host: str) -> None:
-    arguments = ["m", "--backend", "ledger", "--data", str(tmp_path / "data"), "--port", "0", "--host", host]
+    arguments = [str(MODEL), "--backend", ENGINE, "--data", str(tmp_path / "data"), "--port", "0", "--host", host]
     error = CliRunner().invoke(serve, arguments).exception
     assert isinstance(error, OutputError)
     assert re.search(rf"{re.escape(host)}:0: .*; --host is an address of this machine", str(error)), str(error)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from ledger_engine import ENGINE, MODEL
 
 from twinkle.errors import ConfigError
 from twinkle_server.cli.server import main as server
@@ -161,7 +162,18 @@ def test_a_first_start_that_was_killed_leaves_files_of_sqlite_which_the_next_one
 def test_serve_prints_no_new_key_beside_checkpoints_of_a_lost_database(data: Path) -> None:
     (data / "twinkle.db").unlink()
     before = content(data)
-    command = [sys.executable, "-m", "twinkle_server", "m", "--backend", "ledger", "--data", str(data), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "twinkle_server",
+        str(MODEL),
+        "--backend",
+        ENGINE,
+        "--data",
+        str(data),
+        "--port",
+        "0",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "twinkle.db is missing, but the directory holds 3 in checkpoints/" in done.stderr

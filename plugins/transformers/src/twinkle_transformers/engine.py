@@ -177,7 +177,8 @@ class TransformersEngine(Engine):
         except Exception as error:
             if isinstance(error, EngineFault):
                 raise
-            if is_device_fault(error) or self._backward_calls() != before:
+            _check_device(error)
+            if self._backward_calls() != before:
                 raise EngineFault(f"a pass stopped halfway: {type(error).__name__}") from error
             if is_out_of_memory(error):
                 raise CapacityError(f"cannot run {len(operations)} operations: out of memory") from error

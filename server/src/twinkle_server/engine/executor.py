@@ -164,7 +164,7 @@ class Executor:
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         operation = Operation(
-            model.ref, kind, features, loss, options, rows.inputs, number=item.number,
+            model.ref, kind, features, loss, rows.inputs, number=item.number, loss_options=options,
             composition=None if item.composition is None else item.composition.passes,
         )  # fmt: skip
         return operation, rows

@@ -33,7 +33,7 @@ from twinkle_server.engine.results import failed, is_passing
 
 SECONDS = 4.0
 MEMORY = 128 * 2**20
-PROCESS = "loss_workers.process"
+PROCESS = "losses.workers.process"
 LIMITS = {"seconds": SECONDS, "memory": MEMORY}
 
 

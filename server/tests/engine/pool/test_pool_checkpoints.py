@@ -203,8 +203,8 @@ def test_a_state_fits_a_pool_that_lays_matrices_out_otherwise(trained, fresh, mo
         laid = lambda shapes, rank_multiple=1: real(sorted(shapes, reverse=True), rank_multiple=8)  # noqa: E731
         patch.setattr(pool_config.Layout, "of", staticmethod(laid))
         other.create("a", rank=4)
-    monkeypatch.setattr(other.executor._lanes, "add", lambda lane, create: other.executor._lanes[lane])
-    monkeypatch.setattr(other.executor._lanes, "remove", lambda lane: None)
+    monkeypatch.setattr(other.executor._models, "_add", lambda lane, spec: other.executor._models[lane])
+    monkeypatch.setattr(other.executor._models, "remove", lambda lane: None)
     other.executor.restore("a", folder)
     assert other.step("a")["grad_norm"] == pytest.approx(norm["grad_norm"], rel=1e-6)
     mine, theirs = trained.weights("a"), other.weights("a")

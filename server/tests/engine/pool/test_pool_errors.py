@@ -147,14 +147,14 @@ def test_bytes_that_are_no_message_are_refused(shared):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"learning_rate": -1.0}, "learning_rate is -1"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan"),
-        ({"beta1": 1.0}, r"beta1 is 1.0; it must be a number in \[0, 1\)"),
+        ({"learning_rate": -1.0}, "learning_rate must be .* got -1"),
+        ({"learning_rate": float("nan")}, "learning_rate must be .* got nan"),
+        ({"beta1": 1.0}, r"beta1 must be a number in \[0, 1\), got 1.0"),
         ({"beta2": -0.1}, "beta2"),
-        ({"eps": float("inf")}, "eps is inf"),
+        ({"eps": float("inf")}, "eps must be .* got inf"),
         ({"weight_decay": -0.1}, "weight_decay"),
-        ({"grad_clip_norm": float("nan")}, "grad_clip_norm is nan"),
-        ({"learning_rate": "1e-3"}, "learning_rate is '1e-3'"),
+        ({"grad_clip_norm": float("nan")}, "grad_clip_norm must be .* got nan"),
+        ({"learning_rate": "1e-3"}, "learning_rate must be .* got '1e-3'"),
     ],
 )
 def test_a_bad_step_changes_nothing_and_leaves_the_others(shared, values, words):
@@ -326,7 +326,7 @@ def test_a_step_that_breaks_off_is_not_tried_again(shared, monkeypatch):
     shared.run("a", [datum(3, 1)])
     with monkeypatch.context() as patch:
         patch.setattr(shared.pool, "step", fails)
-        with pytest.raises(EngineFault, match="a step broke off"):
+        with pytest.raises(EngineFault, match="optimizer step stopped halfway"):
             shared.step("a")
     shared.step("a", learning_rate=0.0)
 
@@ -339,7 +339,7 @@ def test_sampling_that_fails_between_the_pieces_of_a_pass_ends_everything(shared
     monkeypatch.setattr(pool, "between", pool.between)
     monkeypatch.setattr(pool, "tokens_per_pass", 4)
     shared.executor.interrupt(fails)
-    with pytest.raises(EngineFault, match="broke off"):
+    with pytest.raises(EngineFault, match="was stopped by"):
         shared.run("a", [datum(3, 1), datum(3, 2)])
 
 

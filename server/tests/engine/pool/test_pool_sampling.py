@@ -276,7 +276,7 @@ def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(shared
         ({"tokens": [-1]}, "the token -1"),
         ({"tokens": [1] * 512}, "512 tokens"),
         ({"tokens": [1] * 500, "max_tokens": 13}, "context of 512.*at most 12"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"count": 0}, "num_samples is 0"),
         ({"temperature": -1.0}, "temperature is -1"),
         ({"temperature": float("nan")}, "temperature is nan"),

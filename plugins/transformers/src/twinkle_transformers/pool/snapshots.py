@@ -5,6 +5,7 @@ matrix has its own name, so that a snapshot can be restored by a pool that arran
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ from torch import Tensor
 from twinkle.engine import AdapterSpec
 from twinkle.errors import CheckpointError
 from twinkle_torch.layout import Layout, Shape
+from twinkle_transformers.pool.files import shapes_in
 
 TENSORS: Final = "state.safetensors"
 STATE: Final = "state.json"
 FORMAT: Final = 1
+_OLDER: Final = frozenset({"source", "optimizer", "path"})
+"""Keys of specifications that older versions wrote: those of the request that created the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +84,16 @@ class WrittenSnapshot:
         """
         try:
             document = _read_document(folder)
-            vectors, state = tuple(document["vectors"]), dict(document["state"])
-            spec = _spec_of(document["create"])
+            vectors, state = tuple(document["vectors"]), document["state"]
+            spec = _spec_of(document["create"], folder)
             tensors = load_file(folder / TENSORS)
-            if spec.rank > max((tensor.numel() for tensor in tensors.values()), default=0):
-                raise ValueError(f"rank is {spec.rank}, more than the number of weights")
             if len(set(vectors)) < len(vectors):
                 raise ValueError("a vector is named twice")
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+            if not isinstance(state, dict) or "optimizer" not in state:
+                raise ValueError("the state is incomplete")
+        except CheckpointError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise _damaged(folder, error) from error
         return cls(spec, vectors, tensors, state)
 
@@ -137,10 +141,10 @@ def read_spec(folder: Path) -> AdapterSpec | None:
     if not (folder / STATE).is_file():
         return None
     try:
-        return _spec_of(_read_document(folder)["create"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        return _spec_of(_read_document(folder)["create"], folder)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(folder, error) from error
 
 
@@ -161,9 +165,9 @@ def _spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in AdapterSpec.__dataclass_fields__}
 
 
-def _spec_of(values: Mapping[str, Any]) -> AdapterSpec:
-    """Read a specification; snapshots of older versions also hold keys of the request that created the adapter."""
-    spec = AdapterSpec(**{name: values[name] for name in AdapterSpec.__dataclass_fields__ if name in values})
+def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
+    """Read a specification, and check it before an adapter is created from it: a rank may be beyond all memory."""
+    spec = AdapterSpec(**{name: value for name, value in values.items() if name not in _OLDER})
     integers, switches = (spec.rank, spec.seed), (spec.train_attn, spec.train_mlp, spec.train_unembed)
     numbers = (spec.alpha, spec.dropout)
     if (
@@ -172,6 +176,8 @@ def _spec_of(values: Mapping[str, Any]) -> AdapterSpec:
         or any(type(value) not in (int, float) for value in numbers)
     ):
         raise TypeError(f"the specification has values of wrong types: {dict(values)}")
+    if spec.rank > max((math.prod(shape) for shape in shapes_in(folder / TENSORS).values()), default=0):
+        raise ValueError(f"rank is {spec.rank}, more than the number of weights")
     return spec
 
 
