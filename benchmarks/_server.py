@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from ledger_engine import ENGINE, MODEL  # found by the path above
+
 from twinkle_server.wire import tinker_pb2 as wire
 
 PROTOBUF = "application/x-protobuf"
@@ -49,7 +52,10 @@ def served(folder: Path, journal: str, **settings: Any) -> Iterator[str]:
         journal: "durable" as shipped, or "memory", which forgets.
         **settings: further fields of `Settings`.
     """
-    fields = {"model": "null", "backend": "ledger", "auth": False, "port": 0, "data": str(folder / journal), **settings}
+    fields = {
+        "model": str(MODEL), "name": "null", "backend": ENGINE, "auth": False, "port": 0,
+        "data": str(folder / journal), **settings,
+    }  # fmt: skip
     with _running([sys.executable, "-c", _PROCESS, json.dumps(fields), journal]) as url:
         yield url
 

@@ -152,20 +152,23 @@ def check(worker: Any, engine: Any, payload: bytes) -> None:
     for made in (worker, engine):
         made.step([("a", OptimStep(learning_rate=0.0))])  # forgets what earlier passes have added
         answers.append(run(made, payload))
-        tenant = made.model.pool.tenants[made._lanes["a"].name]
+        tenant = made.engine._pool.tenants[made._models["a"].ref]
         gradients.append(tenant.flat.grad.clone())
     if answers[0] != answers[1] or not torch.equal(*gradients) or not gradients[0].abs().max() > 0:
         raise SystemExit("the worker's loss or gradient is not that of the engine")
 
 
 def backend(model: Path, **extra: Any) -> Any:
-    """Return a backend with one model, moved away from its first weights."""
-    from twinkle_server.engine.backend import BackendOptions
-    from twinkle_server.engine.pool.backend import PoolBackend
+    """Return an executor with one model, moved away from its first weights."""
+    from twinkle_server.engine.executor import Executor
+    from twinkle_server.engine.losses.catalog import Losses
+    from twinkle_server.engine.losses.workers import WorkerLimits
     from twinkle_server.payloads import Create, OptimStep
+    from twinkle_transformers.engine import TransformersEngine
 
-    whole = {"max_pass_seconds": 1000.0}  # both sides make the same passes, whatever the machine does beside
-    made = PoolBackend(BackendOptions(str(model), "bench", model.parent, extra=whole | extra))
+    limits = extra.get("loss_workers", {})
+    losses = Losses(None, None if limits is None else WorkerLimits(**limits), extra.get("in_process_losses", ()))
+    made = Executor(TransformersEngine(str(model)), "bench", losses)
     made.create("a", Create(8, 1), None)
     run(made, request(1, 64, "importance_sampling"))
     made.step([("a", OptimStep(learning_rate=1e-2))])
@@ -182,7 +185,7 @@ def run(backend: Any, payload: bytes) -> Any:
 
 def one(payload: bytes) -> Any:
     """Return a pass of the one model."""
-    from twinkle_server.engine.backend import Pass
+    from twinkle_server.engine.executor import Pass
 
     return Pass("a", payload, 1)
 

@@ -10,6 +10,7 @@ import pytest
 from environments import Environment, EnvironmentMaker
 from hatchling.builders.wheel import WheelBuilder
 from house import MEMBERS, ROOT, SETTINGS
+from ledger_engine import ENGINE, MODEL
 from packaging.requirements import Requirement
 from serving import Served
 
@@ -113,7 +114,7 @@ def run_snippet(made: Environment, served: Served) -> list[str]:
 
 
 def test_the_line_of_the_page_serves_its_program(by_the_page: Environment, serving: Serving, model: Path) -> None:
-    served = serving.start(by_the_page, model, "--backend", "ledger")
+    served = serving.start(by_the_page, model, "--backend", ENGINE)
     assert [line.partition(" ")[0] for line in run_snippet(by_the_page, served)][:5] == ["0", "1", "2", "3", "4"]
 
 
@@ -125,7 +126,7 @@ def test_the_line_of_the_page_trains(by_the_page: Environment, serving: Serving,
 
 
 def test_the_server_alone_serves_the_ledger(alone: Environment, serving: Serving) -> None:
-    served = serving.start(alone, "any/model", "--backend", "ledger")
+    served = serving.start(alone, MODEL, "--name", "any/model", "--backend", ENGINE)
     answer = httpx.get(
         f"{served.url}/api/v1/get_server_capabilities", headers={"x-api-key": served.key}, trust_env=False
     )
@@ -135,7 +136,7 @@ def test_the_server_alone_serves_the_ledger(alone: Environment, serving: Serving
 @pytest.mark.parametrize(
     ("requirements", "words"),
     [
-        (["twinkle-server"], ["MultiLoraTransformersModel", "pip install twinkle-transformers"]),
+        (["twinkle-server"], ["no engine is installed", "TransformersEngine: pip install twinkle-transformers"]),
         (["twinkle-server", "twinkle-transformers"], ["torch>=2.6 (not installed)", "pip install 'twinkle-"]),
     ],
     ids=["server", "server and plugin"],
