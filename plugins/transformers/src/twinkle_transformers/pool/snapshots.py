@@ -167,6 +167,8 @@ def _spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
 
 def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
     """Read a specification, and check it before an adapter is created from it: a rank may be beyond all memory."""
+    if not isinstance(values, dict):
+        raise TypeError("the specification is not an object")
     spec = AdapterSpec(**{name: value for name, value in values.items() if name not in _OLDER})
     integers, switches = (spec.rank, spec.seed), (spec.train_attn, spec.train_mlp, spec.train_unembed)
     numbers = (spec.alpha, spec.dropout)
