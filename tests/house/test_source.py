@@ -43,17 +43,6 @@ def files() -> list[Path]:
     return sorted(path for path in found if not made & {*path.relative_to(ROOT).parts})
 
 
-CODE = {path: path.read_text("utf-8").count("\n") for path in files() if path.suffix == ".py"}
-
-
-def test_no_file_is_over_600_lines() -> None:
-    assert {str(path.relative_to(ROOT)): lines for path, lines in CODE.items() if lines > 600} == {}
-
-
-def test_nine_files_of_ten_are_under_350_lines() -> None:
-    assert sum(lines < 350 for lines in CODE.values()) >= 0.9 * len(CODE)
-
-
 def test_nothing_names_a_place_of_one_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
