@@ -1,11 +1,12 @@
 # Written by `twinkle plugins types`; do not edit.
-"""Models: the contracts `TwinkleModel` and `AdapterPool`, and every installed model by name."""
+"""Models: the contract `TwinkleModel`, and every installed model by name.
+
+Operations on several adapters (`Operation`, `Step`, ...) are those of `twinkle.engine`.
+"""
 
 from twinkle._lazy import room
-from twinkle.model.base import TwinkleModel
-from twinkle.model.pool import (
+from twinkle.engine import (
     AdapterBytes,
-    AdapterPool,
     AdapterRef,
     Operation,
     OperationError,
@@ -14,10 +15,10 @@ from twinkle.model.pool import (
     StepResult,
     Usage,
 )
+from twinkle.model.base import TwinkleModel
 
 __all__ = [
     "AdapterBytes",
-    "AdapterPool",
     "AdapterRef",
     "Operation",
     "OperationError",

@@ -334,8 +334,8 @@ class Engine(ABC):
 
     A loss is called with the batch of an operation's rows (`input_ids`, `labels`, `loss_scale` if a row has it; tensors
     `[B, T]` or `[B, T, K]`, padded with -100 in the labels) and with outputs that have `logps` in the shape of the
-    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, unless the loss is not `splittable`
-    or needs `rows_together`. A loss that needs other outputs than the engine computes is `Unsupported`.
+    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, where `Loss.splittable` and
+    `Loss.rows_together` allow it. A loss that needs other outputs than the engine computes is `Unsupported`.
 
     A provider is built with `model_id=` (the server gives a local folder), `pass_tokens=` (None lets the engine choose)
     and options of its own.
