@@ -75,8 +75,13 @@ class EngineCase(Case):
         return self.model_id or self.kwargs.get("model_id") or self.tiny
 
     def build(self, **more: Any) -> Any:
-        """Return an engine."""
-        return super().build(**({"model_id": str(self.place), **more} if self.is_class else more))
+        """Return an engine; the first one is that of all checks, since building one means to load a model."""
+        if not self.is_class:
+            return self.component
+        built = super().build(**{"model_id": str(self.place), **more})
+        if not more:
+            self.__dict__.setdefault("engine", built)
+        return built
 
     @cached_property
     def engine(self) -> Any:
