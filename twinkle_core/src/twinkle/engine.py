@@ -267,7 +267,11 @@ class SavedAdapter(Protocol):
     """A copy of an adapter that is to be written; later operations do not change it."""
 
     def write(self, folder: Path) -> None:
-        """Write the copy into an existing, empty folder. May be called from any thread."""
+        """Write the copy into an existing, empty folder, as regular files without subfolders.
+
+        May be called from any thread. `manifest.json` is the caller's: the server adds one with the files' digests.
+        Whatever reads the folder ignores files that are not its own.
+        """
 
 
 class AdapterVersion(Protocol):

@@ -34,6 +34,7 @@ _LARGE = 1e8
 """An eps of AdamW beside which gradients are small, so that updates are linear in the gradient."""
 PROMPT = (5, 11, 23, 41)
 LENGTHS = (9, 4, 13, 6)
+MANIFEST = "manifest.json"
 _MODEL_CELLS = 2**20
 """Log-probabilities of all tokens that a check may ask for."""
 
@@ -100,6 +101,16 @@ class EngineCase(Case):
         """Return a new, empty folder."""
         folder = self.folder / f"files-{next(self._names)}"
         folder.mkdir()
+        return folder
+
+    def written(self, copied: Any) -> Path:
+        """Return a new folder with a copy of an adapter, and a file beside it such as the server adds."""
+        folder = self.new_folder()
+        copied.write(folder)
+        names = {path.name: path.is_file() for path in folder.iterdir()}
+        require(all(names.values()), f"write() made {sorted(names)}; regular files are due, and no folders")
+        require(MANIFEST not in names, f"write() made {MANIFEST}, which is the caller's")
+        (folder / MANIFEST).write_text("{}", "utf-8")
         return folder
 
     def spec(self, seed: int = 1, **fields: Any) -> AdapterSpec:
@@ -203,15 +214,11 @@ class EngineCase(Case):
 
     def exported(self, ref: AdapterRef) -> Path:
         """Return a folder with the adapter in PEFT's format."""
-        folder = self.new_folder()
-        self.engine.export(ref, "base-model").write(folder)
-        return folder
+        return self.written(self.engine.export(ref, "base-model"))
 
     def saved(self, ref: AdapterRef, *, gradient: bool = True) -> Path:
         """Return a folder with a snapshot of the adapter."""
-        folder = self.new_folder()
-        self.engine.snapshot(ref, gradient=gradient).write(folder)
-        return folder
+        return self.written(self.engine.snapshot(ref, gradient=gradient))
 
     def restored(self, folder: Path) -> AdapterRef:
         """Return a new adapter in the state of a snapshot."""

@@ -10,6 +10,7 @@ from twinkle.engine import (
 from twinkle.errors import CheckpointError, Unsupported
 from twinkle_testing.contracts.case import NotApplicable, require
 from twinkle_testing.contracts.engine_case import (
+    MANIFEST,
     EngineCase,
     apart,
     raises,
@@ -25,12 +26,7 @@ def snapshots(case: EngineCase) -> None:
     """A restored snapshot continues bit for bit, with pending gradients; later training does not change the copy."""
     ref = case.trained()
     case.backward(ref, case.rows(0, 1))
-    copied, bare, folder, empty = (
-        case.engine.snapshot(ref),
-        case.engine.snapshot(ref, gradient=False),
-        case.new_folder(),
-        case.new_folder(),
-    )
+    copied, bare = case.engine.snapshot(ref), case.engine.snapshot(ref, gradient=False)
     norms = []
 
     def go_on(adapter: AdapterRef) -> dict[str, "Tensor"]:
@@ -41,8 +37,7 @@ def snapshots(case: EngineCase) -> None:
         return case.weights(adapter)
 
     after = go_on(ref)
-    copied.write(folder)
-    bare.write(empty)
+    folder, empty = case.written(copied), case.written(bare)
     require(case.engine.read_spec(folder) == case.spec(), f"read_spec() gave {shown(case.engine.read_spec(folder))}")
     again = case.restored(folder)
     require(same_bits(go_on(again), after), "training goes on otherwise from a restored snapshot")
@@ -86,15 +81,13 @@ def damaged_files(case: EngineCase) -> None:
         ("load", case.exported, engine.load),
         ("read_version", case.exported, lambda _, folder: engine.read_version(folder)),
     ):
-        for name in sorted(path.name for path in write(ref).iterdir()):
+        for name in sorted(path.name for path in write(ref).iterdir() if not _is_optional(path.name)):
             for damage in ("cut", "missing"):
                 folder = write(ref)
                 content = (folder / name).read_bytes()
                 (folder / name).unlink()
                 if damage == "cut":
                     (folder / name).write_bytes(content[: len(content) // 2])
-                elif _is_optional(name):
-                    continue
                 with raises(f"{what}() where {name} is {damage}", CheckpointError):
                     read(ref, folder)
         if what != "read_version":
@@ -124,5 +117,5 @@ def paging(case: EngineCase) -> None:
 
 
 def _is_optional(name: str) -> bool:
-    """Return whether a file is one that people read, not the engine."""
-    return name.lower().startswith("readme")
+    """Return whether the engine need not read a file: that of the caller, or one for people."""
+    return name == MANIFEST or name.lower().startswith("readme")
