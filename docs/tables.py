@@ -27,7 +27,8 @@ BY_KIND = ("twinkle-core", "twinkle-data", "twinkle-chat")
 CORE_PAGES = {
     "reference data": ("dataset", "dataloader", "preprocessor", "filter", "template", "tool_parser", "processor",
                        "loss_scale", "data_format"),
-    "reference training": ("model", "loss", "metric", "optimizer", "scheduler", "patch", "kernel", "checkpoint_engine"),
+    "reference training": ("model", "engine", "loss", "metric", "optimizer", "scheduler", "patch", "kernel",
+                           "checkpoint_engine"),
     "reference sampling": ("sampler", "reward", "advantage", "rollout", "tool", "env"),
     "reference running": ("runtime", "mesh", "platform", "run", "recipe", "tracker", "notifier", "hub", "kinds",
                           "paths", "logging", "cli", "requirements", "plugin", "testing", "errors"),

@@ -126,6 +126,7 @@ class Operation:
             the shape of the labels. Other fields may be refused with `Unsupported`.
         loss: a loss, in any form of component argument, or a name of `EngineInfo.losses`. None computes no loss for
             "forward"; for "forward_backward" it is the adapter's own, and an `ArgumentError` where adapters have none.
+        loss_options: options of the constructor, where `loss` is not an instance.
         loss_inputs: arguments of the loss. An engine that calls the loss with a part of the rows splits those with one
             entry for each row: the usual ones, such as `old_logps` and `advantages`, and those of `Loss.row_inputs`.
             `ref_logps="base"` stands for the base model's log-probabilities of the rows, computed in the same call.
@@ -135,18 +136,17 @@ class Operation:
         number: number of the operation, a seed of dropout; None takes the adapter's own count.
         composition: `OperationResult.composition` of an earlier run of the same operation. The operation is computed in
             passes of the same composition, and gives the same numbers bit for bit. None lets the engine choose.
-        loss_options: options of the loss's constructor, where `loss` is not an instance.
     """
 
     adapter: str | AdapterRef | None
     kind: Literal["forward", "forward_backward"]
     rows: Sequence[InputFeature]
     loss: Any = None
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     number: int | None = None
     composition: Sequence[Mapping[str, Any]] | None = None
-    loss_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -335,8 +335,8 @@ class Engine(ABC):
 
     A loss is called with the batch of an operation's rows (`input_ids`, `labels`, `loss_scale` if a row has it; tensors
     `[B, T]` or `[B, T, K]`, padded with -100 in the labels) and with outputs that have `logps` in the shape of the
-    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, unless the loss is not
-    `splittable` or needs `rows_together`. A loss that needs other outputs than the engine computes is `Unsupported`.
+    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, where `Loss.splittable` and
+    `Loss.rows_together` allow it. A loss that needs other outputs than the engine computes is `Unsupported`.
 
     A provider is built with `model_id=` (the server gives a local folder), `pass_tokens=` (None lets the engine choose)
     and options of its own.

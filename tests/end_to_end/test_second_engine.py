@@ -174,7 +174,7 @@ def test_two_tenants_train_at_once_as_if_each_were_alone(service: Served, tiny: 
 
 def test_what_the_engine_cannot_do_is_an_error_of_the_request(service: Served, tiny: Path) -> None:
     with sdk.opened(service.url, service.key) as client:
-        sampler = client.create_sampling_client(base_model=str(tiny))
+        sampler = client.create_sampling_client(base_model=str(tiny)).result(SECONDS)
         with pytest.raises(sdk.tinker.TinkerError, match="prompt_logprobs"):
             sampler.compute_logprobs(sdk.prompt(TOKENS)).result(SECONDS)
         training = sdk.trainer(client, str(tiny), rank=2)

@@ -267,7 +267,11 @@ class SavedAdapter(Protocol):
     """A copy of an adapter that is to be written; later operations do not change it."""
 
     def write(self, folder: Path) -> None:
-        """Write the copy into an existing, empty folder. May be called from any thread."""
+        """Write the copy into an existing, empty folder, as regular files without subfolders.
+
+        May be called from any thread. `manifest.json` is the caller's: the server adds one with the files' digests.
+        Whatever reads the folder ignores files that are not its own.
+        """
 
 
 class AdapterVersion(Protocol):
@@ -334,8 +338,8 @@ class Engine(ABC):
 
     A loss is called with the batch of an operation's rows (`input_ids`, `labels`, `loss_scale` if a row has it; tensors
     `[B, T]` or `[B, T, K]`, padded with -100 in the labels) and with outputs that have `logps` in the shape of the
-    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, unless the loss is not
-    `splittable` or needs `rows_together`. A loss that needs other outputs than the engine computes is `Unsupported`.
+    labels; see `twinkle.loss.Loss`. An engine may split the rows into several calls, where `Loss.splittable` and
+    `Loss.rows_together` allow it. A loss that needs other outputs than the engine computes is `Unsupported`.
 
     A provider is built with `model_id=` (the server gives a local folder), `pass_tokens=` (None lets the engine choose)
     and options of its own.

@@ -1,8 +1,9 @@
-"""What the contract kit builds optimizers, schedulers and models with."""
+"""What the contract kit builds optimizers, schedulers, models and engines with."""
 
 from typing import Any
 
 IN_PROCESS = {"start": "here"}
+ENGINE = {"kwargs": {"model": {"mixed_precision": "no"}}}
 WARMUP = {"kwargs": {"num_warmup_steps": 2}, "rates": (0.0, 0.5, 1.0)}
 WARMUP_DECAY = {"kwargs": {"num_warmup_steps": 2, "num_training_steps": 12}, "rates": (0.0, 0.5, 1.0)}
 WARMUP_STABLE_DECAY = {

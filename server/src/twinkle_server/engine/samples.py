@@ -208,7 +208,7 @@ def read_sample(sample: Sample, info: ModelInfo) -> tuple[dict[str, Any], Array 
         "topk_logprobs": sample.topk_sample_logprobs,
         "prompt_logprobs": max(1, sample.topk_prompt_logprobs) if scored else None,
         "prompt_logprobs_last": sample.prompt_logprobs_last_n,
-        "prompt_temperature": 1.0,
+        "prompt_temperature": 1.0 if scored or targets is not None or sample.alternatives else None,
         "prompt_targets": None if targets is None else _dense(targets).tolist(),
         "prompt_draws": sample.alternatives,
     }

@@ -1,0 +1,240 @@
+"""What an engine must keep in sampling: tokens of its own model, seeds, lengths, progress, versions that stay."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from twinkle.errors import ArgumentError, DataError, Unsupported
+from twinkle_testing.contracts.case import NotApplicable, Violation, require
+from twinkle_testing.contracts.engine_case import (
+    PROMPT,
+    EngineCase,
+    raises,
+)
+from twinkle_testing.contracts.values import shown
+
+if TYPE_CHECKING:
+    pass
+
+
+def versions(case: EngineCase) -> None:
+    """A version does not change while its adapter is trained or removed; without one the base model is sampled."""
+    ref = case.trained()
+    version = case.engine.version(ref)
+    require(version.nbytes > 0, f"nbytes of a version is {version.nbytes}")
+    before = case.sample(version, temperature=0)
+    base = case.sample(None, temperature=0)
+    for _ in range(3):
+        case.backward(ref, case.rows())
+        case.step(ref)
+    after, present = case.sample(version, temperature=0), case.sample(case.engine.version(ref), temperature=0)
+    require(_scores(after) == _scores(before), "a version samples otherwise after its adapter was trained")
+    require(_scores(present) != _scores(before), "a new version samples like the old one")
+    require(_scores(base) != _scores(before), "without a version the adapter is sampled")
+    case.engine.remove(ref)
+    require(_scores(case.sample(version, temperature=0)) == _scores(before), "a version changed with remove()")
+
+
+def read_versions(case: EngineCase) -> None:
+    """A version that was read from an export samples like the adapter's own."""
+    ref = case.trained()
+    own, again = case.engine.version(ref), case.engine.read_version(case.exported(ref))
+    one, two = (case.tokens(version, temperature=0, max_tokens=8) for version in (own, again))
+    require(one == two, f"the version of an adapter draws {one}, and the one read from its export {two}")
+    require(again.nbytes > 0, f"nbytes of a version is {again.nbytes}")
+
+
+def greedy(case: EngineCase) -> None:
+    """Greedy samples are the most probable tokens of a forward, with its log-probabilities; so is `topk_logprobs`."""
+    ref = case.trained()
+    for adapter, version in ((None, None), (ref, case.engine.version(ref))):
+        response = case.sample(version, temperature=0, max_tokens=8, topk_logprobs=2)
+        (sequence,) = response.sequences
+        require(response.prompt_token_ids in (None, list(PROMPT)), "prompt_token_ids is not the prompt")
+        require(sequence.logprobs is not None and sequence.topk_logprobs is not None, "there are no log-probabilities")
+        ids = [*PROMPT, *sequence.tokens]
+        table = case.table(adapter, ids)[len(PROMPT) - 1 : -1]
+        for place, token in enumerate(sequence.tokens):
+            first, logprob = sequence.logprobs[place][0]
+            require(first == token, f"the drawn token {token} does not come first in logprobs")
+            far = abs(logprob - float(table[place, token]))
+            require(far <= case.precision, f"the log-probability of token {place} is {far:.3g} from that of a forward")
+            gap = float(table[place].max()) - float(table[place, token])
+            require(gap <= case.precision, f"token {place} is {token}; another one is more probable by {gap:.3g}")
+            wanted = table[place].topk(2).values.tolist()
+            found = [value for _, value in sequence.topk_logprobs[place]]
+            fine = len(found) == 2 and all(abs(a - b) <= case.precision for a, b in zip(found, wanted, strict=True))
+            require(fine, f"topk_logprobs of token {place} is {sequence.topk_logprobs[place]}, a forward's {wanted}")
+
+
+def probabilities(case: EngineCase) -> None:
+    """Tokens come as often as the model says at a temperature, and `top_k` and `top_p` cut the tail off."""
+    draws, temperature = 200, 2.0
+    chances = (case.table(None, PROMPT)[-1] / temperature).softmax(-1)
+    drawn = [tokens[0] for tokens in case.tokens(max_tokens=1, num_samples=draws, temperature=temperature, seed=3)]
+    for token in chances.topk(3).indices.tolist():
+        chance = float(chances[token])
+        found, spread = drawn.count(token) / draws, math.sqrt(chance * (1 - chance) / draws)
+        require(
+            abs(found - chance) <= 5 * spread, f"token {token} has the probability {chance:.3f}, drawn were {found:.3f}"
+        )
+    best = chances.topk(2).indices.tolist()
+    cut: Any
+    for cut in ({"top_k": 2}, {"top_p": float(chances[best[0]]) + 1e-4}):
+        found_ = {tokens[0] for tokens in case.tokens(max_tokens=1, num_samples=40, temperature=temperature, **cut)}
+        require(found_ <= set(best), f"with {cut} it drew {sorted(found_ - set(best))}, which is not among {best}")
+
+
+def lengths(case: EngineCase) -> None:
+    """It draws `max_tokens` tokens at most, none for 0, and ends at a stop token, which is the last one."""
+    for limit in (0, 1, 5):
+        (sequence,) = case.sample(max_tokens=limit).sequences
+        drawn, reason = len(sequence.tokens), sequence.stop_reason
+        require(
+            (drawn, reason) == (limit, "length"), f"max_tokens={limit} gave {drawn} tokens and the reason {reason!r}"
+        )
+    (free,) = case.tokens(temperature=0, max_tokens=6)
+    stop = free[2]
+    (sequence,) = case.sample(temperature=0, max_tokens=6, stop=[stop]).sequences
+    wanted = free[: free.index(stop) + 1]
+    require(list(sequence.tokens) == wanted, f"with stop=[{stop}] it drew {sequence.tokens}; without, {free}")
+    require(sequence.stop_reason == "stop", f"at a stop token the reason is {sequence.stop_reason!r}")
+
+
+def seeds(case: EngineCase) -> None:
+    """A seed draws the same again beside any other request; another seed, and another sample, draw otherwise."""
+    params: dict[str, Any] = {"max_tokens": 8, "temperature": 1.5, "stop": [], "logprobs": None}
+    alone = case.tokens(seed=5, **params)
+    engine, submitted = case.engine, []
+    for seed, prompt in ((7, (1, 2)), (5, PROMPT), (8, (9, 8, 7, 6, 5, 4))):
+        submitted.append(engine.submit(list(prompt), {**params, "seed": seed}))
+        engine.decode()
+    beside = [list(sequence.tokens) for sequence in submitted[1].result().sequences]
+    for request in submitted:
+        request.result()
+    require(alone == beside, f"the seed 5 drew {alone} alone and {beside} beside others")
+    require(case.tokens(seed=6, **params) != alone, "the seeds 5 and 6 draw the same")
+    both = case.tokens(seed=[6, 5], num_samples=2, **params)
+    require(both[1:] == alone, f"seed=[6, 5] drew {both[1:]} for the 5, and alone {alone}")
+    many = case.tokens(seed=5, num_samples=3, **params)
+    require(len({tuple(tokens) for tokens in many}) > 1, f"three samples of one seed are all {many[0]}")
+
+
+def progress(case: EngineCase) -> None:
+    """The pieces of `progress` join to the tokens of `result`, each with its log-probability."""
+    params = {"max_tokens": 6, "logprobs": 1, "num_samples": 2, "seed": 2, "stop": []}
+    request = case.engine.submit(list(PROMPT), params)
+    require(not request.done, "a request is done before anything was decoded")
+    with raises("progress() of a sample that does not exist", ArgumentError):
+        request.progress(2)
+    pieces: list[list[int]] = [[], []]
+    scores: list[list[float]] = [[], []]
+    ended: list[Any] = [None, None]
+    for _ in range(100):
+        for sample in range(2):
+            piece = request.progress(sample, len(pieces[sample]))
+            pieces[sample] += piece.tokens
+            scores[sample] += piece.logprobs
+            ended[sample] = piece.stop_reason
+        if request.done:
+            break
+        require(ended != ["length", "length"], "both samples have a stop reason, and the request is not done")
+        case.engine.decode()
+    response = request.result()
+    for sample, sequence in enumerate(response.sequences):
+        require(
+            pieces[sample] == list(sequence.tokens), f"progress() gave {pieces[sample]}, result() {sequence.tokens}"
+        )
+        expected = [pairs[0][1] for pairs in sequence.logprobs]
+        require(scores[sample] == expected, "progress() gave other log-probabilities than result()")
+        require(ended[sample] == sequence.stop_reason, f"progress() ended with {ended[sample]!r}")
+    plain = case.engine.submit(list(PROMPT), {**params, "logprobs": None})
+    plain.result()
+    require(plain.progress().logprobs == [], "progress() has log-probabilities that were not asked for")
+
+
+def cancellation(case: EngineCase) -> None:
+    """`cancel` ends a request with the reason "abort" and the tokens that it has, and leaves the others alone."""
+    params: dict[str, Any] = {"max_tokens": 40, "seed": 2, "stop": []}
+    request, other = (case.engine.submit(list(PROMPT), {**params, "max_tokens": size}) for size in (40, 8))
+    case.engine.decode()
+    drawn = request.progress().tokens
+    request.cancel()
+    request.cancel()
+    require(request.done, "a cancelled request is not done")
+    (sequence,) = request.result().sequences
+    require(sequence.stop_reason == "abort", f"a cancelled request has the stop reason {sequence.stop_reason!r}")
+    require(list(sequence.tokens) == drawn, f"it had drawn {drawn} when it was cancelled, and has {sequence.tokens}")
+    (expected,) = case.tokens(**{**params, "max_tokens": 8})
+    (left,) = other.result().sequences
+    require(list(left.tokens) == expected, "a request beside a cancelled one draws otherwise")
+    other.cancel()
+    require(left.stop_reason == "length", "cancel() changed a request that was done")
+    for _ in range(100):
+        if not case.engine.decode():
+            return
+    raise Violation("decode() goes on without a request")
+
+
+def wrong_requests(case: EngineCase) -> None:
+    """Prompts and parameters that make no sense are refused when they are submitted."""
+    info, good = case.info, list(PROMPT)
+    prompts: dict[str, list[int]] = {"an empty prompt": [], "an id outside of the vocabulary": [1, info.vocabulary]}
+    prompts |= {"a negative id": [1, -1]}
+    if info.context <= 4096:
+        prompts["a prompt longer than the context"] = [1] * (info.context + 1)
+    for what, prompt in prompts.items():
+        with raises(what, DataError):
+            case.engine.submit(prompt, {"max_tokens": 1})
+    for params in ({"no_such_parameter": 1}, {"top_p": 0.0}, {"temperature": -1.0}, {"num_samples": 0}):
+        with raises(f"submit() with {params}", ArgumentError, ValueError):
+            case.engine.submit(good, {"max_tokens": 1, **params})
+    require(not case.engine.decode(), "decode() has something to do after all requests were refused")
+
+
+def prompt_scores(case: EngineCase) -> None:
+    """`prompt_logprobs` and `prompt_targets` are a forward's log-probabilities; without the feature: `Unsupported`."""
+    size = len(PROMPT)
+    asked: dict[str, Any] = {"prompt_logprobs": 1, "prompt_targets": [[3, -1]] * size, "prompt_draws": 2}
+    if not case.has("prompt_scores"):
+        for name, value in asked.items():
+            with raises(f"{name} without the feature prompt_scores", Unsupported):
+                case.engine.submit(list(PROMPT), {"max_tokens": 1, name: value})
+        raise NotApplicable("its features do not include 'prompt_scores'")
+    ref = case.trained()
+    table = case.table(ref, PROMPT)
+    response = case.sample(case.engine.version(ref), max_tokens=1, prompt_temperature=1.0, **asked)
+    scored, targets, draws = response.prompt_logprobs, response.prompt_target_logprobs, response.prompt_draws
+    require(scored is not None and len(scored) == size and scored[0] is None, f"prompt_logprobs is {shown(scored)}")
+    expected = [float(table[place, token]) for place, token in enumerate(PROMPT[1:])]
+    far = max(abs(found - wanted) for found, wanted in zip(scored[1:], expected, strict=True))
+    require(far <= case.precision, f"prompt_logprobs is {far:.3g} from a forward's")
+    require(targets is not None and len(targets) == size, f"prompt_target_logprobs is {shown(targets)}")
+    for place, (first, second) in enumerate(targets):
+        fine = second is None and abs(first - float(table[place, 3])) <= case.precision
+        require(fine, f"prompt_target_logprobs {place} is {[first, second]}; a forward gives {float(table[place, 3])}")
+    fine = draws is not None and len(draws) == size - 1 and all(len(pairs) == 2 for pairs in draws)
+    require(fine, f"prompt_draws is {shown(draws)} for {size} tokens and 2 draws")
+
+
+def stop_strings(case: EngineCase) -> None:
+    """A text in `stop` ends a sample; without the feature it is `Unsupported`."""
+    if not case.has("stop_strings"):
+        with raises("a text in stop without the feature stop_strings", Unsupported):
+            case.engine.submit(list(PROMPT), {"max_tokens": 1, "stop": "a"})
+        raise NotApplicable("its features do not include 'stop_strings'")
+    for seed in range(8):
+        (free,) = case.sample(seed=seed, max_tokens=8, temperature=1.5).sequences
+        text = free.decoded or ""
+        stop = next((letter for letter in text[1:] if letter.isascii() and letter.isalnum()), "")
+        if not stop or stop in text[:1]:
+            continue
+        (ended,) = case.sample(seed=seed, max_tokens=8, temperature=1.5, stop=stop).sequences
+        require(ended.stop_reason == "stop", f"with stop={stop!r} the reason is {ended.stop_reason!r} after {text!r}")
+        same = list(free.tokens)[: len(ended.tokens)] == list(ended.tokens)
+        require(same and len(ended.tokens) < 8, f"with stop={stop!r} it drew {ended.tokens}; without, {free.tokens}")
+        return
+    raise NotApplicable("in eight samples there was no text to stop at")
+
+
+def _scores(response: Any) -> Any:
+    return [sequence.logprobs for sequence in response.sequences]
