@@ -53,10 +53,10 @@ def foreign_lock(hub: Any, house: House, add: Any, work: Path) -> Path:
 
 
 def test_a_lock_that_came_with_a_folder_lets_nothing_run(foreign_lock: Path, house: House, work: Path) -> None:
-    with pytest.warns(UserWarning, match=r"^twinkle\.lock in .* is not obeyed, .*: twinkle plugins trust /"):
+    with pytest.warns(UserWarning, match=r"^twinkle\.lock in .* is ignored, .*: twinkle plugins trust /"):
         registry = house()
     assert "Focal" not in registry.names("loss")
-    with pytest.raises(NotTrusted, match=r"nobody has allowed code .*twinkle\.lock in .* is not obeyed"):
+    with pytest.raises(NotTrusted, match=r"cannot run code .*twinkle\.lock in .* is ignored"):
         registry.resolve("hf://acme/focal", "loss")
     trust(str(foreign_lock), [foreign_lock.read_bytes()])
     assert house().resolve("Focal", "loss").__name__ == "Focal"
@@ -87,16 +87,16 @@ def test_an_untrusted_lock_is_neither_changed_nor_verified(
         warnings.simplefilter("ignore")
         registry = house()
     for change in (lambda: add(registry, "hf://acme/focal"), lambda: remove("hf://acme/focal")):
-        with pytest.raises(NotTrusted, match=r"^cannot change .*twinkle\.lock: .* is not obeyed"):
+        with pytest.raises(NotTrusted, match=r"^cannot change .*twinkle\.lock: .* is ignored"):
             change()
     with pytest.raises(NotTrusted, match=r"^cannot verify .*twinkle\.lock: "):
         verify(registry.records, lambda scheme: None)
     assert foreign_lock.read_bytes() == before
     monkeypatch.setenv("TWINKLE_FROZEN", "1")
-    with pytest.warns(UserWarning, match="is not obeyed"):
+    with pytest.warns(UserWarning, match="is ignored"):
         registry = house()
     for asked in ("hf://acme/focal", "colorsys:rgb_to_hsv"):
-        with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is not obeyed"):
+        with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is ignored"):
             registry.resolve(asked, "loss")
 
 
@@ -127,7 +127,7 @@ def test_settings_that_take_away_are_obeyed_and_those_that_give_are_not(work: Pa
     assert not policy.allows(FOCAL)
     assert policy.forbids(Origin("ms", "acme/focal", "3f" * 20))
     assert policy.denies("hf://acme/old")
-    assert untrusted_notice().startswith(f"[trust] allow of twinkle.toml in {work} is not obeyed")
+    assert untrusted_notice().startswith(f"[trust] allow of twinkle.toml in {work} is ignored")
     trust("twinkle.toml", [Path("twinkle.toml").read_bytes()])
     assert Policy.load().allows(FOCAL)
     assert untrusted_notice() == ""

@@ -122,7 +122,7 @@ def test_what_still_leads_to_trusted_code_is_told_when_it_is_removed(repository:
         assert call("plugins", "add", reference, "--yes").exit_code == 0
     told = call("plugins", "remove", f"file://{link}").stdout
     assert f"file://{link} still leads to {repository}@" in told
-    assert f"forget that too: twinkle plugins remove {repository}\n" in told
+    assert f"remove that too: twinkle plugins remove {repository}\n" in told
 
 
 def test_as_json_nothing_is_asked_and_without_yes_nothing_changes(repository: str, call: Call) -> None:

@@ -82,13 +82,13 @@ def _protocol_problem(found: Any, contract: type) -> str:
         # An instance may get its attributes in __init__, so of a class only the methods are asked for.
         members = [m for m in _members(contract) if callable(getattr(contract, m, None))]
     elif isinstance(found, types.ModuleType):
-        return f"not something with the methods of {_name(contract)}"
+        return f"not an object with the methods of {_name(contract)}"
     else:
         members = _members(contract)
     # `type` has a __call__ of its own, so a class is asked through its mro, never through getattr.
     cls = found if isinstance(found, type) else type(found)
     lacks = [m for m in members if not (_defines(cls, m) or (cls is not found and hasattr(found, m)))]
-    return f"without {quoted(lacks)}, which {_name(contract)} asks for" if lacks else ""
+    return f"without {quoted(lacks)}, which {_name(contract)} requires" if lacks else ""
 
 
 def _members(contract: type) -> list[str]:
@@ -105,9 +105,9 @@ def _defines(cls: type, member: str) -> bool:
 
 def _wanted(contract: Any) -> str:
     if not isinstance(contract, type):
-        return "give a class, a function, an instance or a name"
+        return "pass a class, a function, an instance or a name"
     function = ", a function" if is_callable_contract(contract) else ""
-    return f"give an instance of {_name(contract)}, a class of that kind{function} or a name"
+    return f"pass an instance of {_name(contract)}, a class of that kind{function} or a name"
 
 
 def _name(contract: type) -> str:

@@ -163,7 +163,7 @@ def locate(package: str) -> str | Traversable:
     """
     if not package.isidentifier():
         raise PluginBroken(
-            f"its entry point of group 'twinkle' is {package!r}; it must be the name of a top-level package"
+            f"its entry point of group 'twinkle' must be the name of a top-level package, got {package!r}"
         )
     spec = _find(package)
     if spec is None:
@@ -172,7 +172,7 @@ def locate(package: str) -> str | Traversable:
         )
     if spec.submodule_search_locations is None:
         raise PluginBroken(
-            f"{package!r} is a module ({spec.origin}); a plugin is a package, for it holds {MANIFEST_NAME}"
+            f"{package!r} is a module ({spec.origin}); a plugin must be a package with a {MANIFEST_NAME}"
         )
     folders = list(spec.submodule_search_locations)
     if spec.origin is None or spec.loader is None:
@@ -182,7 +182,7 @@ def locate(package: str) -> str | Traversable:
         return manifest
     inside = _inside_archive(spec, package)
     if inside is None:
-        raise ManifestError(f"{manifest} is missing; a plugin says there what it offers")
+        raise ManifestError(f"{manifest} is missing; it must list what the plugin offers")
     return inside
 
 

@@ -94,7 +94,7 @@ def _failed(file: Path, asked: str, error: BaseException) -> PluginBroken:
     neighbour = f"{error.name}.py" if isinstance(error, ModuleNotFoundError) else ""
     if neighbour and (file.parent / neighbour).is_file():
         return PluginBroken(
-            f"{asked}: importing {file} failed: {neighbour} lies beside it, but a single file cannot import its "
-            "neighbours; join them, or make a package and write 'package.module:Attr'"
+            f"{asked}: importing {file} failed: {neighbour} is in the same folder, but a single file cannot import its "
+            "neighbours; merge the files, or make a package and write 'package.module:Attr'"
         )
     return import_failed(asked, str(file), error)

@@ -138,7 +138,7 @@ class PluginSet:
         if wrappers:
             self._manager.unregister(name=key)
             raise PluginBroken(
-                f"plugin {plugin}: {quoted(wrappers)} are wrappers; a lifecycle hook is a plain function"
+                f"plugin {plugin}: {quoted(wrappers)} are wrappers; a lifecycle hook must be a plain function"
             )
 
 

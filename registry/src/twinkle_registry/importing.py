@@ -85,4 +85,4 @@ def _is_or_holds(missing: str | None, module: str) -> bool:
 
 
 def _promise(ref: str, promised_by: str) -> str:
-    return f", though {promised_by} says {ref!r}; reinstall it or tell its author" if promised_by else ""
+    return f", but {promised_by} names {ref!r}; reinstall it, or report this to its author" if promised_by else ""

@@ -158,7 +158,7 @@ def where_to_get(
         return ""
     places = dict.fromkeys(entry.place for entry in found)
     first = found[0]
-    note = "look at it first" if first.repository else "run"
+    note = "review it first" if first.repository else "run"
     spelt = "" if first.name == name else f" as {first.name!r}"
     return f"the index lists it{spelt} in {quoted(places)}; {note}: {first.command}"
 
@@ -185,7 +185,7 @@ def _entry(table: Table) -> IndexEntry:
         homepage=table.optional("homepage", matches(_URL, "a URL that starts with https://"), ""),
     )
     if ("package" in table.raw) == ("repository" in table.raw):
-        table.complain("package", "say either package or repository, where it is")
+        table.complain("package", "set either package or repository")
     return entry
 
 

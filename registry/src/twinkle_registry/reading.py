@@ -41,7 +41,7 @@ def read_toml(path: str | PathLike[str] | Traversable) -> dict[str, Any]:
         source = path if hasattr(path, "read_bytes") else Path(path)
         data: bytes = source.read_bytes()
         if len(data) > MAX_BYTES:
-            raise ManifestError(f"{path}: {len(data)} bytes; a manifest has at most {MAX_BYTES}")
+            raise ManifestError(f"{path}: a manifest must have at most {MAX_BYTES} bytes, got {len(data)}")
         return tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -137,6 +137,11 @@ class Table:
         """Note one problem of a key."""
         self.problems.append(f"{self.where}{'.' if self.where else ''}{key}: {text}")
 
+    def refuse(self, key: str, expected: str) -> None:
+        """Note that the value of a key is not what was expected."""
+        name = f"{self.where}{'.' if self.where else ''}{key}"
+        self.problems.append(f"{name} must be {expected}, got {_shown(self.raw[key])}")
+
     def refuse_unknown(self, known: Iterable[str]) -> None:
         """Note every key that is not among the known."""
         for key in self.raw:
@@ -157,7 +162,7 @@ class Table:
             return default
         value = self.raw[key]
         if expected := check(value):
-            self.complain(key, f"expected {expected}, found {_shown(value)}")
+            self.refuse(key, expected)
             return default
         return value
 
@@ -165,7 +170,7 @@ class Table:
         """Return the tables `[[key]]`."""
         value = self.raw.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            self.complain(key, f"expected tables [[{key}]], found {_shown(value)}")
+            self.refuse(key, f"a list of tables [[{key}]]")
             return []
         return [Table(item, _label(key, i, item), self.problems) for i, item in enumerate(value)]
 
@@ -225,7 +230,7 @@ def _hooks(top: Table, place: _Place) -> HooksSpec | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        top.complain("hooks", f"expected a table with {quoted(_HOOKS)}, found {_shown(value)}")
+        top.refuse("hooks", f"a table with {quoted(_HOOKS)}")
         return None
     table = Table(value, "hooks", top.problems)
     table.refuse_unknown(_HOOKS)

@@ -201,7 +201,7 @@ class Registry:
             if len(specs) > 1:
                 group, _, last = name.rpartition(" ")  # `plugins acme/new`, as it is typed
                 ways = quoted(f"{group} {spec.dist}/{last}".strip() for spec in specs)
-                notices.append(f"command {name!r} is offered by several plugins; they are called {ways}")
+                notices.append(f"command {name!r} is offered by several plugins; use one of {ways}")
         return notices
 
     def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
@@ -326,13 +326,11 @@ class Registry:
             if args or init_args:
                 given = ", ".join([*(repr(a) for a in args), *(f"{k}=…" for k in init_args)])
                 what = "a function" if callable(found) and hasattr(found, "__name__") else "already an instance"
-                raise ArgumentError(
-                    f"{asked} is {what}, so it takes no arguments here, but {given} was given; give the class"
-                )
+                raise ArgumentError(f"{asked} is {what}, so it takes no arguments here, got {given}; pass the class")
             return found
         if missing := missing_methods(found):
             raise ComponentTypeError(
-                f"{asked} cannot be built: {found.__name__} leaves {quoted(missing)} unimplemented"
+                f"{asked} cannot be instantiated: {found.__name__} does not implement {quoted(missing)}"
             )
         from .calls import check_keywords
 
@@ -397,10 +395,11 @@ class Registry:
             plugins = self._plugins()
             if plugins.is_attached(name):
                 raise ComponentConflict(
-                    f"something is attached as {name!r} already; detach it first or take another name"
+                    f"cannot attach {name!r}: an object of that name is attached already; "
+                    "detach it first, or use another name"
                 )
             if any(name == record.name for record in self._records):
-                raise ComponentConflict(f"{name!r} is the name of a plugin; take another name for what you attach")
+                raise ComponentConflict(f"cannot attach {name!r}: it is the name of a plugin; use another name")
             try:
                 plugins.attach(name, plugin_object, self._lifecycle)
             except PluginBroken as error:
@@ -410,7 +409,7 @@ class Registry:
         """Undo `attach`."""
         with self._lock:
             if not self._plugins().is_attached(name):
-                raise ComponentNotFound(f"nothing is attached as {name!r}")
+                raise ComponentNotFound(f"cannot detach {name!r}: no object of that name is attached")
             self._plugins().detach(name)
 
     # Inside

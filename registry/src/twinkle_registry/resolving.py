@@ -39,7 +39,7 @@ def parse_reference(text: str, kind: str) -> Reference:
         return Reference("hub", scheme[1], text)
     place, colon, name = text.rpartition(":")
     if text.endswith(".py") or (text.startswith(_PATH_STARTS) and not (colon and name)):
-        raise ComponentNotFound(f"{kind} {text!r} is a file; say what you want from it: '{text.rstrip(':')}:Name'")
+        raise ComponentNotFound(f"{kind} {text!r} is a file; add the name of a component: '{text.rstrip(':')}:Name'")
     if colon and (place.endswith(".py") or place.startswith(_PATH_STARTS)):
         return Reference("file", place, name)
     if colon:
@@ -66,7 +66,7 @@ def component_from_text(text: str, kind: str, registry: Registry) -> Any:
         return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=reference.place)
     if reference.form == "module":
         if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
-            raise ComponentNotFound(f"{asked}: leave the kind away and write {reference.name!r}")
+            raise ComponentNotFound(f"{asked}: remove the kind and write {reference.name!r}")
         if registry.frozen:
             registry.frozen.check_module(reference.place, registry.records, asked=asked)
         return import_object(text, asked=asked)

@@ -110,7 +110,7 @@ class ConfigFile:
         """The table `[plugins]`, checked."""
         table = self.raw.get("plugins", {})
         if not isinstance(table, dict):
-            raise SettingsError(f"{self.path}: plugins: expected a table [plugins], found {table!r}")
+            raise SettingsError(f"{self.path}: plugins must be a table, got {table!r}")
         for key, value in table.items():
             if key not in _KEYS:
                 raise SettingsError(f"{self.path}: [plugins] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
@@ -190,7 +190,7 @@ def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
             close = nearest(key, _TABLES)
             near = f"nearest: [{close[0]}]" if close else "known: [plugins], [trust]"
             raise SettingsError(f"{path}: unknown table [{key}], {near}")
-        raise SettingsError(f"{path}: {key}: unknown key; every key stands below [plugins] or [trust]")
+        raise SettingsError(f"{path}: {key}: unknown key; every key must be in [plugins] or [trust]")
 
 
 def config_file(environ: Mapping[str, str]) -> str:
@@ -198,7 +198,7 @@ def config_file(environ: Mapping[str, str]) -> str:
     if named := environ.get(CONFIG_VARIABLE):
         path = os.path.expanduser(named)
         if not os.path.isfile(path):
-            raise SettingsError(f"{CONFIG_VARIABLE} names {named}, which is not a file")
+            raise SettingsError(f"{CONFIG_VARIABLE} must be the path of a file, got {named!r}")
         return path
     for candidate in (CONFIG_FILE, os.path.expanduser(USER_FILE)):
         if os.path.isfile(candidate):
@@ -209,17 +209,17 @@ def config_file(environ: Mapping[str, str]) -> str:
 def _check_value(where: str, key: str, value: Any) -> None:
     if key == "prefer":
         if not isinstance(value, dict) or not all(isinstance(v, str) and v for v in value.values()):
-            raise SettingsError(f'{where}: expected {{ "kind:Name" = "plugin" }}, found {value!r}')
+            raise SettingsError(f'{where} must be a table {{ "kind:Name" = "plugin" }}, got {value!r}')
         for name in value:
             _check_preferred(where, name)
     elif not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-        raise SettingsError(f"{where}: expected a list of plugin names, found {value!r}")
+        raise SettingsError(f"{where} must be a list of plugin names, got {value!r}")
 
 
 def _check_preferred(where: str, name: str) -> None:
     kind, _, component = name.partition(":")
     if not kind or not component:
-        raise SettingsError(f"{where}: expected 'kind:Name' such as 'loss:GRPOLoss', found {name!r}")
+        raise SettingsError(f"{where} must have keys such as 'loss:GRPOLoss', got {name!r}")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _parts(text: str) -> list[str]:
 def _preference(part: str) -> tuple[str, str]:
     name, _, dist = (piece.strip() for piece in part.partition("="))
     if not dist:
-        raise SettingsError(f"{PREFER_VARIABLE}: expected kind:Name=plugin, found {part!r}")
+        raise SettingsError(f"{PREFER_VARIABLE} must be kind:Name=plugin, got {part!r}")
     _check_preferred(PREFER_VARIABLE, name)
     return name, dist
 
@@ -259,7 +259,7 @@ def lock_path() -> str:
     named = os.environ.get(LOCK_VARIABLE, "")
     path = os.path.abspath(os.path.expanduser(named or LOCK_NAME))
     if os.path.exists(path) and not os.path.isfile(path):
-        raise SettingsError(f"{path} is not a file; name the lock file by {LOCK_VARIABLE}")
+        raise SettingsError(f"the lock must be a file, got {path}; set {LOCK_VARIABLE} to the path of a file")
     return path
 
 
@@ -290,7 +290,7 @@ def trusts_all() -> bool:
 def _switch(variable: str) -> bool:
     value = os.environ.get(variable, "").strip().lower()
     if value not in (*_ON, *_OFF):
-        raise SettingsError(f"{variable}: expected 1 or 0, found {value!r}")
+        raise SettingsError(f"{variable} must be 1 or 0, got {value!r}")
     return value in _ON
 
 
@@ -304,8 +304,8 @@ def untrusted_notice() -> str:
     folder = os.getcwd()
     verb = "is" if len(ignored) == 1 else "are"
     return (
-        f"{' and '.join(ignored)} in {folder} {verb} not obeyed, because this folder is not trusted or was changed "
-        f"since; look at what it asks for, and trust it: twinkle plugins trust {shlex.quote(folder)}"
+        f"{' and '.join(ignored)} in {folder} {verb} ignored, because this folder is not trusted or was changed "
+        f"since; review what it asks for, then trust it: twinkle plugins trust {shlex.quote(folder)}"
     )
 
 

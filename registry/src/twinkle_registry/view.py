@@ -24,7 +24,7 @@ class RegistryView:
 
     def __init__(self, registry: Registry, allow: Iterable[str] | Callable[[], Iterable[str]]) -> None:
         if isinstance(allow, str):
-            raise ComponentTypeError(f"allow is the text {allow!r}; give a list such as ['loss:GRPOLoss']")
+            raise ComponentTypeError(f"allow must be a list such as ['loss:GRPOLoss'], got {allow!r}")
         self._registry = registry
         self._allow = list(allow) if isinstance(allow, Iterator) else allow
 

@@ -66,7 +66,7 @@ def arrived(hub: CodeHub, origin: Origin, store: Store, *, asked: str) -> Iterat
             hub.download_code(origin.repo, origin.commit, folder)
             files = scan(folder, asked=asked)
         if not any(path.endswith(".py") for path in files):
-            raise NotTrusted(f"{asked}: {origin} holds no Python file, so it is no plugin")
+            raise NotTrusted(f"{asked}: {origin} holds no Python file, so it is not a plugin")
         yield Tree(folder, files)
 
 
@@ -80,8 +80,8 @@ def fetch(hub: CodeHub, origin: Origin, store: Store, *, asked: str, expected: L
         if expected is not None and tree.digest != expected.digest:
             changed = few(differences(expected.files, tree.files))
             raise NotTrusted(
-                f"{asked}: for {origin} the hub gives other files than those that were added ({changed}); nothing "
-                f"of it is stored. If you expected that, look at it: twinkle plugins add {expected.reference}"
+                f"{asked}: the hub has other files for {origin} than those that were added ({changed}); nothing "
+                f"was stored. If you expected this, review it: twinkle plugins add {expected.reference}"
             )
         return keep(store, tree, origin)
 
@@ -136,8 +136,8 @@ def _writable(store: Store) -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingsError(
-            f"the store of code, {store.root}, cannot be written: {error.strerror or error}; make room, or choose "
-            f"another cache folder by {DIRECTORY_VARIABLE}"
+            f"the store of code, {store.root}, cannot be written: {error.strerror or error}; free some space, or set "
+            f"{DIRECTORY_VARIABLE} to another cache folder"
         ) from error
 
 

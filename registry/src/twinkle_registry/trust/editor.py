@@ -46,7 +46,9 @@ class LockEditor:
             NotTrusted: There is a lock already, in a folder that is not trusted.
         """
         if is_frozen():
-            raise SettingsError(f"this run is frozen, so its lock does not change; unset {FROZEN_VARIABLE} or --frozen")
+            raise SettingsError(
+                f"cannot change the lock: this run is frozen; unset {FROZEN_VARIABLE} or remove --frozen"
+            )
         Lock.load().require_trust(f"change {LOCK_NAME}")
         self._registry, self._open_hub, self._decide = registry, open_hub, decide
 
@@ -154,7 +156,7 @@ def remove(asked: str) -> list[str]:
         SettingsError: The run is frozen.
     """
     if is_frozen():
-        raise SettingsError(f"this run is frozen, so its lock does not change; unset {FROZEN_VARIABLE} or --frozen")
+        raise SettingsError(f"cannot change the lock: this run is frozen; unset {FROZEN_VARIABLE} or remove --frozen")
     removed: list[str] = []
 
     def change(lock: Lock) -> Lock:
@@ -196,7 +198,7 @@ def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
             continue
         entry = entry or lock.of_origin(origin)
         if not why_not_trusted(policy, reference, origin, locked=entry is not None):
-            way = f"forget that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
+            way = f"remove that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
             told.append(f"{text} still leads to {origin}, which is trusted; {way}")
     return told
 
@@ -224,7 +226,7 @@ def _is_meant(asked: str, key: str, lock: Lock) -> bool:
 
 def _refuse(reason: str, place: str, asked: str) -> None:
     if reason:
-        raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask whoever keeps that file")
+        raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask the owner of that file")
 
 
 def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: str) -> None:
@@ -232,7 +234,7 @@ def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: st
     if reference.scheme != "file" and reference.repo.partition("/")[0] != origin.repo.partition("/")[0]:
         raise NotTrusted(
             f"{asked}: {reference.place} has moved to {origin.place}, which is another publisher; if you trust that "
-            f"one too, say so: twinkle plugins add {origin.place}"
+            f"one too, run: twinkle plugins add {origin.place}"
         )
 
 
@@ -272,7 +274,7 @@ def verify(
     Policy.load(fetch=True)  # whoever has a lock of distributions alone is told too that the policy cannot be read
     lock = Lock.load()
     if not lock.path.is_file():
-        raise ComponentNotFound(f"there is no {lock.path}; make it with: twinkle plugins lock")
+        raise ComponentNotFound(f"there is no {lock.path}; create it with: twinkle plugins lock")
     lock.require_trust(f"verify {lock.path}")
     known = list(records)
     return [
@@ -308,9 +310,9 @@ def _moved(entry: LockedRepository, open_hub: OpenHub) -> str:
     reference = HubReference.parse(entry.reference, asked=entry.reference)
     now = resolve(open_hub(reference.scheme), reference, asked=entry.reference)
     if now.place != entry.repository:
-        return f"it leads to {now.place} now, {entry.repository} is locked; look at it: twinkle plugins add {reference}"
+        return f"it leads to {now.place} now, {entry.repository} is locked; review it: twinkle plugins add {reference}"
     if now.commit != entry.commit:
-        return f"it is at {now.commit} now, {entry.commit} is locked; look at it: twinkle plugins add {reference}"
+        return f"it is at {now.commit} now, {entry.commit} is locked; review it: twinkle plugins add {reference}"
     return ""
 
 
@@ -347,7 +349,7 @@ def _check_file(entry: LockedFile, lock: Lock) -> EntryCheck:
     file, problem = Path(lock.path.parent / entry.path), ""
     try:
         if sha256(file.read_bytes()) != entry.sha256:
-            problem = f"it was changed since it was locked; look at it: twinkle plugins add {entry.path}"
+            problem = f"it was changed since it was locked; review it: twinkle plugins add {entry.path}"
     except OSError as error:
         problem = f"it cannot be read ({error.strerror}); put it back, or run: twinkle plugins remove {entry.path}"
     return EntryCheck("file", entry.path, "", problem)

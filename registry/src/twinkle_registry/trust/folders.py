@@ -89,8 +89,8 @@ def trust(path: str, contents: Iterable[bytes] = ()) -> None:
         os.replace(work, target)
     except OSError as error:
         raise SettingsError(
-            f"cannot record that {path} is trusted: {error.strerror or error}; name a folder that can be written by "
-            f"{STATE_VARIABLE}, or trust the folder for one process by {FOLDER_VARIABLE}"
+            f"cannot record that {path} is trusted: {error.strerror or error}; set {STATE_VARIABLE} to a folder "
+            f"that can be written, or trust the folder for one process with {FOLDER_VARIABLE}"
         ) from error
 
 

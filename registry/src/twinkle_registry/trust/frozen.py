@@ -37,8 +37,8 @@ def distribution_now(name: str, records: Iterable[PluginRecord]) -> LockedDistri
     own = [r for r in pip if canonical(name) in (canonical(r.dist), canonical(r.name))]
     if not own:
         raise ComponentNotFound(
-            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; code of a Hub is written "
-            "'hf://org/repo', a file './file.py'"
+            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; write code from a Hub as "
+            "'hf://org/repo', and a file as './file.py'"
         )
     own = [record for record in pip if canonical(record.dist) == canonical(own[0].dist)]
     files = {path: sha256(place.read_bytes()) for path, place in installed_files(own).items()}
@@ -115,7 +115,7 @@ class Frozen:
             return ""
         locked = self.lock.of_distribution(record.dist)
         if locked is None:
-            way = f"run 'twinkle plugins lock', or name the right lock by {LOCK_VARIABLE}"
+            way = f"run 'twinkle plugins lock', or set {LOCK_VARIABLE} to the right lock"
             return f"this run is frozen, and {self.lock.lacks(record.dist)}; {way}"
         if locked.version != record.version:
             return (

@@ -219,7 +219,7 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
 def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, reference: str) -> Any:
     """Return the one class of the module that fits the contract and was written in this repository."""
     if not isinstance(contract, type):
-        raise ComponentNotFound(f"{asked}: the kind {kind} may be anything, so say what you want: '...#Name'")
+        raise ComponentNotFound(f"{asked}: the kind {kind} has no contract, so name the component: '...#Name'")
     own = _written_in(module)
     subclasses = [value for value in own.values() if inspect.isclass(value) and contract in value.__mro__[1:]]
     whole = [cls for cls in subclasses if not missing_methods(cls)]
@@ -251,7 +251,7 @@ def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
     hints, fitting = [], []
     for name, value in own.items():
         if inspect.isclass(value) and contract in value.__mro__:
-            hints.append(f"{name} leaves {quoted(missing_methods(value))} unimplemented")
+            hints.append(f"{name} does not implement {quoted(missing_methods(value))}")
         elif not name.startswith("_") and fits(value, contract):
             fitting.append(name)
     if fitting:
@@ -342,9 +342,9 @@ def _outside(manifest: Manifest, root: str) -> str:
     outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _lies_below(ref, root)]
     if not outside:
         return ""
-    lie = "lies" if len(outside) == 1 else "lie"
+    verb = "is" if len(outside) == 1 else "are"
     listed = ", ".join(map(repr, outside))
-    return f"{listed} {lie} outside of the repository; write refs that start with a dot, such as '.loss:FocalLoss'"
+    return f"{listed} {verb} outside of the repository; use refs that start with a dot, such as '.loss:FocalLoss'"
 
 
 def _lies_below(ref: str, root: str) -> bool:
@@ -407,8 +407,8 @@ class CodeLoader(SourceFileLoader):
             own = (error.name or "").partition(".")[0]
             if own and not (error.name or "").startswith(_PREFIX) and is_module(self.tree, own):
                 raise ImportError(
-                    f"{own} lies in the repository itself; its author must write 'from . import {own}', since nothing "
-                    "of a Hub is put on sys.path"
+                    f"{own} is part of the repository itself; its author must write 'from . import {own}', because "
+                    "code from a Hub is not on sys.path"
                 ) from error
             raise
 
@@ -505,7 +505,7 @@ class CheckedPath:
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
         """Open for reading, in text (`r`) or binary (`rb`) mode."""
         if mode not in ("r", "rb", "rt"):
-            raise ValueError(f"mode is {mode!r}; what came from a Hub is only read: 'r' or 'rb'")
+            raise ValueError(f"mode must be 'r' or 'rb', got {mode!r}; files from a Hub are read-only")
         raw = io.BytesIO(self.read_bytes())
         return raw if mode == "rb" else io.TextIOWrapper(raw, *args, **{"encoding": "utf-8", **kwargs})
 

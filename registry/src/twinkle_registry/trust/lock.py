@@ -128,7 +128,7 @@ class Lock:
             raise NotTrusted(
                 f"{asked}: this run is frozen, and {self.lacks('it')}; "
                 f"add it with 'twinkle plugins add' where it is not frozen, or "
-                f"name the right lock by {LOCK_VARIABLE}"
+                f"set {LOCK_VARIABLE} to the right lock"
             )
 
     def find(self, reference: HubReference) -> LockedRepository | None:
@@ -149,7 +149,7 @@ class Lock:
         if len(of_repo) > 1:
             raise ComponentConflict(
                 f"{reference.place} is locked at several revisions: {quoted(e.reference for e in of_repo)}; write one "
-                f"of them, or forget the others: twinkle plugins remove {of_repo[0].reference}"
+                f"of them, or remove the others: twinkle plugins remove {of_repo[0].reference}"
             )
         return next(iter(of_repo), None)
 
@@ -210,7 +210,7 @@ def change_lock(change: Callable[[Lock], Lock]) -> Lock:
     except NotTrusted:  # it is an OSError, too
         raise
     except OSError as error:
-        raise SettingsError(f"{path} cannot be written: {error.strerror}; it is as it was") from error
+        raise SettingsError(f"{path} cannot be written: {error.strerror}; it was not changed") from error
     return changed
 
 
@@ -312,7 +312,7 @@ def parse_lock(content: bytes, path: Path) -> Lock:
             f"{path}: schema = {schema}, but this version reads {SCHEMA}; run: pip install -U twinkle-registry"
         )
     if schema != SCHEMA or type(schema) is not int:
-        raise reader.damaged(f"schema is {schema!r}, not {SCHEMA}")
+        raise reader.damaged(f"schema must be {SCHEMA}, got {schema!r}")
     return Lock(
         path,
         tuple(reader.repository(table) for table in reader.tables(raw, "hub")),
@@ -338,7 +338,7 @@ class _LockReader:
     def tables(self, raw: Mapping[str, Any], sort: str) -> list[dict[str, Any]]:
         value = raw.get(sort, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.damaged(f"{sort} is not a list of tables [[{sort}]]")
+            raise self.damaged(f"{sort} must be a list of tables [[{sort}]]")
         return value
 
     def repository(self, table: dict[str, Any]) -> LockedRepository:
@@ -353,7 +353,7 @@ class _LockReader:
         except TwinkleError as error:
             raise self.damaged(str(error)) from error
         if table["digest"] != digest_of(files):
-            raise self.damaged(f"the digest of {where} is not that of its files")
+            raise self.damaged(f"the digest of {where} does not match its files")
         return LockedRepository(table["reference"], table["repository"], table["commit"], files)
 
     def distribution(self, table: dict[str, Any]) -> LockedDistribution:
@@ -363,7 +363,7 @@ class _LockReader:
     def file(self, table: dict[str, Any]) -> LockedFile:
         where = self._texts(table, "file", ("path", "sha256"), ())
         if not _HEX.fullmatch(table["sha256"]):
-            raise self.damaged(f"the sha256 of {where} is no SHA-256")
+            raise self.damaged(f"the sha256 of {where} is not a SHA-256")
         return LockedFile(table["path"], table["sha256"])
 
     def _entry(self, table: dict[str, Any], sort: str, keys: tuple[str, ...]) -> tuple[str, dict[str, str]]:
@@ -371,7 +371,7 @@ class _LockReader:
         files = table.get("files")
         fine = isinstance(files, dict) and all(isinstance(v, str) and _HEX.fullmatch(v) for v in files.values())
         if not fine or not isinstance(files, dict):
-            raise self.damaged(f"files of {where} is not a table of paths and SHA-256")
+            raise self.damaged(f"files of {where} must be a table of paths and SHA-256")
         return where, files
 
     def _texts(self, table: dict[str, Any], sort: str, keys: tuple[str, ...], more: tuple[str, ...]) -> str:
@@ -379,5 +379,5 @@ class _LockReader:
         self.known(where, table, (*keys, *more))
         for key in keys:
             if not isinstance(table.get(key), str) or not table[key]:
-                raise self.damaged(f"{key} of {where} is {table.get(key)!r}, not a text")
+                raise self.damaged(f"{key} of {where} must be a string, got {table.get(key)!r}")
         return where

@@ -131,7 +131,7 @@ def trust_table(file: ConfigFile) -> dict[str, Any]:
     path, raw = file.path, file.raw
     table = raw.get("trust", {})
     if not isinstance(table, dict):
-        raise SettingsError(f"{path}: trust: expected a table [trust], found {table!r}")
+        raise SettingsError(f"{path}: trust must be a table, got {table!r}")
     for key in table:
         if key not in _KEYS:
             raise SettingsError(f"{path}: [trust] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
@@ -153,14 +153,14 @@ def _read(file: ConfigFile) -> dict[str, Any]:
 
 def _check_patterns(where: str, value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-        raise SettingsError(f"{where}: expected a list of patterns such as 'hf://org/*', found {value!r}")
+        raise SettingsError(f"{where} must be a list of patterns such as 'hf://org/*', got {value!r}")
     for pattern in value:
         check_pattern(where, pattern)
 
 
 def _signed(where: str, table: Any) -> list[tuple[str, Signer]]:
     if not isinstance(table, dict):
-        raise SettingsError(f"{where}: expected a table of patterns and signers, found {table!r}")
+        raise SettingsError(f"{where} must be a table of patterns and signers, got {table!r}")
     for pattern in table:
         check_pattern(where, pattern)
     return [(pattern, signer_from_table(f"{where} {pattern!r}", value)) for pattern, value in table.items()]
@@ -173,12 +173,12 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
     if reason := policy.revokes(asked) or policy.revokes(origin, digest):
         return f"code from {origin}{moved} must not run any more: {reason}"
     if reason := policy.denies(reference.place) or policy.forbids(origin):
-        return f"code from {origin.place}{moved} is forbidden: {reason}; ask whoever keeps that file"
+        return f"code from {origin.place}{moved} is forbidden: {reason}; ask the owner of that file"
     if locked or policy.allows(origin):
         return ""
     return (
-        f"nobody has allowed code from {origin.place}{moved} to run here, neither by [trust] allow in twinkle.toml nor "
-        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
+        f"cannot run code from {origin.place}{moved}: it is not trusted, neither by [trust] allow in twinkle.toml nor "
+        f"by {TRUST_VARIABLE}=1; to review and trust this commit, run: twinkle plugins add {origin}"
         f"{and_untrusted()}"
     )
 
@@ -204,4 +204,4 @@ def require_trust(
                 check_signature(tree, signer, asked=asked)
             return
         reasons.append(reason)
-    raise NotTrusted(f"{asked}: {reasons[0] if reasons else 'nothing says where this code came from'}")
+    raise NotTrusted(f"{asked}: {reasons[0] if reasons else 'the origin of this code is unknown'}")

@@ -75,7 +75,7 @@ class Origin:
     def checked(cls, scheme: str, repo: str, commit: str, *, asked: str) -> Origin:
         """Check what a hub answered: it may have been made up by whoever sits at the other end."""
         if not _COMMIT.fullmatch(commit):
-            raise ComponentNotFound(f"{asked}: the hub says that its commit is {shown(commit)}, which is no commit")
+            raise ComponentNotFound(f"{asked}: the hub says that its commit is {shown(commit)}, which is not a commit")
         return cls(scheme, _checked_repo(scheme, repo, asked), commit)
 
     @property
@@ -122,5 +122,5 @@ def check_pattern(where: str, pattern: str) -> None:
     """Raise `SettingsError` if a text is not a pattern."""
     if pattern != "*" and ("://" not in pattern or pattern.endswith("/") or "#" in pattern):
         raise SettingsError(
-            f"{where}: expected a pattern such as 'hf://org/*' or 'hf://org/repo@commit', not {pattern!r}"
+            f"{where} must be a pattern such as 'hf://org/*' or 'hf://org/repo@commit', got {pattern!r}"
         )

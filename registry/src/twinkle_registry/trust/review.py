@@ -164,7 +164,7 @@ def _diff(tree: Tree, before: Tree) -> Iterator[str]:
         new = tree.read(path) if path in tree.files else b""
         both = old + new
         if len(both) > MAX_DIFF_BYTES or both.count(b"\n") > MAX_COMPARED_LINES or b"\0" in both:
-            yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large or no text"
+            yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large, or not text"
             continue
         was, now = (printable_lines(content) for content in (old, new))
         lines = difflib.unified_diff(was, now, f"trusted/{path}", f"new/{path}", lineterm="")
@@ -185,7 +185,7 @@ def _shortened(line: str) -> str:
 def _limited(lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines):
         if number == MAX_DIFF_LINES:
-            yield f"... and more than these {MAX_DIFF_LINES} lines; read the files where they lie"
+            yield f"... more than {MAX_DIFF_LINES} lines; read the rest in the files"
             return
         yield line
 

@@ -125,11 +125,11 @@ def read_list(content: bytes, keys: Iterable[bytes], *, where: str) -> Revocatio
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise NotTrusted(f"{where} is not a signed revocation list ({type(error).__name__}: {error})") from error
     if not any(_verifies(key, signature, payload) for key in keys for signature in signatures[:16]):
-        raise NotTrusted(f"{where} has no valid signature by a key that the policy names, so it is not obeyed")
+        raise NotTrusted(f"{where} has no valid signature by a key that the policy names, so it is ignored")
     try:
         return _parsed(json.loads(payload))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NotTrusted(f"{where} is signed, and cannot be read: {error}") from error
+        raise NotTrusted(f"{where} is signed, but cannot be read: {error}") from error
 
 
 def _parsed(said: Mapping[str, Any]) -> RevocationList:
@@ -142,7 +142,7 @@ def _parsed(said: Mapping[str, Any]) -> RevocationList:
     for entry in said["revoked"]:
         made = Revoked(**entry)
         if not all(isinstance(value, str) for value in asdict(made).values()) or not (made.code or made.sha256):
-            raise ValueError(f"an entry must have texts and a code or a sha256, got {entry!r}")
+            raise ValueError(f"an entry must have strings and a code or a sha256, got {entry!r}")
         check_entry(made)
         entries.append(made)
     return RevocationList(said["sequence"], said["issued"], said["expires"], tuple(entries))
@@ -155,7 +155,7 @@ def check_entry(entry: Revoked) -> None:
     if entry.sha256 and not _DIGEST.fullmatch(entry.sha256):
         raise SettingsError(f"revoked: sha256 must be 64 hexadecimal digits, got {shown(entry.sha256)}")
     if not entry.reason.strip():
-        raise SettingsError(f"revoked: {entry.code or entry.sha256} needs a reason, which users will read")
+        raise SettingsError(f"revoked: {entry.code or entry.sha256} must have a reason, which users will read")
 
 
 def _signed_bytes(payload: bytes) -> bytes:
@@ -226,7 +226,7 @@ def sources_from_table(where: str, tables: Any, folder: str) -> tuple[Source, ..
         SettingsError: A key, a type or a value is wrong.
     """
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise SettingsError(f"{where}: expected tables [[trust.revoked]], found {tables!r}")
+        raise SettingsError(f"{where} must be a list of tables, got {tables!r}")
     return tuple(_source(where, table, folder) for table in tables)
 
 
@@ -290,7 +290,7 @@ def _looked_up(kept: KnownList) -> KnownList:
     else:
         if old is not None and new.sequence < old.sequence:
             what = f"{source.location} holds list number {new.sequence}, which is older than number {old.sequence}"
-            now, content = replace(now, problem=f"{what}; the newer one still counts"), None
+            now, content = replace(now, problem=f"{what}; the newer one stays in effect"), None
         elif old is not None and new.sequence == old.sequence and new != old:
             what = f"{source.location} holds another list number {new.sequence} than the one that is known"
             now, content = replace(now, error=f"{what}; its publisher must sign one with a higher number"), None
@@ -351,7 +351,7 @@ def _keep(now: KnownList, content: bytes | None) -> KnownList:
 
 
 def _still(old: RevocationList | None) -> str:
-    return f"; the list number {old.sequence} of {_day(old.issued)} still counts" if old else ""
+    return f"; the list number {old.sequence} of {_day(old.issued)} stays in effect" if old else ""
 
 
 def _day(seconds: int) -> str:

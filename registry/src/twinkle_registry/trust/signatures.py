@@ -46,9 +46,7 @@ def signer_from_table(where: str, table: Any) -> Signer:
         SettingsError: It is neither, or the key is not 32 bytes in base64.
     """
     if not isinstance(table, Mapping) or len(table) != 1:
-        raise SettingsError(
-            f'{where}: expected {{ ed25519 = "public key" }} or {{ sigstore = {{...}} }}, found {table!r}'
-        )
+        raise SettingsError(f'{where} must be {{ ed25519 = "public key" }} or {{ sigstore = {{...}} }}, got {table!r}')
     ((sort, value),) = table.items()
     if sort == "ed25519":
         return Signer(ed25519=public_key(where, value))
@@ -60,7 +58,7 @@ def signer_from_table(where: str, table: Any) -> Signer:
         and all(isinstance(v, str) and v for v in value.values())
     )
     if not fine:
-        raise SettingsError(f"{where}: sigstore takes 'identity' and 'issuer', both texts, found {value!r}")
+        raise SettingsError(f"{where}: sigstore must have 'identity' and 'issuer', both strings, got {value!r}")
     return Signer(identity=value["identity"], issuer=value["issuer"])
 
 
@@ -98,9 +96,9 @@ def read_private_key(private_key: bytes, why: str) -> Any:
     try:
         key = load_pem_private_key(private_key, password=None)
     except (ValueError, TypeError) as error:
-        raise SettingsError(f"the private key is neither {_KEY_BYTES} bytes nor PEM without a password") from error
+        raise SettingsError(f"the private key must be {_KEY_BYTES} bytes, or PEM without a password") from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise SettingsError("the private key is not of the sort ed25519")
+        raise SettingsError("the private key must be an ed25519 key")
     return key
 
 
@@ -124,7 +122,7 @@ def public_key(where: str, value: Any) -> bytes:
     except binascii.Error:
         key = b""
     if len(key) != _KEY_BYTES:
-        raise SettingsError(f"{where}: an ed25519 public key is {_KEY_BYTES} bytes in base64, found {value!r}")
+        raise SettingsError(f"{where}: an ed25519 public key must be {_KEY_BYTES} bytes in base64, got {value!r}")
     return key
 
 
@@ -138,7 +136,7 @@ def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
     name = ED25519_FILE if signer.ed25519 else SIGSTORE_FILE
     if name not in tree.files:
         raise NotTrusted(
-            f"{asked}: the policy wants it signed by {signer}, and it has no {name}; ask its author to sign it"
+            f"{asked}: the policy requires a signature by {signer}, but it has no {name}; ask its author to sign it"
         )
     (_check_ed25519 if signer.ed25519 else _check_sigstore)(tree, signer, asked)
 

@@ -92,7 +92,9 @@ def scan(folder: Path, *, asked: str) -> dict[str, str]:
         relative = path.relative_to(folder).as_posix()
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise NotTrusted(f"{asked}: {shown(relative)} is {kind_of(status.st_mode)}; code is made of plain files")
+            raise NotTrusted(
+                f"{asked}: {shown(relative)} is {kind_of(status.st_mode)}; code must consist of regular files"
+            )
         check_path(relative, asked=asked)
         total += status.st_size
         _check_size(relative, status.st_size, len(files) + 1, total, asked)
@@ -116,8 +118,8 @@ def check_path(path: str, *, asked: str) -> None:
     )
     if wrong:
         raise NotTrusted(
-            f'{asked}: the path {shown(path)} is refused; names have printable characters without \\ : * ? " < > |, '
-            f"stay inside the repository, and have at most {MAX_PATH} characters"
+            f"{asked}: the path {shown(path)} is refused; names must have printable characters without "
+            f'\\ : * ? " < > |, stay inside the repository, and have at most {MAX_PATH} characters'
         )
 
 
@@ -137,18 +139,18 @@ def _walk(folder: Path, asked: str) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, followlinks=False):
         here = Path(root)
         for name in [name for name in folders if (here / name).is_symlink()]:
-            raise NotTrusted(f"{asked}: {shown(name)} is a link to a folder; code is made of plain files")
+            raise NotTrusted(f"{asked}: {shown(name)} is a link to a folder; code must consist of regular files")
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT_FOLDERS)
         yield from (here / name for name in sorted(names) if not name.endswith(LEFT_OUT_ENDINGS))
 
 
 def _check_size(path: str, size: int, count: int, total: int, asked: str) -> None:
     if path.endswith(".py") and size > MAX_SOURCE_BYTES:
-        raise NotTrusted(f"{asked}: {shown(path)} has {size} bytes; a Python file has at most {MAX_SOURCE_BYTES}")
+        raise NotTrusted(f"{asked}: {shown(path)} has {size} bytes; a Python file must have at most {MAX_SOURCE_BYTES}")
     if count > MAX_FILES or total > MAX_BYTES:
         raise NotTrusted(
-            f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; a plugin is code, weights and data "
-            "belong into a repository of their own"
+            f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; put weights and data into a "
+            "repository of their own"
         )
 
 
@@ -162,7 +164,7 @@ def _check_encoding(path: str, content: bytes, asked: str) -> None:
     except SyntaxError as error:
         raise NotTrusted(f"{asked}: {shown(path)} cannot be read as text: {error.msg}") from error
     if encoding not in ("utf-8", "utf-8-sig"):
-        raise NotTrusted(f"{asked}: {shown(path)} is written in {shown(encoding)}; source is UTF-8, as it is shown")
+        raise NotTrusted(f"{asked}: {shown(path)} is written in {shown(encoding)}; source must be UTF-8")
 
 
 def _read(path: Path, relative: str, asked: str) -> bytes:
@@ -208,12 +210,12 @@ class Tree:
             content = read_regular(self.folder / path)
         except OSError as error:
             raise NotTrusted(
-                f"{self.folder / path} was there when it was added, and cannot be read now ({error.strerror}); {RENEW}"
+                f"{self.folder / path} was added, but cannot be read now ({error.strerror}); {RENEW}"
             ) from error
         if sha256(content) != self.files[path]:
             raise NotTrusted(
-                f"{self.folder / path} is not the file that was added: its SHA-256 is {sha256(content)[:16]}..., "
-                f"and {self.files[path][:16]}... was added. Nothing of it is run; {RENEW}"
+                f"{self.folder / path} was changed after it was added: its SHA-256 is {sha256(content)[:16]}..., "
+                f"expected {self.files[path][:16]}...; it was not run, {RENEW}"
             )
         return content
 
@@ -268,7 +270,7 @@ class Store:
         except OSError as error:
             raise NotTrusted(f"{folder / LISTING} cannot be read ({error.strerror}); {RENEW}") from error
         if not sha256(listing).startswith(digest):
-            raise NotTrusted(f"{folder / LISTING} was changed after it was stored; nothing of it is run; {RENEW}")
+            raise NotTrusted(f"{folder / LISTING} was changed after it was stored; no file of it was run; {RENEW}")
         return Tree(folder / "files", parse_listing(listing.decode()))
 
     def tree_of(self, origin: Origin) -> Tree | None:
