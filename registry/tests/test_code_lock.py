@@ -45,9 +45,9 @@ def test_whatever_is_written_is_read_again(dists: dict[str, dict[str, str]], pat
 
 def test_the_listing_is_what_sha256sum_reads(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("X = 1")
-    from twinkle_registry.trust.store import scan
+    from twinkle_registry.trust.store import hash_folder
 
-    files = scan(tmp_path, asked="test")
+    files = hash_folder(tmp_path, asked="test")
     assert parse_listing(listing_text(files)) == files
     (tmp_path / "files.sha256").write_text(listing_text(files))
     subprocess.run(["sha256sum", "--check", "--strict", "files.sha256"], cwd=tmp_path, check=True, capture_output=True)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from twinkle_registry.trust.review import MAX_DIFF_LINES, printable, printable_lines, review, review_file
-from twinkle_registry.trust.store import Tree, scan
+from twinkle_registry.trust.store import Tree, hash_folder
 
 
 def tree(folder: Path, files: dict[str, str | bytes]) -> Tree:
     for path, content in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
-    return Tree(folder, scan(folder, asked="test"))
+    return Tree(folder, hash_folder(folder, asked="test"))
 
 
 @pytest.mark.parametrize(

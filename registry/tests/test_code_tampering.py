@@ -96,7 +96,7 @@ def test_a_file_that_was_planted_in_the_store_does_not_exist(tree: Path, registr
 
 def test_a_listing_that_was_changed_along_with_the_file_does_not_help(tree: Path, registry: Registry) -> None:
     (tree / "focal.py").write_text("raise SystemExit('tampered')")
-    files = store.scan(tree, asked="test")
+    files = store.hash_folder(tree, asked="test")
     (tree.parent / "files.sha256").write_text(store.listing_text(files))
     with pytest.raises(NotTrusted, match="was changed after it was stored"):
         registry.resolve(REFERENCE, "loss")
@@ -108,7 +108,7 @@ def test_a_whole_tree_that_was_planted_under_its_own_digest_is_nobodys(
     evil = tmp_path / "evil"
     evil.mkdir()
     (evil / "__init__.py").write_text("raise SystemExit('planted')")
-    files = store.scan(evil, asked="test")
+    files = store.hash_folder(evil, asked="test")
     place = tree.parent.parent / store.digest_of(files)[: store.DIGEST_IN_NAMES]
     place.mkdir()
     evil.rename(place / "files")

@@ -14,7 +14,7 @@ import pytest
 from twinkle_registry import NotTrusted, Registry, Settings, SettingsError
 from twinkle_registry.settings import untrusted_notice
 from twinkle_registry.trust.editor import remove, verify
-from twinkle_registry.trust.folders import forget, is_trusted_folder, trust, trusted_paths
+from twinkle_registry.trust.folders import is_trusted_folder, trust, trusted_paths, untrust
 from twinkle_registry.trust.lock import Lock
 from twinkle_registry.trust.policy import Policy
 from twinkle_registry.trust.reference import Origin
@@ -48,7 +48,7 @@ def foreign_lock(hub: Any, house: House, add: Any, work: Path) -> Path:
     """A lock that somebody else made, in a checkout of theirs; its code is in the store of this machine, too."""
     hub.push("acme/focal", {**FILES, "twinkle-plugin.toml": MANIFEST})
     add(house(), "hf://acme/focal")
-    forget(str(work))
+    untrust(str(work))
     return work / "twinkle.lock"
 
 
@@ -226,7 +226,7 @@ def test_code_is_trusted_with_its_folder_and_what_is_below_until_that_is_taken_b
     trust(str(work / "plugin"))
     assert is_trusted_folder("plugin/inner")
     assert not is_trusted_folder(str(work))
-    assert forget("plugin") == [str(work / "plugin")]
+    assert untrust("plugin") == [str(work / "plugin")]
     assert not is_trusted_folder("plugin/inner")
 
 

@@ -137,7 +137,7 @@ def test_a_wrong_policy_is_a_problem_before_any_code_is_trusted(
     monkeypatch.chdir(tmp_path)
     for text, message in (
         ('[trust]\nalow = ["hf://a/*"]', "[trust] alow: unknown key, nearest: 'allow'"),
-        ('[trust]\ndeny = ["hf//x"]', "[trust] deny: expected a pattern such as 'hf://org/*'"),
+        ('[trust]\ndeny = ["hf//x"]', "[trust] deny must be a pattern such as 'hf://org/*'"),
         ('[trsut]\ndeny = ["**"]', "unknown table [trsut], nearest: [trust]"),
     ):
         Path("twinkle.toml").write_text(text)

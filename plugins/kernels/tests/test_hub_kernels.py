@@ -160,7 +160,7 @@ def api(place: str = "acme/fast", commit: str = COMMIT) -> Any:
     [
         ("allow = ['hf://acme/*']", "acme/fast", ""),
         (f"allow = ['hf://acme/fast@{COMMIT}']", "acme/fast", ""),
-        (f"allow = ['hf://acme/fast@{OTHER}']", "acme/fast", "nobody has allowed"),
+        (f"allow = ['hf://acme/fast@{OTHER}']", "acme/fast", "it is not trusted"),
         ("allow = ['hf://acme/*']", "mallory/fast", "cannot run code from hf://mallory/fast"),
         ("allow = ['*']\ndeny = ['hf://acme/fast']", "acme/fast", "deny has"),
         (f"allow = ['*']\ndeny = ['hf://mallory/*@{COMMIT}']", "mallory/fast", "deny has"),
@@ -239,7 +239,7 @@ def test_the_client_downloads_the_commit_that_was_allowed(
     Path("twinkle.toml").write_text(line.replace("[trust] ", "[trust]\n"))
     assert torch.equal(run(reference), torch.full((2,), 7.0))
     made.commit({"build/torch-cpu/__init__.py": b"raise SystemExit"}, "second thoughts")
-    with pytest.raises(NotTrusted, match="nobody has allowed"):
+    with pytest.raises(NotTrusted, match="it is not trusted"):
         run(reference)
     online.rename("acme/online", "mallory/online")
     monkeypatch.setenv("TWINKLE_TRUST_REMOTE_CODE", "1")

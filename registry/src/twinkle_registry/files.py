@@ -59,15 +59,15 @@ def import_file(path: str, *, asked: str, source: bytes | None = None) -> Module
 
 
 def source_of(file: Path, asked: str) -> bytes:
-    """Return the bytes of a Python file; where there is none, the error names those beside it."""
+    """Return the bytes of a Python file; if it does not exist, the error names similar files in its folder."""
     try:
         return read_regular(file)
     except FileNotFoundError as error:
         beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        found = f"of the Python files beside it, {nearest_or_all(file.name, beside)}"
+        hint = f"of the Python files beside it, {nearest_or_all(file.name, beside)}"
         if not file.parent.is_dir():
-            found = f"there is no folder {file.parent}"
-        raise ComponentNotFound(f"{asked}: there is no file {file}; {found}") from error
+            hint = f"there is no folder {file.parent}"
+        raise ComponentNotFound(f"{asked}: there is no file {file}; {hint}") from error
     except OSError as error:
         raise ComponentNotFound(f"{asked}: {file} cannot be read ({error.strerror})") from error
 

@@ -93,7 +93,7 @@ class PluginSet:
         self._register(f"live:{name}", name, live, implemented, lifecycle)
 
     def is_attached(self, name: str) -> bool:
-        """Say whether `attach` was called with that name."""
+        """Return whether `attach` was called with that name."""
         return self._manager.has_plugin(f"live:{name}")
 
     def detach(self, name: str) -> None:
@@ -175,7 +175,7 @@ def _why_refused(error: Exception, plugins: PluginSet, implemented: Iterable[str
 
 @dataclass(frozen=True, slots=True)
 class HookResult:
-    """What one call of a hook gave.
+    """The outcome of one call of a hook.
 
     Attributes:
         results: What each implementation returned (often None), by name of the plugin, in the order of the calls.
@@ -188,7 +188,7 @@ class HookResult:
 
 @dataclass(frozen=True, slots=True)
 class Implementers:
-    """Everybody who takes part in one call."""
+    """The implementations that take part in one call."""
 
     ready: list[tuple[str, pluggy.HookImpl]]
     failed: dict[str, Exception]
@@ -204,7 +204,7 @@ class HookCall:
         self._reported: set[str] = set()
 
     def __call__(self, **kwargs: Any) -> HookResult:
-        """Import whoever declares this hook and is not imported yet, then call every implementation.
+        """Import the plugins that declare this hook and are not imported yet, then call every implementation.
 
         Raises:
             ArgumentError: The keywords are not those of the hook spec.

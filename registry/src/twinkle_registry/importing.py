@@ -1,4 +1,4 @@
-"""Imports what a ref names and says which of the many reasons it is when that fails."""
+"""Imports the object that a ref names; the error says which of the many possible reasons made it fail."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
 
     Args:
         ref: Where it is; the part after the colon may have dots.
-        asked: How errors name what the caller wanted.
-        promised_by: Who says that it is there, for example "its manifest"; then its absence is not the caller's fault.
+        asked: How errors name the request.
+        promised_by: What declares it, for example "its manifest"; then its absence is not the caller's fault.
 
     Raises:
         ComponentNotFound: There is no such module or attribute (not promised).
-        PluginBroken: The module raises while it is imported, or the promise is not kept.
+        PluginBroken: The module raises while it is imported, or does not have what was declared.
         NotTrusted: It is code from a Hub that may not run, or was changed.
     """
     module_name, _, path = ref.partition(":")

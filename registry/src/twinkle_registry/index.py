@@ -1,4 +1,4 @@
-"""The index of published components that may not be installed: what `twinkle plugins search` and errors tell of.
+"""The index of published components that may not be installed; `twinkle plugins search` and errors use it.
 
 It is a few TOML files, `registry/index/` of the repository, that every wheel of the registry carries.
 """
@@ -28,7 +28,7 @@ class IndexEntry:
     """One published component.
 
     Attributes:
-        kind: The kind that it is said to be of.
+        kind: Its kind.
         name: What a script calls it once it is installed.
         summary: One line for people.
         author: Who wrote it.
@@ -124,18 +124,18 @@ def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] |
         entries: Where to look, by default the whole index.
     """
     wanted = [word.lower() for word in words]
-    found = []
+    matching = []
     for entry in index_entries() if entries is None else entries:
         text = " ".join((entry.name, entry.kind, entry.summary, entry.author, entry.place)).lower()
         if kind in ("", entry.kind) and all(word in text for word in wanted):
-            found.append(entry)
-    return sorted(found, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
+            matching.append(entry)
+    return sorted(matching, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
 
 
 def where_to_get(
     name: str, kind: str = "", dist: str = "", *, installed: Iterable[str] = (), exact: bool = False
 ) -> str:
-    """Return a sentence that says which package or repository has a component, or an empty text.
+    """Return a sentence that says which package or repository has a component, or an empty string.
 
     Args:
         name: The component, in any case.
@@ -146,28 +146,28 @@ def where_to_get(
     """
     try:
         entries = index_entries()
-    except TwinkleError:  # this is about another error, which must not be lost
+    except TwinkleError:  # the caller reports another error, which must not be lost
         return ""
-    found = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
-    found = [entry for entry in found if entry.name == name or not exact]
+    matching = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
+    matching = [entry for entry in matching if entry.name == name or not exact]
     here = {canonical(place) for place in installed}
-    found = [entry for entry in found if canonical(entry.place) not in here]
+    matching = [entry for entry in matching if canonical(entry.place) not in here]
     if dist:
-        found = [entry for entry in found if canonical(entry.package) == canonical(dist)]
-    if not found:
+        matching = [entry for entry in matching if canonical(entry.package) == canonical(dist)]
+    if not matching:
         return ""
-    places = dict.fromkeys(entry.place for entry in found)
-    first = found[0]
+    places = dict.fromkeys(entry.place for entry in matching)
+    first = matching[0]
     note = "review it first" if first.repository else "run"
     spelt = "" if first.name == name else f" as {first.name!r}"
     return f"the index lists it{spelt} in {quoted(places)}; {note}: {first.command}"
 
 
 def where_to_get_export(module: str, name: str) -> str:
-    """Return a sentence that says which package exports `module.name`, or an empty text."""
+    """Return a sentence that says which package exports `module.name`, or an empty string."""
     try:
         packages = [e.package for e in index_exports() if (e.module, e.name) == (module, name)]
-    except TwinkleError:  # this is about another error, which must not be lost
+    except TwinkleError:  # the caller reports another error, which must not be lost
         return ""
     return f"it is part of {packages[0]}, run: pip install {packages[0]}" if packages else ""
 

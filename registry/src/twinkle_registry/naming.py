@@ -30,7 +30,7 @@ def _initials(name: str) -> str:
 
 
 def nearest_or_all(name: str, names: Iterable[str]) -> str:
-    """Say in words which names are near `name`, or which there are at all."""
+    """Return a hint that lists the names near `name`, or all names if none is near."""
     known = sorted(set(names))
     if close := nearest(name, known):
         return f"nearest: {quoted(close)}"
@@ -45,8 +45,8 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def shown(text: str) -> str:
-    """Return a text of a stranger as it may be put on a terminal: quoted, without control and direction marks."""
+def safe_repr(text: str) -> str:
+    """Return an untrusted string quoted for a terminal, with control and direction characters escaped."""
     kept = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
     return f"'{kept}'" + ("..." if len(text) > 200 else "")
 

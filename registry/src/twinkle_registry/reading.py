@@ -30,7 +30,7 @@ _MODULE = re.compile(r"\.?([^\W\d]\w*(\.[^\W\d]\w*)*)?")
 _REF = re.compile(r"(\.|\.?[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 Check = Callable[[Any], str]
-"""Returns what was expected, or an empty string for a value that is fine."""
+"""Returns what was expected, or an empty string for a valid value."""
 
 
 def read_toml(path: str | PathLike[str] | Traversable) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _boolean(value: Any) -> str:
 
 
 def matches(pattern: re.Pattern[str], what: str) -> Check:
-    """Return a check for texts that the pattern matches whole; `what` is what others are told to write."""
+    """Return a check for texts that the pattern matches whole; `what` describes valid values in errors."""
     return lambda value: "" if isinstance(value, str) and pattern.fullmatch(value) else what
 
 

@@ -26,7 +26,7 @@ from .naming import CODE_PACKAGE, canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
 from .settings import Settings, is_frozen, untrusted_notice
-from .validation import Validator, broken, lifecycle_hooks, pretenders, taken, unusable
+from .validation import Validator, broken, lifecycle_hooks, name_is_taken, name_losers, unusable
 
 if TYPE_CHECKING:
     from .hooks import HookCall, Implementers, PluginSet
@@ -82,10 +82,10 @@ class Registry:
         self._forbidden: dict[str, str] = {}
         self._hook_calls: dict[str, HookCall] = {}
 
-    # What there is
+    # Plugins and names
 
     def load_installed(self, also: Iterable[PluginRecord] = ()) -> None:
-        """Add every installed plugin, then `also` (from a Hub or a folder), then warn of settings that name nobody."""
+        """Add every installed plugin, then `also` (from a Hub or a folder), then warn of settings without effect."""
         from .discovery import installed_plugins
 
         for record in [*installed_plugins(), *also]:
@@ -104,14 +104,14 @@ class Registry:
             validated = self._validator.validate(record, self._records)
             if self.frozen and validated.status == "ok" and (why := self.frozen.why_not(validated)):
                 validated = replace(validated, status="disabled", reason=why, cause=NotTrusted(why))
-            for pretender in pretenders(validated, self._records):
-                self._replace(pretender, unusable(pretender, taken(pretender, validated)))
+            for loser in name_losers(validated, self._records):
+                self._replace(loser, unusable(loser, name_is_taken(loser, validated)))
             self._records.append(validated)
             self._index.clear()
             return validated
 
     def withdraw(self, name: str) -> None:
-        """Forget the plugins called `name`, so that another of that name can be added: one under test, in a folder."""
+        """Remove the plugins called `name`, so that another of that name can be added, such as one under test."""
         with self._lock:
             for record in [r for r in self._records if canonical(r.name) == canonical(name)]:
                 self._records.remove(record)
@@ -124,8 +124,8 @@ class Registry:
     def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
         """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added.
 
-        Its components are not found any more, its hooks are not called, and `load` refuses what was found before. A
-        service calls this from time to time.
+        Its components cannot be found any more, its hooks are not called, and `load` refuses specs that were found
+        before. A service calls this from time to time.
 
         Args:
             max_age: Revocation lists that were read within so many seconds are not read again.
@@ -175,7 +175,7 @@ class Registry:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of component there are."""
+        """All kinds of component."""
         return list(self._kinds)
 
     @property
@@ -189,12 +189,12 @@ class Registry:
         return self._settings
 
     def notices(self) -> list[str]:
-        """Return what a person should know though nothing is broken: settings in vain, commands in conflict.
+        """Return notices that are not errors: settings without effect, commands in conflict.
 
-        Settings and locks of a folder that is not trusted are in vain too.
+        Ignored settings and locks of an untrusted folder are among them.
         """
         by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
-        notices = explain.vain_settings(self._settings, self.records, by_kind)
+        notices = explain.unused_settings(self._settings, self.records, by_kind)
         if notice := untrusted_notice():
             notices.append(notice)
         for name, specs in self._commands_by_name().items():
@@ -221,16 +221,16 @@ class Registry:
         """Return the component called `Name` or `plugin/Name`, without importing it.
 
         Raises:
-            ComponentNotFound: Nobody offers it, or only a disabled plugin.
+            ComponentNotFound: No plugin offers it, or only a disabled one.
             ComponentConflict: Several plugins offer it and none is preferred.
             PluginBroken: Only a broken plugin offers it.
             PluginIncompatible: Only a plugin for another core version offers it.
         """
         dist, _, bare = name.rpartition("/")
-        found = self.specs(kind).get(bare, [])
-        chosen = explain.choose(found, dist=dist, name=bare, kind=kind, settings=self._settings)
-        if chosen is not None:
-            return chosen
+        specs = self.specs(kind).get(bare, [])
+        spec = explain.choose(specs, dist=dist, name=bare, kind=kind, settings=self._settings)
+        if spec is not None:
+            return spec
         from .index import where_to_get
 
         records = self.records
@@ -318,24 +318,26 @@ class Registry:
 
     def build(self, x: Any, kind: str, /, *args: Any, **init_args: Any) -> Any:
         """Resolve `x` and instantiate it if it is a class; arguments are checked before, and never ignored."""
-        found = self.resolve(x, kind)
+        component = self.resolve(x, kind)
         asked = (
-            f"{kind} {x!r}" if isinstance(x, str) else f"{kind} {getattr(found, '__name__', type(found).__name__)!r}"
+            f"{kind} {x!r}"
+            if isinstance(x, str)
+            else f"{kind} {getattr(component, '__name__', type(component).__name__)!r}"
         )
-        if not isinstance(found, type):
+        if not isinstance(component, type):
             if args or init_args:
                 given = ", ".join([*(repr(a) for a in args), *(f"{k}=…" for k in init_args)])
-                what = "a function" if callable(found) and hasattr(found, "__name__") else "already an instance"
+                what = "a function" if callable(component) and hasattr(component, "__name__") else "already an instance"
                 raise ArgumentError(f"{asked} is {what}, so it takes no arguments here, got {given}; pass the class")
-            return found
-        if missing := missing_methods(found):
+            return component
+        if missing := missing_methods(component):
             raise ComponentTypeError(
-                f"{asked} cannot be instantiated: {found.__name__} does not implement {quoted(missing)}"
+                f"{asked} cannot be instantiated: {component.__name__} does not implement {quoted(missing)}"
             )
         from .calls import check_keywords
 
-        check_keywords(found, init_args, what=asked, args=args)
-        return found(*args, **init_args)
+        check_keywords(component, init_args, what=asked, args=args)
+        return component(*args, **init_args)
 
     def load(self, spec: ComponentSpec) -> Any:
         """Check the requirements of one component, then import it.
@@ -343,7 +345,7 @@ class Registry:
         Raises:
             NotTrusted: The run is frozen and its plugin is not as it was locked, or code of a Hub may not run.
             RequirementMissing: A package it needs is not installed; nothing was imported.
-            PluginBroken: The import fails, or the manifest names something that is not there.
+            PluginBroken: The import fails, or the manifest names something that does not exist.
         """
         if spec.root in self._forbidden:
             raise NotTrusted(f"{spec}: {self._forbidden[spec.root]}")
@@ -412,7 +414,7 @@ class Registry:
                 raise ComponentNotFound(f"cannot detach {name!r}: no object of that name is attached")
             self._plugins().detach(name)
 
-    # Inside
+    # Internals
 
     def _plugins(self) -> PluginSet:
         """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""

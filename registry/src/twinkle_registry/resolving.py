@@ -97,6 +97,6 @@ def open_hub(scheme: str, registry: Registry, *, asked: str) -> Any:
 
 
 def _offered_by_unusable(scheme: str, registry: Registry) -> bool:
-    """Say whether a disabled or broken plugin would read the scheme, so that its reason is the answer."""
+    """Return whether a disabled or broken plugin would read the scheme, so that its reason is the answer."""
     manifests = [record.manifest for record in registry.records if record.manifest and record.status != "ok"]
     return any(c.kind == "hub" and c.name == scheme for m in manifests for c in m.components)

@@ -29,7 +29,7 @@ _TABLES = ("plugins", "trust")
 
 
 NEED_TRUST = ("allow", "revoked")
-"""Keys that are obeyed in a trusted file only: one lets code run, one names addresses that are asked."""
+"""Keys that only a trusted file may set: one lets code run, one names addresses that are requested."""
 LOCK_NAME = "twinkle.lock"
 LOCK_VARIABLE = "TWINKLE_LOCK"
 FROZEN_VARIABLE = "TWINKLE_FROZEN"
@@ -40,7 +40,7 @@ _OFF = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the registry leaves out and whom it prefers.
+    """Which plugins the registry leaves out and which it prefers.
 
     Attributes:
         disabled: Plugins that are not used, by name or distribution.
@@ -98,7 +98,7 @@ class ConfigFile:
     Attributes:
         path: Where it is.
         raw: Its content; every table in it is a known one.
-        is_trusted: It was named, is the user's own, or lies in a folder that the user trusts.
+        is_trusted: It was named, is the user's own, or is in a folder that the user trusts.
     """
 
     path: str
@@ -119,7 +119,7 @@ class ConfigFile:
 
 
 def read_config(path: str, environ: Mapping[str, str] | None = None) -> ConfigFile:
-    """Read a configuration file, and find out whether it may let code run.
+    """Read a configuration file and determine whether it may let code run.
 
     Raises:
         SettingsError: It is not TOML, or has an unknown table.
@@ -172,16 +172,16 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _added(key: str, users: Any, folders: Any) -> Any:
-    """Return what the user's file and that of a folder say together, so that the folder's lifts nothing."""
+    """Merge a value of the user's file with that of a folder's file, which must not remove a restriction."""
     if key == "disable":
         return [*users, *folders]
     return {**folders, **users} if key == "prefer" else users
 
 
 def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
-    """Raise `SettingsError` if a configuration file says more than `[plugins]` and `[trust]`.
+    """Raise `SettingsError` if a configuration file has other tables than `[plugins]` and `[trust]`.
 
-    A misspelt `[trust]` would otherwise switch the policy off, and nobody would know.
+    A misspelt `[trust]` would otherwise disable the policy silently.
     """
     for key, value in raw.items():
         if key in _TABLES:
@@ -194,7 +194,7 @@ def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
 
 
 def config_file(environ: Mapping[str, str]) -> str:
-    """Return the path of the configuration file, or an empty text where there is none."""
+    """Return the path of the configuration file, or an empty string if there is none."""
     if named := environ.get(CONFIG_VARIABLE):
         path = os.path.expanduser(named)
         if not os.path.isfile(path):
@@ -231,7 +231,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable in environ:
             values[key] = _parts(environ[variable])
     if values.get("only") == []:
-        # `TWINKLE_PLUGINS_ONLY=` is how a shell unsets a variable for one command, not a wish for no plugins.
+        # `TWINKLE_PLUGINS_ONLY=` is how a shell unsets a variable for one command; it does not mean "no plugins".
         values["only"] = None
     if PREFER_VARIABLE in environ:
         values["prefer"] = dict(_preference(part) for part in _parts(environ[PREFER_VARIABLE]))
@@ -264,12 +264,12 @@ def lock_path() -> str:
 
 
 def lock_is_named() -> bool:
-    """Say whether the user named the lock, so that it needs no other trust."""
+    """Return whether the user named the lock, so that it needs no other trust."""
     return bool(os.environ.get(LOCK_VARIABLE))
 
 
-def may_obey_lock(path: str, content: bytes) -> bool:
-    """Say whether the lock of this run, which has this content, was named or lies in a folder that the user trusts."""
+def is_trusted_lock(path: str, content: bytes) -> bool:
+    """Return whether the lock of this run, which has this content, was named or is in a folder that the user trusts."""
     if lock_is_named():
         return True
     from .trust.folders import is_trusted_file
@@ -278,12 +278,12 @@ def may_obey_lock(path: str, content: bytes) -> bool:
 
 
 def is_frozen() -> bool:
-    """Say whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
+    """Return whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
     return _switch(FROZEN_VARIABLE)
 
 
 def trusts_all() -> bool:
-    """Say whether code from a Hub runs without anybody having looked at it (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
+    """Return whether code from a Hub runs without a review (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
     return _switch(TRUST_VARIABLE)
 
 
@@ -295,7 +295,7 @@ def _switch(variable: str) -> bool:
 
 
 def untrusted_notice() -> str:
-    """Return which settings of the working directory are not obeyed and how to change that, or an empty text."""
+    """Return which settings of the working directory are ignored and how to change that, or an empty string."""
     ignored = [*_of_config(), *_of_lock()]
     if not ignored:
         return ""
@@ -309,8 +309,8 @@ def untrusted_notice() -> str:
     )
 
 
-def and_untrusted() -> str:
-    """Return the same as the end of an error's text."""
+def untrusted_suffix() -> str:
+    """Return the notice as the end of an error's text."""
     notice = untrusted_notice()
     return f"; {notice}" if notice else ""
 
@@ -327,7 +327,7 @@ def _of_config() -> list[str]:
 
 
 def _hidden(file: ConfigFile) -> list[str]:
-    """Return what a trusted file would hide of the user's own."""
+    """Return which settings of the user's own file this file would replace if it were trusted."""
     user = os.path.expanduser(USER_FILE)
     users = read_config(user).plugins if os.path.isfile(user) else {}
     kept = [key for key, value in users.items() if file.plugins.get(key) != value]
@@ -342,5 +342,5 @@ def _of_lock() -> list[str]:
         with open(path, "rb") as file:
             content = file.read()
     except OSError:
-        return []  # whoever needs the lock says what is wrong with it
-    return [] if may_obey_lock(path, content) else [LOCK_NAME]
+        return []  # the code that needs the lock reports what is wrong with it
+    return [] if is_trusted_lock(path, content) else [LOCK_NAME]

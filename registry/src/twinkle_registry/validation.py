@@ -1,4 +1,4 @@
-"""Decides whether a plugin that was found may be used here: settings, name, core version, kinds and hooks."""
+"""Decides whether a plugin may be used: settings, name, core version, kinds and hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .settings import Settings
 
 
 class Validator:
-    """What plugins are validated by: kinds, lifecycle hooks and version of core, and what a person switched off."""
+    """Validates plugins against the kinds, lifecycle hooks and version of core, and against the settings."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Validator:
     ) -> None:
         self.kinds, self.lifecycle, self.core_version = kinds, lifecycle, core_version
         self.settings = settings
-        # Core itself: `only = ["acme"]` means the plugins, not the floor they stand on.
+        # Core itself: `only = ["acme"]` means plugins, not the core that they need.
         self.essential = {canonical(name) for name in essential}
 
     def validate(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
@@ -52,7 +52,7 @@ class Validator:
         return settings.why_disabled(names)
 
     def _with_unknown(self, record: PluginRecord) -> PluginRecord:
-        """Add to the problems of a manifest those that only a house knows, so that its author reads all at once."""
+        """Add to the problems of a manifest those that need the registry, so that its author sees all at once."""
         read = record.cause.manifest if isinstance(record.cause, ManifestError) else None
         problems = self._unknown(read) if isinstance(read, Manifest) else []
         if not problems:
@@ -77,15 +77,15 @@ class Validator:
         ]
 
 
-def pretenders(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
-    """Return the usable plugins that bear the name of `record`, where it is that of its distribution and not theirs."""
+def name_losers(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
+    """Return the usable plugins that lose their name to `record`: it is that of its distribution, and not of theirs."""
     if record.status != "ok" or not _bears_own_name(record):
         return []
     return [twin for twin in _namesakes(record, others) if not _bears_own_name(twin)]
 
 
-def taken(record: PluginRecord, owner: PluginRecord) -> str:
-    """Say that a plugin cannot have the name that another has, and name both."""
+def name_is_taken(record: PluginRecord, owner: PluginRecord) -> str:
+    """Return the text for a plugin whose name another one has; it names both."""
     return (
         f"the name {record.name!r} of this plugin (distribution {record.dist} {record.version}) is taken by "
         f"{owner.dist} {owner.version} at {owner.location}"
@@ -111,8 +111,8 @@ def unusable(record: PluginRecord, *problems: str) -> PluginRecord:
 
 
 def _twins(record: PluginRecord, others: Sequence[PluginRecord]) -> list[str]:
-    yielding = pretenders(record, others)
-    return [taken(record, twin) for twin in _namesakes(record, others) if twin not in yielding]
+    yielding = name_losers(record, others)
+    return [name_is_taken(record, twin) for twin in _namesakes(record, others) if twin not in yielding]
 
 
 def _namesakes(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:

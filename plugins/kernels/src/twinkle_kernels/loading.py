@@ -85,7 +85,7 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
     Raises:
         NotTrusted: it does not.
     """
-    from twinkle_registry.settings import and_untrusted
+    from twinkle_registry.settings import untrusted_suffix
     from twinkle_registry.trust.policy import Policy
     from twinkle_registry.trust.reference import Origin
 
@@ -100,7 +100,7 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
         raise NotTrusted(
             f"{asked}: cannot run code from {origin.place}: it is not trusted; review it, then allow this commit in "
             f"twinkle.toml: [trust] allow = [{str(origin)!r}]\n  (other ways: {origin.place!r} there for all commits, "
-            f"or TWINKLE_TRUST_REMOTE_CODE=1 for all code){and_untrusted()}"
+            f"or TWINKLE_TRUST_REMOTE_CODE=1 for all code){untrusted_suffix()}"
         )
     if policy.signers(origin):
         raise NotTrusted(

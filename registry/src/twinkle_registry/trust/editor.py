@@ -1,6 +1,6 @@
 """What `twinkle plugins add`, `lock`, `remove` and `verify` do: change the lock, or compare it with what is installed.
 
-Nothing enters the store or the lock before somebody accepted it; a `Decide` function is called with each proposal.
+Nothing enters the store or the lock before it was accepted; a `Decide` function is called with each proposal.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..files import source_of
 from ..manifest import PluginRecord
 from ..naming import canonical, nearest_or_all
 from ..settings import FROZEN_VARIABLE, LOCK_NAME, is_frozen
-from .download import CodeHub, arrived, fetch, keep, resolve
-from .frozen import check_record_file, distribution_now
+from .download import CodeHub, downloaded, fetch, resolve, store_tree
+from .frozen import check_record_file, installed_distribution
 from .loading import Load, valid_record
 from .lock import Lock, LockedDistribution, LockedFile, LockedRepository, change_lock
 from .policy import Policy, require_trust, why_not_trusted
 from .reference import HubReference, Origin
 from .review import Decide, Proposal, Sort, of_distribution, of_file, of_repository
-from .store import Store, Tree, differences, few, sha256
+from .store import Store, Tree, differences, first_few, sha256
 
 if TYPE_CHECKING:
     from ..registry import Registry
@@ -31,15 +31,15 @@ OpenHub = Callable[[str], CodeHub]
 
 
 class LockEditor:
-    """Adds to, renews and takes from the lock of this run."""
+    """Adds entries to the lock of this run, updates and removes them."""
 
     def __init__(self, registry: Registry, open_hub: OpenHub, decide: Decide) -> None:
         """Work for one registry.
 
         Args:
-            registry: Knows the installed plugins, and judges those of a Hub.
+            registry: Has the installed plugins, and validates those of a Hub.
             open_hub: Returns the hub of a scheme.
-            decide: Is shown each proposal that would change the lock, and says whether it is accepted.
+            decide: Is called with each proposal that would change the lock; returns whether it is accepted.
 
         Raises:
             SettingsError: The run is frozen, so that its lock must not change.
@@ -53,7 +53,7 @@ class LockEditor:
         self._registry, self._open_hub, self._decide = registry, open_hub, decide
 
     def add(self, asked: str) -> Proposal | None:
-        """Trust what a text names: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
+        """Trust a target: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
 
         Returns:
             What was accepted, or None if it was declined; then nothing has changed.
@@ -90,13 +90,13 @@ class LockEditor:
     def _renewed(self, sort: Sort, asked: str, renew: Callable[[str], Proposal | None]) -> Proposal | None:
         try:
             return renew(asked)
-        except (TwinkleError, OSError) as error:  # what cannot be renewed must not keep the rest back
+        except (TwinkleError, OSError) as error:  # one failure must not stop the others
             return Proposal(sort, asked, problem=str(error))
 
     def _renew_repository(self, asked: str) -> Proposal | None:
         reference, lock = HubReference.parse(asked, asked=f"lock {asked}"), Lock.load()
         entry = lock.find(reference)
-        if entry is not None and reference.is_commit and Store().has_whole(entry.digest):
+        if entry is not None and reference.is_commit and Store().has_intact(entry.digest):
             return Proposal("hub", asked, entry.commit, entry.repository, entry.commit, state="same")
         return self._add_repository(reference)
 
@@ -108,15 +108,15 @@ class LockEditor:
         _refuse(policy.forbids(origin), origin.place, asked)
         _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
-        with arrived(hub, origin, store, asked=asked) as tree:
+        with downloaded(hub, origin, store, asked=asked) as tree:
             record = valid_record(tree, origin, self._registry, asked=asked)
             require_trust(policy, [(reference, origin)], tree, locked=True, asked=asked)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
             proposal = of_repository(reference, entry, record, tree, lock, store)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
-            tree.verify()  # it may have waited for the decision
-            keep(store, tree, origin)
+            tree.verify()  # the decision may have taken a while
+            store_tree(store, tree, origin)
             change_lock(lambda now: now.with_repository(entry))
         return proposal
 
@@ -132,7 +132,7 @@ class LockEditor:
         return proposal
 
     def _add_distribution(self, name: str) -> Proposal | None:
-        now = distribution_now(name, self._records())
+        now = installed_distribution(name, self._records())
         check_record_file(now.name)
         proposal = of_distribution(now, self._records(), Lock.load())
         if proposal.state != "same":
@@ -146,7 +146,7 @@ class LockEditor:
 
 
 def remove(asked: str) -> list[str]:
-    """Take what a text names out of the lock and return how the lock called it.
+    """Remove the entries that a text names from the lock and return their names.
 
     Args:
         asked: `scheme://repo` (every revision of it), `scheme://repo@revision`, `./file.py` or a distribution.
@@ -183,7 +183,7 @@ def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
         open_hub: Returns the hub of a scheme; asked only if something else of it is trusted.
     """
     lock, policy = Lock.load(), Policy.load()
-    told = []
+    sentences = []
     for text in removed:
         if "://" not in text:
             continue
@@ -194,13 +194,13 @@ def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
         try:
             entry = lock.find(reference)
             origin = entry.origin if entry else resolve(open_hub(reference.scheme), reference, asked=f"remove {text}")
-        except TwinkleError:  # without the hub nobody can tell, and it is removed all the same
+        except TwinkleError:  # the hub does not answer; the entry is removed in any case
             continue
         entry = entry or lock.of_origin(origin)
         if not why_not_trusted(policy, reference, origin, locked=entry is not None):
             way = f"remove that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
-            told.append(f"{text} still leads to {origin}, which is trusted; {way}")
-    return told
+            sentences.append(f"{text} still leads to {origin}, which is trusted; {way}")
+    return sentences
 
 
 def _folder(asked: str) -> str:
@@ -230,7 +230,7 @@ def _refuse(reason: str, place: str, asked: str) -> None:
 
 
 def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: str) -> None:
-    """Refuse a redirect to another owner: whoever was asked for is not who would be trusted."""
+    """Refuse a redirect to another owner: the publisher that was asked for is not the one that would be trusted."""
     if reference.scheme != "file" and reference.repo.partition("/")[0] != origin.repo.partition("/")[0]:
         raise NotTrusted(
             f"{asked}: {reference.place} has moved to {origin.place}, which is another publisher; if you trust that "
@@ -247,7 +247,7 @@ def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
 
 @dataclass(frozen=True)
 class EntryCheck:
-    """One entry of the lock, and what is wrong with it; an empty text where nothing is."""
+    """One entry of the lock, and what is wrong with it; an empty string where nothing is."""
 
     sort: str
     name: str
@@ -268,10 +268,10 @@ def verify(
 
     Raises:
         ComponentNotFound: There is no lock.
-        NotTrusted: It lies in a folder that is not trusted.
+        NotTrusted: It is in a folder that is not trusted.
         SettingsError: The lock is damaged, or `[trust]` is wrong.
     """
-    Policy.load(fetch=True)  # whoever has a lock of distributions alone is told too that the policy cannot be read
+    Policy.load(fetch=True)  # reports an invalid policy even if the lock lists no code of a Hub
     lock = Lock.load()
     if not lock.path.is_file():
         raise ComponentNotFound(f"there is no {lock.path}; create it with: twinkle plugins lock")
@@ -319,7 +319,7 @@ def _moved(entry: LockedRepository, open_hub: OpenHub) -> str:
 def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) -> EntryCheck:
     problem, version = "", entry.version
     try:
-        now = distribution_now(entry.name, records)
+        now = installed_distribution(entry.name, records)
     except ComponentNotFound:
         return EntryCheck(
             "pypi", entry.name, version, f"not installed; run: pip install '{entry.name}=={entry.version}'"
@@ -328,8 +328,8 @@ def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) 
         problem = (
             f"{now.version} is installed; run: pip install '{entry.name}=={entry.version}', or twinkle plugins lock"
         )
-    elif found := differences(entry.files, now.files):
-        problem = f"not as it was locked: {few(found)}; reinstall it, or run: twinkle plugins lock"
+    elif changes := differences(entry.files, now.files):
+        problem = f"not as it was locked: {first_few(changes)}; reinstall it, or run: twinkle plugins lock"
     return EntryCheck("pypi", entry.name, version, problem)
 
 

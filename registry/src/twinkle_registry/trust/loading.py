@@ -48,11 +48,11 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
     Args:
         text: `scheme://repo`, with `@revision` and `#Name` or without.
         kind: What is wanted; a repository with one such component needs no name.
-        registry: Judges the plugin as it does installed ones.
-        open_hub: Gives the hub; called only if lock and store do not suffice.
+        registry: Validates the plugin as it does installed ones.
+        open_hub: Returns the hub; called only if lock and store do not suffice.
 
     Raises:
-        NotTrusted: Nobody allowed this code, it is not what was added, or it is not locked in a frozen run.
+        NotTrusted: This code is not trusted, was changed after it was added, or is not locked in a frozen run.
         ComponentNotFound: It offers nothing, or nothing of that name or kind; or several and no name was given.
         ManifestError: Its manifest is wrong.
         PluginIncompatible: It was made for another version of core.
@@ -180,7 +180,7 @@ def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) 
     Raises:
         ManifestError: Its manifest is wrong, as any may be or in what it says of kinds and hooks.
         PluginIncompatible: It was made for another version of core.
-        PluginBroken: It names kinds or hooks that there are not.
+        PluginBroken: It names kinds or hooks that do not exist.
     """
     try:
         record = record_of(tree, origin)
@@ -209,8 +209,8 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
         return next(iter(of_kind.values()))
     others = sorted({f"{spec.kind} {spec.name!r}" for spec in components if spec.kind != kind})
     if name:
-        found = nearest_or_all(name, of_kind) if of_kind else f"it offers {', '.join(others) or 'nothing'}"
-        raise ComponentNotFound(f"{asked}: its manifest lists no {kind} {name!r}; {found}")
+        hint = nearest_or_all(name, of_kind) if of_kind else f"it offers {', '.join(others) or 'nothing'}"
+        raise ComponentNotFound(f"{asked}: its manifest lists no {kind} {name!r}; {hint}")
     if of_kind:
         raise ComponentNotFound(f"{asked}: it offers several of that kind; add '#Name', one of {quoted(of_kind)}")
     raise ComponentNotFound(f"{asked}: its manifest lists no {kind}; it offers {', '.join(others) or 'nothing'}")
@@ -222,13 +222,13 @@ def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, ref
         raise ComponentNotFound(f"{asked}: the kind {kind} has no contract, so name the component: '...#Name'")
     own = _written_in(module)
     subclasses = [value for value in own.values() if inspect.isclass(value) and contract in value.__mro__[1:]]
-    whole = [cls for cls in subclasses if not missing_methods(cls)]
-    found = list(dict.fromkeys(cls for cls in whole if not any(cls in other.__mro__[1:] for other in whole)))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    concrete = [cls for cls in subclasses if not missing_methods(cls)]
+    leaves = list(dict.fromkeys(cls for cls in concrete if not any(cls in other.__mro__[1:] for other in concrete)))
+    if len(leaves) == 1:
+        return leaves[0]
+    if leaves:
         raise ComponentNotFound(
-            f"{asked}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in found)}"
+            f"{asked}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in leaves)}"
         )
     raise ComponentNotFound(
         f"{asked}: it has neither a {MANIFEST_NAME} nor, in its __init__.py, a subclass of "
@@ -247,7 +247,7 @@ def _written_in(module: ModuleType) -> dict[str, Any]:
 
 
 def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
-    """Return what is there all the same: half a class, or what fits without being a subclass and must be named."""
+    """Return hints to incomplete subclasses, and to what satisfies the contract without being a subclass."""
     hints, fitting = [], []
     for name, value in own.items():
         if inspect.isclass(value) and contract in value.__mro__:
@@ -318,7 +318,7 @@ def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> Plu
 
 
 def why_forbidden(record: PluginRecord, policy: Policy) -> str:
-    """Return why a plugin of a Hub that was added before may not be used any more, or an empty text."""
+    """Return why a plugin of a Hub that was added before may not be used any more, or an empty string."""
     scheme, colon, repo = record.dist.partition("://")
     if not colon:
         return ""
@@ -338,7 +338,7 @@ def _refs(manifest: Manifest) -> list[str]:
 
 
 def _outside(manifest: Manifest, root: str) -> str:
-    """Return which refs leave the repository and how to write them, or an empty text."""
+    """Return which refs leave the repository and how to write them, or an empty string."""
     outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _lies_below(ref, root)]
     if not outside:
         return ""
@@ -376,7 +376,7 @@ class CodeLoader(SourceFileLoader):
     """Compiles what the tree gives, which has checked its hash."""
 
     def __init__(self, fullname: str, source: str, tree: Tree, load: Load | None) -> None:
-        """Load `fullname` from the file `source` of the tree; an empty text is a package without code of its own.
+        """Load `fullname` from the file `source` of the tree; an empty string is a package without code of its own.
 
         `load` checked the tree for this module, and is current while the module runs.
         """
@@ -425,7 +425,7 @@ def install_finder() -> None:
 
 
 def is_module(tree: Tree, name: str) -> bool:
-    """Say whether the tree has a module or package `name` at its top."""
+    """Return whether the tree has a module or package `name` at its top."""
     return f"{name}.py" in tree.files or name in tree.folders
 
 
@@ -473,11 +473,11 @@ class CheckedPath:
         return self._path.rpartition("/")[2]
 
     def is_file(self) -> bool:
-        """Say whether this is a listed file."""
+        """Return whether this is a listed file."""
         return self._path in self._tree.files
 
     def is_dir(self) -> bool:
-        """Say whether this is a folder that holds a listed file."""
+        """Return whether this is a folder that holds a listed file."""
         return self._path in self._tree.folders
 
     def iterdir(self) -> Iterator[CheckedPath]:
@@ -487,7 +487,7 @@ class CheckedPath:
         yield from (self.joinpath(name) for name in sorted(names))
 
     def joinpath(self, *descendants: Any) -> CheckedPath:
-        """Return what lies below."""
+        """Return a path below this one."""
         parts = [self._path, *(str(part) for part in descendants)]
         return CheckedPath(self._tree, "/".join(part.strip("/") for part in parts if part.strip("/")))
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from ..errors import ComponentConflict, NotTrusted, SettingsError, TwinkleError
 from ..naming import canonical, nearest_or_all, quoted
-from ..settings import LOCK_VARIABLE, is_frozen, lock_is_named, lock_path, may_obey_lock, untrusted_notice
-from .folders import follow
+from ..settings import LOCK_VARIABLE, is_frozen, is_trusted_lock, lock_is_named, lock_path, untrusted_notice
+from .folders import record_own_write
 from .reference import HubReference, Origin
 from .store import check_names, check_path, digest_of
 
@@ -39,7 +39,7 @@ class LockedRepository:
     Attributes:
         reference: As it was asked for, without a name: `hf://org/repo` or `hf://org/repo@revision`.
         repository: Where that led after redirects: `hf://org/repo`.
-        commit: The commit that somebody looked at.
+        commit: The commit that was reviewed.
         files: Path to SHA-256.
     """
 
@@ -62,7 +62,7 @@ class LockedRepository:
 
 @dataclass(frozen=True, slots=True)
 class LockedDistribution:
-    """One distribution from PyPI (or wherever pip found it): its installed files with their SHA-256."""
+    """One distribution that pip installed: its files with their SHA-256."""
 
     name: str
     version: str
@@ -79,9 +79,9 @@ class LockedFile:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """All that one lock file says; `path` is where it is, or would be.
+    """The content of one lock file; `path` is its place, whether it exists or not.
 
-    `is_obeyed` is False where the file lies in a folder that is not trusted; then the lock has no entries.
+    `is_obeyed` is False if the file is in a folder that is not trusted; then the lock has no entries.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class Lock:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Lock:
-        """Read the lock of this run; where there is none, or none that is trusted, the empty one.
+        """Read the lock of this run; if it does not exist or is not trusted, return an empty one.
 
         A lock that is given or named by `TWINKLE_LOCK` is trusted.
 
@@ -106,19 +106,19 @@ class Lock:
             return cls(path)
         except OSError as error:
             raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-        if not (is_given or may_obey_lock(str(path), content)):
+        if not (is_given or is_trusted_lock(str(path), content)):
             return cls(path, is_obeyed=False)
 
         return _parsed(content, path)
 
     def lacks(self, what: str) -> str:
-        """Return how errors say that the lock does not list something."""
+        """Return the part of an error that says why the lock does not list something."""
         if not self.is_obeyed:
             return untrusted_notice() or f"{self.path} is not trusted"
         return f"{self.path} does not list {what}" if self.path.is_file() else f"there is no {self.path}"
 
     def require_trust(self, action: str) -> None:
-        """Raise `NotTrusted` if the file lies in a folder that is not trusted, and so was not read."""
+        """Raise `NotTrusted` if the file is in a folder that is not trusted, and so was not read."""
         if not self.is_obeyed:
             raise NotTrusted(f"cannot {action}: {self.lacks('it')}")
 
@@ -194,11 +194,11 @@ def _parsed(content: bytes, path: Path) -> Lock:
 
 
 def change_lock(change: Callable[[Lock], Lock]) -> Lock:
-    """Read the lock, change it and replace the file, while no other process does the same; return what is there now.
+    """Read the lock, change it and replace the file, while no other process does the same; return the new lock.
 
     Raises:
         SettingsError: The lock is damaged, or its folder cannot be written; the file stays as it was.
-        NotTrusted: The folder is not trusted: entries that nobody here looked at would be trusted with the new one.
+        NotTrusted: The folder is not trusted: entries that were not reviewed would become trusted with the new one.
     """
     path = Path(lock_path())
     try:
@@ -220,13 +220,13 @@ def _write_trusted(path: Path, text: str) -> None:
         _replace(path, text)
         return
     before, now = path.read_bytes() if path.exists() else b"", text.encode()
-    follow(str(path), before, now)
+    record_own_write(str(path), before, now)
     _replace(path, text)
-    follow(str(path), now, now)
+    record_own_write(str(path), now, now)
 
 
 def to_toml(lock: Lock) -> str:
-    """Return the text of a lock file; what it says is sorted, so that a diff shows changes only."""
+    """Return the text of a lock file; entries are sorted, so that a diff shows changes only."""
     lines = [HEAD, f"schema = {SCHEMA}\n"]
     for repository in sorted(lock.hub, key=lambda e: e.reference):
         lines += _table("hub", repository, ("reference", "repository", "commit", "digest"))
@@ -279,7 +279,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _guard(folder: Path) -> Iterator[None]:
-    """Keep other writers of locks in this folder out; where the system has no such lock, rely on the one rename."""
+    """Exclude other writers of locks in this folder; without file locks on this system, rely on the atomic rename."""
     try:
         import fcntl
     except ImportError:
@@ -295,7 +295,7 @@ def _guard(folder: Path) -> Iterator[None]:
 
 
 def parse_lock(content: bytes, path: Path) -> Lock:
-    """Return what a lock file says.
+    """Parse a lock file.
 
     Raises:
         SettingsError: It is damaged; the text names the place and what to do.

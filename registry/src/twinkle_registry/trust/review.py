@@ -20,7 +20,7 @@ from .lock import Lock, LockedDistribution, LockedFile, LockedRepository
 from .reference import HubReference
 from .store import Store, Tree, differences
 
-# No list of this kind is complete; it says where to look first, not what is safe.
+# This list cannot be complete: it shows where to look first, not what is safe.
 _METHODS_OF_FILES = (".read_text", ".read_bytes", ".write_text", ".write_bytes")
 _REACHES = {
     "starts processes": (
@@ -45,7 +45,7 @@ _NATIVE = (".so", ".pyd", ".dll", ".dylib")
 MAX_DIFF_LINES = 400
 MAX_LINE = 1_000
 MAX_DIFF_BYTES = 256 * 1024
-MAX_COMPARED_LINES = 5_000  # difflib takes hours over files that were made for it
+MAX_COMPARED_LINES = 5_000  # difflib takes hours for files that were crafted for it
 Sort = Literal["hub", "pypi", "file"]
 
 
@@ -62,7 +62,7 @@ class FileReview:
 
 @dataclass(frozen=True)
 class Review:
-    """One tree, beside the one that was trusted before if there is one; `diff` is made printable."""
+    """One tree, beside the one that was trusted before if there is one; `diff` is printable."""
 
     files: tuple[FileReview, ...]
     added: tuple[str, ...] = ()
@@ -192,11 +192,11 @@ def _limited(lines: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One thing that somebody may trust.
+    """A repository, distribution or file to review before it is trusted.
 
     Attributes:
         sort: `hub`, `pypi` or `file`.
-        name: How it was asked for, without the name of a component.
+        name: The reference that was given, without the name of a component.
         version: The commit or the version; empty for a file.
         origin: Where a reference led after redirects.
         trusted: The commit or version that is locked now, if one is.
@@ -204,7 +204,7 @@ class Proposal:
         offers: `kind Name` of each component, and each command and lifecycle hook.
         missing: Requirements of its components that are not installed.
         state: `new`, `changed` or `same` as what is locked.
-        problem: Why it could not be looked at; then it was not accepted.
+        problem: Why it could not be read; then it was not accepted.
     """
 
     sort: Sort

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import NotTrusted, RequirementMissing, SettingsError
 from ..naming import nearest_or_all
-from .store import Tree, listing_text, scan
+from .store import Tree, hash_folder, listing_text
 
 ED25519_FILE = "twinkle-plugin.sig"
 SIGSTORE_FILE = "twinkle-plugin.sigstore.json"
@@ -75,7 +75,7 @@ def sign_folder(folder: Path, private_key: bytes) -> Path:
         private_key: An ed25519 private key: 32 raw bytes, or PEM without a password.
     """
     key = read_private_key(private_key, "to sign a plugin")
-    signature = key.sign(signed_bytes(scan(folder, asked=f"sign {folder}")))
+    signature = key.sign(signed_bytes(hash_folder(folder, asked=f"sign {folder}")))
     target = folder / ED25519_FILE
     target.write_text(base64.b64encode(signature).decode() + "\n", "ascii")
     return target
