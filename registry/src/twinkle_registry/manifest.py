@@ -150,7 +150,7 @@ def manifest_from_rows(rows: Sequence[Any]) -> Manifest:
     """Rebuild a manifest that `manifest_to_rows` wrote, without any check."""
     schema, core, name, components, hooks, commands, exports, formerly = rows
     specs = tuple(
-        ComponentSpec(kind, label, ref, summary, tuple(requires), tuple(runtimes), *rest, formerly=tuple(formerly))
+        ComponentSpec(kind, label, ref, summary, tuple(requires), tuple(runtimes), *[*rest, tuple(formerly)])
         for kind, label, ref, summary, requires, runtimes, *rest, formerly in components
     )
     lifecycle = HooksSpec(hooks[0], tuple(hooks[1])) if hooks else None
