@@ -180,7 +180,7 @@ def test_lock_takes_in_what_is_installed_and_frozen_uses_that_alone(repository: 
     listed = json.loads(call("--frozen", "plugins", "list", "--json").stdout)
     assert {plain["status"] for plain in listed} == {"ok"}
     assert "TWINKLE_FROZEN" not in os.environ
-    assert "its lock does not change" in call("--frozen", "plugins", "add", repository, "--yes").stderr
+    assert "cannot change the lock: this run is frozen" in call("--frozen", "plugins", "add", repository, "--yes").stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINKLE_FROZEN", "1")
         registry.cache_clear()

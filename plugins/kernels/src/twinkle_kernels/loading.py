@@ -14,7 +14,7 @@ def load_reference(ref: HubRef) -> Any:
 
     Raises:
         RequirementMissing: the package `kernels` is not installed.
-        NotTrusted: nobody has allowed this code, or that of a repository it depends on.
+        NotTrusted: this code, or that of a repository it depends on, is not trusted.
         HubError: it cannot be found, downloaded or imported, or has no build for this machine.
         ArgumentError: it has no such layer.
     """
