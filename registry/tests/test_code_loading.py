@@ -442,3 +442,16 @@ def test_what_a_load_has_read_is_not_used_by_a_later_one(hub: Any, registry: Reg
         importlib.import_module(f"{package}.later")
     file.write_text("X = 1")
     assert importlib.import_module(f"{package}.later").X == 1
+
+
+def test_a_task_that_was_started_by_a_load_and_outlives_it_reads_files_again(
+    hub: Any, registry: Registry, add: Any
+) -> None:
+    starts = "import contextvars\nCONTEXT = contextvars.copy_context()\n"
+    hub.push("acme/focal", {**BARE, "__init__.py": starts + BARE["__init__.py"], "later.py": "X = 1"})
+    add(registry, "hf://acme/focal")
+    package = registry.resolve("hf://acme/focal", "loss").__module__.rpartition(".")[0]
+    module: Any = sys.modules[package]
+    (Path(module.__loader__.tree.folder) / "later.py").write_text("X = 2")
+    with pytest.raises(NotTrusted, match=r"later\.py was changed after it was added"):
+        module.CONTEXT.run(importlib.import_module, f"{package}.later")

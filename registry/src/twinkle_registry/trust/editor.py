@@ -287,23 +287,13 @@ def verify(
 
 def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool, online: bool) -> EntryCheck:
     try:
-        if fetch and not _is_whole(entry):
+        if fetch and not Store().has_intact(entry.digest):
             refetch(entry, open_hub(entry.origin.scheme))
         Load().checked_tree(entry.digest, asked=entry.reference)
         problem = _moved(entry, open_hub) if online else ""
     except (TwinkleError, ModuleNotFoundError) as error:
         problem = str(error)
     return EntryCheck("hub", entry.reference, entry.commit, problem)
-
-
-def _is_whole(entry: LockedRepository) -> bool:
-    try:
-        tree = Store().tree(entry.digest)
-        if tree is not None:
-            tree.verify()
-    except NotTrusted:
-        return False
-    return tree is not None
 
 
 def _moved(entry: LockedRepository, open_hub: OpenHub) -> str:

@@ -82,20 +82,23 @@ class Load:
     def __init__(self) -> None:
         self.store = Store()
         self._snapshots: dict[Path, Snapshot] = {}
-        self._verified: set[Path] = set()
+        self._depth = 0
 
     @staticmethod
     def current() -> Load | None:
-        """Return the load that is active in this thread, if one is."""
-        return _active.get()
+        """Return the load that this thread or task is in; a task that outlives the load is in none."""
+        load = _active.get()
+        return load if load is not None and load._depth else None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Load]:
         """Make this the current load for the block: imports in it use its lock, policy and files."""
         token = _active.set(self)
+        self._depth += 1
         try:
             yield self
         finally:
+            self._depth -= 1
             _active.reset(token)
 
     @cached_property
