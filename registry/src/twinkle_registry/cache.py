@@ -43,17 +43,17 @@ class DiskCache:
         self._now = time.time_ns()
 
     def start(self, path: list[list[Any]], scans: dict[str, Any]) -> None:
-        """Note the entries of sys.path with their mtimes, and what those that are settled hold."""
+        """Record the entries of sys.path with their mtimes, and the scans of those with a reliable mtime."""
         self.new = {"path": path, "scans": scans, "locations": {}, "manifests": {}}
         self.path_is_settled = all(self.is_settled(mtime) for _, mtime in path)
         self._same_path = self.old.get("path") == path
 
     def location(self, package: str) -> str:
-        """Return where a package had its manifest; any change of sys.path may have moved it."""
+        """Return where the manifest of a package was; any change of sys.path may have moved it."""
         return self.old_part("locations").get(package, "") if self._same_path else ""
 
     def old_part(self, name: str) -> dict[str, Any]:
-        """Return one part of what the last process left."""
+        """Return one part of the result of the last process."""
         part: dict[str, Any] = self.old.get(name, {})
         return part
 
@@ -108,7 +108,7 @@ def _store(file: str, content: dict[str, Any]) -> None:
 
 
 def _prune(folder: str) -> None:
-    """Keep the newest files: every folder that scripts are started from has a sys.path of its own."""
+    """Delete all but the newest files: every folder that scripts are started from has its own sys.path."""
     with os.scandir(folder) as entries:
         files = [(e.stat().st_mtime_ns, e.path) for e in entries if e.name.startswith("plugins-")]
     for _, path in sorted(files)[:-MAX_FILES]:

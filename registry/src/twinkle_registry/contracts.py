@@ -15,7 +15,7 @@ _FUNCTIONS = (
     types.MethodType,
     functools.partial,
 )
-# What typing puts into every protocol, and what a class has in any case.
+# Members that typing adds to every protocol, and those of every class.
 _NOT_MEMBERS = frozenset(
     (
         *("__abstractmethods__", "__annotations__", "__class_getitem__", "__dict__", "__doc__", "__eq__"),
@@ -79,13 +79,13 @@ def _protocol_problem(component: Any, contract: type) -> str:
     if isinstance(component, type):
         if contract in component.__mro__:
             return ""
-        # An instance may get its attributes in __init__, so of a class only the methods are asked for.
+        # An instance may get its attributes in __init__, so for a class only methods are required.
         members = [m for m in _members(contract) if callable(getattr(contract, m, None))]
     elif isinstance(component, types.ModuleType):
         return f"not an object with the methods of {_name(contract)}"
     else:
         members = _members(contract)
-    # `type` has a __call__ of its own, so a class is asked through its mro, never through getattr.
+    # `type` has a __call__ of its own, so members of a class are looked up in its mro, not with getattr.
     cls = component if isinstance(component, type) else type(component)
     lacks = [m for m in members if not (_defines(cls, m) or (cls is not component and hasattr(component, m)))]
     return f"without {quoted(lacks)}, which {_name(contract)} requires" if lacks else ""

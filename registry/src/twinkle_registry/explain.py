@@ -15,7 +15,7 @@ SpecsByName = Mapping[str, Sequence[ComponentSpec]]
 def choose(
     specs: Sequence[ComponentSpec], *, dist: str, name: str, kind: str, settings: Settings
 ) -> ComponentSpec | None:
-    """Return the one component of that name, or None; several and no preference are a conflict."""
+    """Return the one component of that name, or None; several without a preference are a conflict."""
     if dist:
         specs = [spec for spec in specs if spec.offered_as(dist)]
     preferred = settings.prefer.get(f"{kind}:{name}", "")
@@ -47,9 +47,9 @@ def not_found(
     records: Iterable[PluginRecord],
     elsewhere: str = "",
 ) -> TwinkleError:
-    """Return the error for a name that no usable plugin offers; that of an unusable plugin that would offer it.
+    """Return the error for a name that no usable plugin offers; if an unusable one would, the error gives its reason.
 
-    `elsewhere` says where the name can be had, if that is known.
+    `elsewhere` says where to get the component, if known.
     """
     records = [record for record in records if not dist or _is(record, dist)] if dist else list(records)
     unusable = [record for record in records if record.status != "ok"]

@@ -27,7 +27,7 @@ _locks_guard = threading.Lock()
 
 
 class _TextLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the bytes that were hashed, never a cached or newer version of them."""
+    """Compiles the bytes that were hashed, never a cached or newer version."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -41,7 +41,7 @@ class _TextLoader(importlib.machinery.SourceFileLoader):
 def import_file(path: str, *, asked: str, source: bytes | None = None) -> ModuleType:
     """Return the module of one Python file; `~` and relative paths are understood.
 
-    `source` is its text where that was read, and checked, before.
+    `source` is its content if it was read and checked before.
 
     Raises:
         ComponentNotFound: There is no such file.

@@ -25,7 +25,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class PluginSet:
-    """What is registered with pluggy, under names of three sorts: manifest, hooks and live objects."""
+    """The plugins that are registered with pluggy, under three prefixes: `manifest`, `hooks` and `live`."""
 
     def __init__(self, hookspecs: Any, kinds: Iterable[str]) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
@@ -43,13 +43,13 @@ class PluginSet:
         self._manager.register(_Synthetic(providers), f"manifest:{plugin}")
 
     def drop(self, plugin: str) -> None:
-        """Forget the components and hooks of a plugin that turned out to be broken."""
+        """Unregister the components and hooks of a plugin that is broken."""
         for key in (f"manifest:{plugin}", f"hooks:{plugin}"):
             if self._manager.has_plugin(key):
                 self._manager.unregister(name=key)
 
     def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
-        """Ask every plugin for its components of one kind; by name, in order of registration."""
+        """Return the components of one kind of every plugin, by name, in order of registration."""
         caller = self._hook(f"twinkle_{kind}")
         by_name: dict[str, list[ComponentSpec]] = {}
         for group in reversed(caller() if caller else []):
@@ -97,7 +97,7 @@ class PluginSet:
         return self._manager.has_plugin(f"live:{name}")
 
     def detach(self, name: str) -> None:
-        """Forget a live object."""
+        """Unregister a live object."""
         self._manager.unregister(name=f"live:{name}")
 
     def _hook(self, name: str) -> pluggy.HookCaller | None:
@@ -179,7 +179,7 @@ class HookResult:
 
     Attributes:
         results: What each implementation returned (often None), by name of the plugin, in the order of the calls.
-        errors: What the others raised; a plugin that could not be imported is among them, once.
+        errors: What the others raised; a plugin that could not be imported is listed once.
     """
 
     results: dict[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
     """Return the object at `package.module:Attr`.
 
     Args:
-        ref: Where it is; the part after the colon may have dots.
+        ref: Module and attribute; the part after the colon may have dots.
         asked: How errors name the request.
         promised_by: What declares it, for example "its manifest"; then its absence is not the caller's fault.
 
@@ -41,7 +41,7 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
 def attribute(module: ModuleType, path: str, *, asked: str, absent: type[TwinkleError], shown: str = "") -> Any:
     """Return `module.path`, where the path may have dots; raise `absent` with the nearest name.
 
-    `shown` is how the error calls the module, where its name says nothing to the reader.
+    `shown` is the name of the module in the error, where `__name__` means nothing to the reader.
     """
     value: Any = module
     for name in path.split("."):
@@ -55,7 +55,7 @@ def attribute(module: ModuleType, path: str, *, asked: str, absent: type[Twinkle
 
 
 def import_failed(asked: str, where: str, error: BaseException) -> PluginBroken:
-    """Return the error for a module that exists and raises while it is imported."""
+    """Return the error for a module that exists but raises while it is imported."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         own = package == where.partition(".")[0]
@@ -74,7 +74,7 @@ def _place_of(error: BaseException) -> str:
         file = trace.tb_frame.f_code.co_filename
         if file.startswith("<frozen importlib"):
             importing = True
-        elif importing:  # what comes before it is ours
+        elif importing:  # the frames before it are the registry's
             place = f" ({file}:{trace.tb_lineno})"
         trace = trace.tb_next
     return place

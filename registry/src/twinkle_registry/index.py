@@ -29,9 +29,9 @@ class IndexEntry:
 
     Attributes:
         kind: Its kind.
-        name: What a script calls it once it is installed.
-        summary: One line for people.
-        author: Who wrote it.
+        name: Its name in scripts, once it is installed.
+        summary: One line of description.
+        author: Its author.
         package: The distribution that pip installs; empty for code of a Hub.
         repository: `hf://org/repo` or `ms://org/repo`; empty for a distribution.
         licence: Its licence as an SPDX expression, or empty.
@@ -54,7 +54,7 @@ class IndexEntry:
 
     @property
     def command(self) -> str:
-        """What to run to have it."""
+        """The command that installs it."""
         return f"pip install {self.package}" if self.package else f"twinkle plugins add {self.repository}"
 
 
@@ -119,9 +119,9 @@ def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] |
     """Return the entries that hold every word, in any case; those that hold more of them in their name come first.
 
     Args:
-        words: What to look for in name, kind, summary, author and place; none means everything.
-        kind: Leave out other kinds.
-        entries: Where to look, by default the whole index.
+        words: Search terms for name, kind, summary, author and place; without any, all entries match.
+        kind: Only entries of this kind.
+        entries: The entries to search, by default the whole index.
     """
     wanted = [word.lower() for word in words]
     matching = []
@@ -139,9 +139,9 @@ def where_to_get(
 
     Args:
         name: The component, in any case.
-        kind: Its kind, or empty where any will do.
-        dist: The plugin that it was asked from, or empty.
-        installed: Distributions and repositories that are here, so that they are no answer.
+        kind: Its kind, or empty for any.
+        dist: The plugin that was requested, or empty.
+        installed: Distributions and repositories that are installed; they are left out.
         exact: Ignore entries whose names differ in case.
     """
     try:

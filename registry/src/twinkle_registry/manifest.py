@@ -21,9 +21,9 @@ class ComponentSpec:
 
     Attributes:
         kind: `loss`, `sampler`, `patch`, …
-        name: What a script calls it.
-        ref: Where it is: `package.module:Attr`. A ref that starts with a dot is relative to `root`.
-        summary: One line for people.
+        name: Its name in scripts.
+        ref: Where it is defined: `package.module:Attr`. A ref that starts with a dot is relative to `root`.
+        summary: One line of description.
         requires: Requirement specifiers (PEP 508), checked before the import.
         runtimes: The runtimes it works in.
         tenant_safe: It keeps no global state and may run inside the multi-tenant server.

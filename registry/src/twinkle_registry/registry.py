@@ -50,13 +50,13 @@ class Registry:
         settings: Settings | None = None,
         essential: Collection[str] = ("twinkle-core",),
     ) -> None:
-        """Make an empty registry.
+        """Create an empty registry.
 
         Args:
             hookspecs_module: Holds a hook spec `twinkle_<kind>` for each kind, and the lifecycle hooks.
-            kinds: Each kind with the place of its contract, `module:Attr`, or None where anything passes.
-            core_version: What manifests compare their `core` with.
-            settings: What is disabled and preferred; by default, `Settings.load()`.
+            kinds: Each kind with the ref of its contract, `module:Attr`, or None if any object is accepted.
+            core_version: Compared with `core` of manifests.
+            settings: Disabled and preferred plugins; by default, `Settings.load()`.
             essential: Plugins that `only` does not switch off.
         """
         self._hookspecs = hookspecs_module
@@ -94,9 +94,9 @@ class Registry:
             warnings.warn(notice, stacklevel=2)
 
     def add(self, record: PluginRecord) -> PluginRecord:
-        """Add one plugin and return its record as validated: core version, settings, kinds and hooks are checked here.
+        """Validate one plugin, add it and return its record: core version, settings, kinds and hooks are checked.
 
-        Of two plugins of one name the first has it, but one whose distribution is called so has it before others.
+        Of two plugins of one name the first keeps it, except that one whose distribution has the name takes it.
         """
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):

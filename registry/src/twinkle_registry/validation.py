@@ -31,13 +31,13 @@ class Validator:
         self.essential = {canonical(name) for name in essential}
 
     def validate(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
-        """Return the record with the status it has beside those that were added before."""
+        """Return the record with its status, given the plugins that were added before."""
         if record.status != "ok":
             return self._with_unknown(record)
         if why := self._why_disabled(record):
             return replace(record, status="disabled", reason=why)
         validated = check_core(record, self.core_version)
-        # A manifest for another core may well name kinds that this one does not have.
+        # A manifest for another core may name kinds that this one does not have.
         problems = [*_twins(record, others), *self._unknown(record.manifest)] if validated.status == "ok" else []
         if problems:
             return unusable(record, *problems)
@@ -98,15 +98,15 @@ def broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
 
 
 def lifecycle_hooks(hookspecs: Any, kinds: Iterable[str]) -> list[str]:
-    """Return the hook specs that are not those of a kind, known by the mark that `hookspec` leaves on them."""
+    """Return the hook specs that do not belong to a kind; `hookspec` marks hook specs."""
     of_kinds = {f"twinkle_{kind}" for kind in kinds}
-    # Not `getattr` over `dir`: a module may have lazy attributes, and looking must not load them.
+    # Not `getattr` over `dir`: a module may have lazy attributes, which must not be loaded here.
     marked = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")]
     return sorted(set(marked) - of_kinds)
 
 
 def unusable(record: PluginRecord, *problems: str) -> PluginRecord:
-    """Return the record as broken by these problems of what its manifest says."""
+    """Return the record as broken by these problems of its manifest."""
     return broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
 
 

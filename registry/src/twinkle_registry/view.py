@@ -55,7 +55,7 @@ class RegistryView:
         """Return an allowed component by name.
 
         Raises:
-            NotTrusted: `x` is not a name but code from elsewhere.
+            NotTrusted: `x` is not a name, but a path, a reference or an object.
         """
         return self._registry.resolve(self._allowed(x, kind), kind)
 

@@ -124,10 +124,10 @@ def store_tree(store: Store, arrived: Tree, origin: Origin) -> Tree:
     with _writable(store):
         if not store.has_intact(arrived.digest):
             _place(store, arrived)
-        note = store.note(origin)
+        note = store.commit_file(origin)
         note.parent.mkdir(exist_ok=True)
         _write(note, f"{arrived.digest} {origin}")
-    return Tree(store.place(arrived.digest) / "files", arrived.files)
+    return Tree(store.tree_folder(arrived.digest) / "files", arrived.files)
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def _writable(store: Store) -> Iterator[None]:
 
 
 def _place(store: Store, arrived: Tree) -> None:
-    target, work = store.place(arrived.digest), arrived.folder.parent / "tree"
+    target, work = store.tree_folder(arrived.digest), arrived.folder.parent / "tree"
     work.mkdir()
     for path in arrived.files:
         (work / "files" / path).parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ class Revoked:
     reason: str = ""
 
     def means(self, place: str, commit: str, digest: str) -> bool:
-        """Return whether this is the code; upper and lower case are the same here."""
+        """Return whether this is the code; ignoring case."""
         if self.sha256 and digest and self.sha256.startswith(digest):
             return True
         return bool(self.code) and matches(self.code.casefold(), place.casefold(), commit.casefold())
@@ -196,7 +196,7 @@ class Source:
 
     @property
     def path(self) -> Path | None:
-        """The file, if the list is one of this machine."""
+        """The path, if the list is a local file."""
         if self.location.startswith("file://"):
             return Path(urllib.request.url2pathname(urllib.parse.urlsplit(self.location).path))
         return None if "://" in self.location else Path(self.location)
@@ -204,12 +204,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class KnownList:
-    """What is known of one list now.
+    """The state of one list.
 
     Attributes:
-        source: Where it is from.
+        source: Its location and keys.
         revocations: The last valid list; None if there never was one.
-        checked: When it was looked for last, in seconds since 1970.
+        checked: When it was last read, in seconds since 1970.
         problem: It cannot be reached, is older than the one that is known, or has expired; the last valid one counts.
         error: The list that was read has no valid signature, or contradicts the last valid one.
     """
@@ -253,19 +253,19 @@ def _source(where: str, table: Mapping[str, Any], folder: str) -> Source:
 
 
 def known_list(source: Source, *, fetch: bool, max_age: float = REFRESH) -> KnownList:
-    """Return what is known of a list; a file of this machine is read in any case.
+    """Return the state of a list; a local file is always read.
 
     Args:
-        source: Where the list is.
+        source: The location of the list and its keys.
         fetch: Read it from the network if that was not done within `max_age` seconds.
         max_age: See `fetch`.
     """
-    kept = _kept(source)
+    kept = _recorded(source)
     if not source.is_read:
         why = f"{source.location} is not read, because the settings that name it are not trusted any more"
-        kept = replace(kept, problem=f"{why}{_still(kept.revocations)}", error="")
+        kept = replace(kept, problem=f"{why}{_in_effect(kept.revocations)}", error="")
     elif source.path is not None or (fetch and not 0 <= time.time() - kept.checked < max_age):
-        kept = _looked_up(kept)
+        kept = _refreshed(kept)
     expired = kept.revocations is not None and kept.revocations.expires < time.time()
     if expired and kept.revocations is not None:
         late = f"{source.location} has expired on {_day(kept.revocations.expires)}; ask its publisher for a new one"
@@ -275,7 +275,7 @@ def known_list(source: Source, *, fetch: bool, max_age: float = REFRESH) -> Know
     return kept
 
 
-def _looked_up(kept: KnownList) -> KnownList:
+def _refreshed(kept: KnownList) -> KnownList:
     """Read the list from its location and record the outcome."""
     source, old = kept.source, kept.revocations
     now = replace(kept, checked=time.time(), problem="", error="")
@@ -288,7 +288,7 @@ def _looked_up(kept: KnownList) -> KnownList:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         text = safe_repr(str(reason)) if isinstance(error, http.client.HTTPException) else reason
-        now, content = replace(now, problem=f"{source.location} cannot be read: {text}{_still(old)}"), None
+        now, content = replace(now, problem=f"{source.location} cannot be read: {text}{_in_effect(old)}"), None
     else:
         if old is not None and new.sequence < old.sequence:
             what = f"{source.location} holds list number {new.sequence}, which is older than number {old.sequence}"
@@ -298,7 +298,7 @@ def _looked_up(kept: KnownList) -> KnownList:
             now, content = replace(now, error=f"{what}; its publisher must sign one with a higher number"), None
         else:
             now = replace(now, revocations=new)
-    return _keep(now, content)
+    return _record(now, content)
 
 
 def _read_source(source: Source) -> bytes:
@@ -320,8 +320,8 @@ def _file(source: Source) -> Path:
     return Path(state_folder(), "revocations", f"{sha256(source.location.encode())[:32]}.json")
 
 
-def _kept(source: Source) -> KnownList:
-    """Return what was kept; a list that none of the present keys signed does not count."""
+def _recorded(source: Source) -> KnownList:
+    """Return the recorded state; a list that none of the present keys signed is ignored."""
     try:
         fields = json.loads(_file(source).read_bytes())
         kept = KnownList(source, None, float(fields["checked"]), str(fields["problem"]), str(fields["error"]))
@@ -333,7 +333,7 @@ def _kept(source: Source) -> KnownList:
     return KnownList(source)
 
 
-def _keep(now: KnownList, content: bytes | None) -> KnownList:
+def _record(now: KnownList, content: bytes | None) -> KnownList:
     """Record the outcome; without new `content` the recorded list stays."""
     file = _file(now.source)
     try:
@@ -352,7 +352,7 @@ def _keep(now: KnownList, content: bytes | None) -> KnownList:
     return now
 
 
-def _still(old: RevocationList | None) -> str:
+def _in_effect(old: RevocationList | None) -> str:
     return f"; the list number {old.sequence} of {_day(old.issued)} stays in effect" if old else ""
 
 

@@ -19,7 +19,7 @@ from .store import Tree, hash_folder, listing_text
 
 ED25519_FILE = "twinkle-plugin.sig"
 SIGSTORE_FILE = "twinkle-plugin.sigstore.json"
-# So that nothing else that was signed with the same key is taken for a plugin.
+# Prevents that other data signed with the same key is accepted as a plugin.
 _PREFIX = b"twinkle plugin, version 1\n"
 _KEY_BYTES = 32
 _SORTS = ("ed25519", "sigstore")
@@ -28,7 +28,7 @@ _SIGSTORE = ("identity", "issuer")
 
 @dataclass(frozen=True)
 class Signer:
-    """Whose signature is asked for: an ed25519 public key, or an identity of Sigstore and who vouches for it."""
+    """A required signer: an ed25519 public key, or a Sigstore identity with its issuer."""
 
     ed25519: bytes = b""
     identity: str = ""
@@ -86,7 +86,7 @@ def read_private_key(private_key: bytes, why: str) -> Any:
 
     Args:
         private_key: 32 raw bytes, or PEM without a password.
-        why: What it is for, for the error where the package is missing.
+        why: The purpose, for the error if the package is missing.
     """
     ed25519 = ed25519_module(why)
     if len(private_key) == _KEY_BYTES:
@@ -115,7 +115,7 @@ def public_key(where: str, value: Any) -> bytes:
     """Return the 32 bytes of a public key in base64.
 
     Raises:
-        SettingsError: It is none.
+        SettingsError: It is not a public key.
     """
     try:
         key = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
@@ -127,10 +127,10 @@ def public_key(where: str, value: Any) -> bytes:
 
 
 def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
-    """Check that a tree bears the signature of `signer`.
+    """Check that a tree has a valid signature of `signer`.
 
     Raises:
-        NotTrusted: It does not, or the signature cannot be checked.
+        NotTrusted: It has none, a wrong one, or one that cannot be checked.
         RequirementMissing: The package that checks it is not installed.
     """
     name = ED25519_FILE if signer.ed25519 else SIGSTORE_FILE
@@ -161,7 +161,7 @@ def _check_sigstore(tree: Tree, signer: Signer, asked: str) -> None:
         raise RequirementMissing(f"{asked}: to check its Sigstore signature, run: pip install 'sigstore>=4'") from error
     try:
         bundle = Bundle.from_json(tree.read(SIGSTORE_FILE))
-        # The keys of Sigstore that came with the package: no network on the load path.
+        # Uses the Sigstore keys in the package: no network on the load path.
         verifier = Verifier.production(offline=True)
         verifier.verify_artifact(
             signed_bytes(tree.files), bundle, policy.Identity(identity=signer.identity, issuer=signer.issuer)

@@ -76,7 +76,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def first_few(texts: list[str]) -> str:
-    """Join the first of some texts for a message."""
+    """Join the first five texts for a message."""
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
@@ -84,7 +84,7 @@ def hash_folder(folder: Path, *, asked: str) -> dict[str, str]:
     """Return path and SHA-256 of every file below `folder` that belongs to the code.
 
     Raises:
-        NotTrusted: It holds links or devices, names that do not mean the same everywhere, too many files or bytes.
+        NotTrusted: It has links or devices, unportable names, or too many files or bytes.
     """
     files: dict[str, str] = {}
     total = 0
@@ -107,7 +107,7 @@ def hash_folder(folder: Path, *, asked: str) -> dict[str, str]:
 
 
 def check_path(path: str, *, asked: str) -> None:
-    """Refuse a path that leaves the folder, or means something else on another system."""
+    """Refuse a path that leaves the folder, or has another meaning on another system."""
     pure = PurePosixPath(path)
     parts = path.split("/")
     wrong = (
@@ -157,7 +157,7 @@ def _check_size(path: str, size: int, count: int, total: int, asked: str) -> Non
 
 
 def _check_encoding(path: str, content: bytes, asked: str) -> None:
-    """Refuse source that Python would read otherwise than a person does: in UTF-7 a comment may be code."""
+    """Refuse source that Python would read differently from a person: in UTF-7 a comment may be code."""
     import io
     import tokenize
 
@@ -170,7 +170,7 @@ def _check_encoding(path: str, content: bytes, asked: str) -> None:
 
 
 def _read(path: Path, relative: str, asked: str) -> bytes:
-    """Return the bytes of a file that was a regular one a moment ago."""
+    """Return the bytes of a file, which may have been replaced since its type was checked."""
     try:
         return read_regular(path, follow=False)
     except OSError as error:
@@ -203,7 +203,7 @@ class Tree:
         """Return the bytes of a listed file.
 
         Raises:
-            NotTrusted: They are gone or are not those that were added.
+            NotTrusted: The file is missing or differs from the one that was added.
             FileNotFoundError: The file is not listed.
         """
         if path not in self.files:
@@ -222,12 +222,12 @@ class Tree:
         return content
 
     def verify(self) -> None:
-        """Read every file; the first that is not what was added raises `NotTrusted`."""
+        """Read every file; the first one that differs from what was added raises `NotTrusted`."""
         for path in self.files:
             self.read(path)
 
     def module_name(self, repository: str) -> str:
-        """Return what the tree is imported as: the name of its repository and the digest."""
+        """Return the module name of the tree: the name of its repository and the digest."""
         stem = repository.rstrip("/").rpartition("/")[2].lower()
         word = "".join(c if c.isascii() and c.isalnum() else "_" for c in stem).strip("_") or "code"
         return f"{CODE_PACKAGE}.{word}_{self.digest[:DIGEST_IN_NAMES]}"
@@ -252,7 +252,7 @@ class Snapshot(Tree):
 
 
 class Store:
-    """One folder: `trees/<digest>/{files.sha256,files/...}` and a note `commits/<origin>` for each commit fetched."""
+    """One folder: `trees/<digest>/{files.sha256,files/...}` and `commits/<origin>` for each downloaded commit."""
 
     def __init__(self, root: Path | None = None) -> None:
         """Use `root`, or `code` in the cache of this user."""
@@ -262,9 +262,9 @@ class Store:
         """Return the tree whose digest begins with `digest` (at least 32 digits), or None; its files are not read.
 
         Raises:
-            NotTrusted: There is such a tree, and its listing is not the one that was stored.
+            NotTrusted: Its listing was changed after it was stored.
         """
-        folder = self.place(digest)
+        folder = self.tree_folder(digest)
         try:
             listing = (folder / LISTING).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -276,8 +276,8 @@ class Store:
         return Tree(folder / "files", parse_listing(listing.decode()))
 
     def tree_of(self, origin: Origin) -> Tree | None:
-        """Return the tree that was once fetched as this commit, or None."""
-        note = self.note(origin)
+        """Return the tree that was downloaded as this commit, or None."""
+        note = self.commit_file(origin)
         try:
             if not _is_own(note):
                 return None
@@ -287,7 +287,7 @@ class Store:
         return self.tree(digest) if recorded_origin == str(origin) and len(digest) >= DIGEST_IN_NAMES else None
 
     def origins(self, digest: str) -> list[Origin]:
-        """Return the commits that were fetched as this tree."""
+        """Return the commits that were downloaded as this tree."""
         origins = []
         for note in sorted((self.root / "commits").glob("[0-9a-f]*")):
             with contextlib.suppress(OSError, ValueError):
@@ -309,11 +309,11 @@ class Store:
             return False
         return True
 
-    def place(self, digest: str) -> Path:
+    def tree_folder(self, digest: str) -> Path:
         """Return the folder of a tree."""
         return self.root / "trees" / digest[:DIGEST_IN_NAMES]
 
-    def note(self, origin: Origin) -> Path:
+    def commit_file(self, origin: Origin) -> Path:
         """Return the file that says which tree a commit is."""
         return self.root / "commits" / sha256(str(origin).encode())[:DIGEST_IN_NAMES]
 
