@@ -153,7 +153,7 @@ class Registry:
         return self._validator.validate(record, [])
 
     def checked(self, record: PluginRecord) -> PluginRecord:
-        """Return the record as a frozen run would find it at its first use: every file is compared with the lock."""
+        """Return the record as the first use in a frozen run finds it: every file is compared with the lock."""
         if self.frozen is None or record.status != "ok":
             return record
         try:
@@ -185,7 +185,7 @@ class Registry:
 
     @property
     def settings(self) -> Settings:
-        """What is disabled and preferred."""
+        """The disabled and preferred plugins."""
         return self._settings
 
     def notices(self) -> list[str]:
@@ -284,7 +284,7 @@ class Registry:
 
         Raises:
             RequirementMissing: No installed plugin offers it, and the index knows a package that does.
-            ComponentNotFound: Nothing is known of it.
+            ComponentNotFound: No plugin and no index entry has it.
         """
         from .index import where_to_get, where_to_get_export
 
@@ -304,7 +304,7 @@ class Registry:
     # From a name to a component
 
     def resolve(self, x: Any, kind: str) -> Any:
-        """Turn whatever a component argument may be into a class, a function or an instance of that kind.
+        """Resolve a component argument to a class, a function or an instance of that kind.
 
         `x` is an instance or a class of the contract, a function where the contract is callable, a `ComponentSpec`, or
         one of the texts `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, `hf://org/repo@revision#Name`.
@@ -343,7 +343,7 @@ class Registry:
         """Check the requirements of one component, then import it.
 
         Raises:
-            NotTrusted: The run is frozen and its plugin is not as it was locked, or code of a Hub may not run.
+            NotTrusted: The run is frozen and its plugin differs from the lock, or code from a Hub may not run.
             RequirementMissing: A package it needs is not installed; nothing was imported.
             PluginBroken: The import fails, or the manifest names something that does not exist.
         """
@@ -363,7 +363,7 @@ class Registry:
         return import_object(ref, asked=str(spec), promised_by="its manifest")
 
     def contract(self, kind: str) -> Any:
-        """Return the contract of a kind, imported on first use, or None where anything passes."""
+        """Return the contract of a kind, imported on first use, or None if any object is accepted."""
         self._require_kind(kind)
         if kind not in self._contracts:
             ref = self._kinds[kind]
@@ -392,7 +392,7 @@ class Registry:
             return self._hook_calls[name]
 
     def attach(self, plugin_object: Any, name: str) -> None:
-        """Let the methods of a live object that are marked with `hookimpl` take part in the lifecycle hooks."""
+        """Register the methods of a live object that are marked with `hookimpl` as lifecycle hooks."""
         with self._lock:
             plugins = self._plugins()
             if plugins.is_attached(name):
@@ -478,7 +478,7 @@ class Registry:
                 self._hooked.add(record.name)
 
     def _replace(self, record: PluginRecord, by: PluginRecord) -> None:
-        """Put a record that is not usable in the place of one that was."""
+        """Replace a usable record by one that is not."""
         with self._lock:
             self._records = [by if r is record else r for r in self._records]
             if record.name in self._registered | self._hooked:

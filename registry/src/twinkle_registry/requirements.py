@@ -50,11 +50,11 @@ def check_requirements(spec: ComponentSpec) -> None:
 
 
 def with_extra(requirement: str, dists: Iterable[str]) -> str:
-    """Return `dist[extra]` for the first extra of these distributions that brings what is required, or an empty string.
+    """Return `dist[extra]` for the first extra of these distributions with the requirement, or an empty string.
 
     Args:
-        requirement: What is missing.
-        dists: Distributions to look at, in this order; one that is not installed brings nothing.
+        requirement: The missing requirement.
+        dists: Distributions to search, in this order; one that is not installed is skipped.
     """
     from importlib.metadata import PackageNotFoundError, metadata, requires
 

@@ -25,7 +25,7 @@ class Reference(NamedTuple):
         form: `name` (`Name`, `dist/Name`), `module` (`package.module:Attr`), `file` (`./file.py:Name`) or `hub`
             (`hf://org/repo@revision#Name`).
         place: The plugin, module, file or scheme; empty for a bare name.
-        name: What is wanted from there; for a Hub, the whole text.
+        name: The component or attribute; for a Hub, the whole text.
     """
 
     form: Literal["name", "module", "file", "hub"]
@@ -34,7 +34,7 @@ class Reference(NamedTuple):
 
 
 def parse_reference(text: str, kind: str) -> Reference:
-    """Tell which form `text` has; `kind` is only for the error of one that has none."""
+    """Parse `text` into its form; `kind` is only for error messages."""
     if scheme := _SCHEME.match(text):
         return Reference("hub", scheme[1], text)
     place, colon, name = text.rpartition(":")
@@ -97,6 +97,6 @@ def open_hub(scheme: str, registry: Registry, *, asked: str) -> Any:
 
 
 def _offered_by_unusable(scheme: str, registry: Registry) -> bool:
-    """Return whether a disabled or broken plugin would read the scheme, so that its reason is the answer."""
+    """Return whether a disabled or broken plugin reads the scheme, whose reason the error then gives."""
     manifests = [record.manifest for record in registry.records if record.manifest and record.status != "ok"]
     return any(c.kind == "hub" and c.name == scheme for m in manifests for c in m.components)

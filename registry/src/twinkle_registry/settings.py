@@ -58,11 +58,11 @@ class Settings:
     def load(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Merge the configuration file and the environment, which wins key by key.
 
-        The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`. Beside a
-        `./twinkle.toml` in a folder that is not trusted the user's own file counts as well.
+        The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`. With a
+        `./twinkle.toml` in a folder that is not trusted, the user's own file applies too.
 
         Raises:
-            SettingsError: The file is missing though named or is not TOML, or a table, a key or a type is wrong.
+            SettingsError: The named file is missing or not TOML, or a table, a key or a type is wrong.
         """
         environ = os.environ if environ is None else environ
         values, sources = _from_file(environ)
@@ -96,7 +96,7 @@ class ConfigFile:
     """A configuration file that was read.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
         raw: Its content; every table in it is a known one.
         is_trusted: It was named, is the user's own, or is in a folder that the user trusts.
     """

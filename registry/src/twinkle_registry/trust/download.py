@@ -28,7 +28,7 @@ class CodeHub(Protocol):
     """The methods of a component of kind `hub` that loading code needs."""
 
     def commit_of(self, repo: str, revision: str | None) -> tuple[str, str]:
-        """Return the repository after redirects, and the commit that `revision` (or the usual branch) means now."""
+        """Return the repository after redirects, and the commit that `revision` (or the default branch) means now."""
         ...
 
     def download_code(self, repo: str, commit: str, target: Path) -> None:
@@ -40,7 +40,7 @@ def resolve(hub: CodeHub, reference: HubReference, *, asked: str) -> Origin:
     """Ask the hub which commit a reference means, and where its repository is now.
 
     Raises:
-        NotTrusted: A commit was asked for, and the hub answers with another.
+        NotTrusted: A commit was requested, and the hub answers with another.
         TwinkleError: What the hub raises, for instance without a network.
     """
     with _reported(reference.scheme, asked):
@@ -56,7 +56,7 @@ def downloaded(hub: CodeHub, origin: Origin, store: Store, *, asked: str) -> Ite
     """Download one commit into the staging folder and yield its tree; what is not stored is deleted at the end.
 
     Raises:
-        NotTrusted: It holds what no plugin may hold; see `hash_folder`.
+        NotTrusted: It contains files that no plugin may have; see `hash_folder`.
         TwinkleError: What the hub raises, for instance when the repository vanishes meanwhile.
     """
     with staging_folder(store) as work:
@@ -74,7 +74,7 @@ def fetch(hub: CodeHub, origin: Origin, store: Store, *, asked: str, expected: L
     """Bring one commit into the store and return its tree.
 
     Raises:
-        NotTrusted: It is locked, and the hub gives other files for this commit than were added; nothing is stored.
+        NotTrusted: It is locked, and the hub has other files for this commit; nothing is stored.
     """
     with downloaded(hub, origin, store, asked=asked) as tree:
         if expected is not None and tree.digest != expected.digest:
@@ -119,7 +119,7 @@ def store_tree(store: Store, arrived: Tree, origin: Origin) -> Tree:
     """Move a tree out of the staging folder into the store, and record which commit it is; return the stored tree.
 
     Raises:
-        SettingsError: The store cannot be written; then it is as it was.
+        SettingsError: The store cannot be written; it was not changed.
     """
     with _writable(store):
         if not store.has_intact(arrived.digest):

@@ -34,7 +34,7 @@ class LockEditor:
     """Adds entries to the lock of this run, updates and removes them."""
 
     def __init__(self, registry: Registry, open_hub: OpenHub, decide: Decide) -> None:
-        """Work for one registry.
+        """Create an editor for one registry.
 
         Args:
             registry: Has the installed plugins, and validates those of a Hub.
@@ -56,7 +56,7 @@ class LockEditor:
         """Trust a target: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
 
         Returns:
-            What was accepted, or None if it was declined; then nothing has changed.
+            The accepted proposal, or None if it was declined; then nothing has changed.
         """
         if "://" in asked:
             return self._add_repository(replace(HubReference.parse(asked, asked=f"add {asked}"), name=""))
@@ -68,10 +68,10 @@ class LockEditor:
         return self._add_distribution(asked)
 
     def renew(self) -> list[Proposal]:
-        """Bring the whole lock up to date: installed plugins, branches that moved, local files that were edited.
+        """Update the whole lock: installed plugins, branches that moved, local files that were edited.
 
         Returns:
-            What was accepted, and what has a problem. What was declined stays as it was.
+            The accepted proposals and those with a problem. Declined entries are not changed.
 
         Raises:
             SettingsError: The lock or `[trust]` cannot be read; nothing has changed.
@@ -176,7 +176,7 @@ def remove(asked: str) -> list[str]:
 
 
 def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
-    """Return a sentence for each reference that runs though it is no longer locked, because of where it leads.
+    """Return a sentence for each reference that may still run after its removal, because of where it leads.
 
     Args:
         removed: What `remove` returned.
@@ -239,7 +239,7 @@ def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: st
 
 
 def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
-    """Bring what the lock lists into the store once more; see `fetch` for what it checks."""
+    """Download a locked tree into the store again; see `fetch` for the checks."""
     asked = f"fetch {entry.reference}"
     _refuse(Policy.load().forbids(entry.origin), entry.repository, asked)
     return fetch(hub, entry.origin, Store(), asked=asked, expected=entry)
@@ -247,7 +247,7 @@ def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
 
 @dataclass(frozen=True)
 class EntryCheck:
-    """One entry of the lock, and what is wrong with it; an empty string where nothing is."""
+    """One entry of the lock and its problem, or an empty string."""
 
     sort: str
     name: str
@@ -263,7 +263,7 @@ def verify(
     Args:
         records: All installed plugins.
         open_hub: Returns the hub of a scheme; called with `fetch` or `online` only.
-        fetch: Bring what the store lacks, or has damaged, from its hub; it is compared with the lock.
+        fetch: Download trees that are missing or damaged in the store; they are compared with the lock.
         online: Ask each hub whether references still lead to the commits that are locked.
 
     Raises:
@@ -324,9 +324,9 @@ def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) 
 
 
 def _unlocked(lock: Lock, records: list[PluginRecord]) -> Iterator[EntryCheck]:
-    """Yield the installed plugins that no entry covers; a lock that lists no distribution is of Hub code alone.
+    """Yield the installed plugins that no entry covers; none if the lock lists no distribution.
 
-    A frozen run refuses each of them, whatever the lock is of.
+    A frozen run refuses each of them in any case.
     """
     locked = {canonical(entry.name) for entry in lock.pypi}
     installed = {canonical(r.dist): r for r in records if "://" not in r.dist}

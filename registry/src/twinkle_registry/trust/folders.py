@@ -38,10 +38,10 @@ class TrustedPath:
 
 
 def state_folder() -> str:
-    """Return the folder for what must not be lost with the cache: `$TWINKLE_STATE_DIR`, else the user's usual one.
+    """Return the folder for state that must outlive the cache: `$TWINKLE_STATE_DIR`, else the user's usual one.
 
     Raises:
-        SettingsError: The variable names no absolute path: a checkout could bring records of its own along.
+        SettingsError: The variable is not an absolute path: a checkout could contain records of its own.
     """
     if named := os.path.expanduser(os.environ.get(STATE_VARIABLE, "")):
         if not os.path.isabs(named):
@@ -126,7 +126,7 @@ def named_folders() -> list[str]:
     """Return the folders that `TWINKLE_TRUST_FOLDER` trusts for this process and those that it starts.
 
     Raises:
-        SettingsError: One of them is not an absolute path: it would mean whatever folder a process is started in.
+        SettingsError: One of them is not an absolute path: its meaning would depend on the working directory.
     """
     folders = [part for part in os.environ.get(FOLDER_VARIABLE, "").split(os.pathsep) if part]
     for folder in folders:

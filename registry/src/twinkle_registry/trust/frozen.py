@@ -46,7 +46,7 @@ def installed_distribution(name: str, records: Iterable[PluginRecord]) -> Locked
 
 
 def installed_files(records: list[PluginRecord]) -> dict[str, Path]:
-    """Return every file of one distribution that matters for what it does, by its name in the lock."""
+    """Return every file of one distribution that affects its behaviour, by its name in the lock."""
     files: dict[str, Path] = {}
     dist = _distribution(records[0].dist)
     if dist is not None and not _is_editable(dist):
@@ -64,7 +64,7 @@ def installed_files(records: list[PluginRecord]) -> dict[str, Path]:
 
 
 def check_record_file(name: str) -> None:
-    """Raise `NotTrusted` if files of a distribution are not what its RECORD says: it was edited after installation."""
+    """Raise `NotTrusted` if files of a distribution do not match its RECORD: they were edited after installation."""
     dist = _distribution(name)
     edited = []
     for file in (dist.files if dist is not None else None) or ():
@@ -129,7 +129,7 @@ class Frozen:
         """Check every file of the distribution of a plugin against the lock, once.
 
         Raises:
-            NotTrusted: It is not locked, or one of its files is not as it was locked.
+            NotTrusted: It is not locked, or one of its files differs from the lock.
         """
         if record.package.startswith(_CODE) or record.dist in self._checked:
             return
@@ -141,7 +141,7 @@ class Frozen:
         self._checked.add(record.dist)
 
     def source(self, path: str, *, asked: str) -> bytes:
-        """Return the text of a local file that is locked, as it was locked.
+        """Return the content of a local file, which must match the lock.
 
         Raises:
             NotTrusted: It is not locked, or was changed since.

@@ -172,7 +172,7 @@ _active: ContextVar[Load | None] = ContextVar("twinkle_load", default=None)
 
 
 def import_in_load(ref: str, *, asked: str, promised_by: str = "") -> Any:
-    """Do what `import_object` does for a ref into code from a Hub, as part of the current load or of a new one."""
+    """Import a ref to code from a Hub as `import_object` does, in the current load or a new one."""
     with (Load.current() or Load()).active():
         return import_object(ref, asked=asked, promised_by=promised_by)
 
@@ -181,7 +181,7 @@ def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) 
     """Return the record of a tree that may be used here, or raise why not, with every problem of its manifest at once.
 
     Raises:
-        ManifestError: Its manifest is wrong, as any may be or in what it says of kinds and hooks.
+        ManifestError: Its manifest is wrong, or names unknown kinds or hooks.
         PluginIncompatible: It was made for another version of core.
         PluginBroken: It names kinds or hooks that do not exist.
     """
@@ -291,7 +291,7 @@ def record_of(tree: Tree, origin: Origin) -> PluginRecord:
 
 
 def records_of_lock() -> list[PluginRecord]:
-    """Return a record for every Hub repository that the lock lists; what is wrong with one is its reason."""
+    """Return a record for every Hub repository that the lock lists; a problem of one is the reason in its record."""
     lock = Lock.load()
     if not lock.hub:
         return []
@@ -356,7 +356,7 @@ def _lies_below(ref: str, root: str) -> bool:
 
 
 class CodeFinder:
-    """The finder; it answers for every module below a digest, so that no other finder is asked."""
+    """Finds every module below a digest, so that no other finder is asked for it."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -376,7 +376,7 @@ class CodeFinder:
 
 
 class CodeLoader(SourceFileLoader):
-    """Compiles what the tree gives, which has checked its hash."""
+    """Compiles the source of the tree, whose hash was checked."""
 
     def __init__(self, fullname: str, source: str, tree: Tree, load: Load | None) -> None:
         """Load `fullname` from the file `source` of the tree; an empty string is a package without code of its own.
@@ -401,7 +401,7 @@ class CodeLoader(SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module; an absolute import of a file of the same repository is explained."""
+        """Run the module; the error of an absolute import within the repository says what to write."""
         load, self._load = self._load, None
         try:
             with load.active() if load else contextlib.nullcontext():
@@ -452,7 +452,7 @@ def _located(spec: ModuleSpec, locations: Iterable[str] | None) -> ModuleSpec:
 
 
 class CheckedResources:
-    """What `importlib.resources` asks a loader for."""
+    """The resource reader of `importlib.resources`: listed files, hashed as they are read."""
 
     def __init__(self, tree: Tree, below: str) -> None:
         """Show the part of `tree` below the folder `below`."""
@@ -467,7 +467,7 @@ class CheckedPath:
     """A file or folder of a tree, with the methods of `importlib.resources.abc.Traversable`."""
 
     def __init__(self, tree: Tree, path: str) -> None:
-        """Stand for `path`, relative to the tree; it need not exist."""
+        """Represent `path`, relative to the tree; it need not exist."""
         self._tree, self._path = tree, path
 
     @property

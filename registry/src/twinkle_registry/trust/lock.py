@@ -37,8 +37,8 @@ class LockedRepository:
     """One Hub repository at one commit.
 
     Attributes:
-        reference: As it was asked for, without a name: `hf://org/repo` or `hf://org/repo@revision`.
-        repository: Where that led after redirects: `hf://org/repo`.
+        reference: The reference that was added, without a name: `hf://org/repo` or `hf://org/repo@revision`.
+        repository: Its repository after redirects: `hf://org/repo`.
         commit: The commit that was reviewed.
         files: Path to SHA-256.
     """
@@ -132,13 +132,13 @@ class Lock:
             )
 
     def find(self, reference: HubReference) -> LockedRepository | None:
-        """Return the entry that answers for a reference, or None.
+        """Return the entry of a reference, or None.
 
-        A reference with a revision is answered by an entry for that revision or commit; one without, by the entry
-        that was added without, or else by the only one of its repository.
+        For a reference with a revision, this is the entry for that revision or commit; for one without, the entry
+        that was added without, or else the only one of its repository.
 
         Raises:
-            ComponentConflict: No revision is asked for, and several are locked.
+            ComponentConflict: The reference has no revision, and several are locked.
         """
         of_repo = [entry for entry in self.hub if reference.place in (_place(entry.reference), entry.repository)]
         if reference.revision:
@@ -158,7 +158,7 @@ class Lock:
         return next((entry for entry in self.hub if entry.origin == origin), None)
 
     def of_tree(self, digest: str) -> list[LockedRepository]:
-        """Return the entries whose tree has this digest, or one that begins so."""
+        """Return the entries whose tree has this digest, or one that begins with it."""
         return [entry for entry in self.hub if entry.digest.startswith(digest)]
 
     def of_distribution(self, name: str) -> LockedDistribution | None:
@@ -171,7 +171,7 @@ class Lock:
         return next((entry for entry in self.file if entry.path == path), None)
 
     def relative(self, file: Path) -> str:
-        """Return how the lock calls a local file: by its path from the folder of the lock."""
+        """Return the name of a local file in the lock: its path from the folder of the lock."""
         return Path(os.path.relpath(file.expanduser().absolute(), self.path.parent)).as_posix()
 
     def with_repository(self, entry: LockedRepository) -> Lock:
@@ -215,7 +215,7 @@ def change_lock(change: Callable[[Lock], Lock]) -> Lock:
 
 
 def _write_trusted(path: Path, text: str) -> None:
-    """Replace a lock that is trusted, so that it stays so; one that was named needs no record."""
+    """Replace a lock that is trusted, so that it stays trusted; a lock named by a variable needs no record."""
     if lock_is_named():
         _replace(path, text)
         return
@@ -322,7 +322,7 @@ def parse_lock(content: bytes, path: Path) -> Lock:
 
 
 class _LockReader:
-    """Takes the tables of one file apart."""
+    """Parses the tables of one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

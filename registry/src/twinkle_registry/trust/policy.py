@@ -35,7 +35,7 @@ class Policy:
 
     Attributes:
         allow: Patterns of code that runs without being locked.
-        only: For each file that says so, the patterns outside of which nothing runs.
+        only: For each file with this key, the patterns outside of which nothing runs.
         deny: Patterns of code that never runs.
         signed: Patterns of code that must be signed, and by whom.
         revoked: The revocation lists, as far as they are known.
@@ -95,7 +95,7 @@ class Policy:
                 warnings.warn(f"revocation list: {known.problem}", stacklevel=4)
 
     def denies(self, place: str, commit: str = "") -> str:
-        """Return why nothing from `place` may run, or an empty string; upper and lower case are the same here."""
+        """Return why nothing from `place` may run, or an empty string, ignoring case."""
         for pattern in self.deny:
             if matches(pattern.casefold(), place.casefold(), commit.casefold()):
                 return f"[trust] deny has {pattern!r}"
@@ -186,12 +186,12 @@ def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, 
 def require_trust(
     policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str
 ) -> None:
-    """Require that one of the ways in which a tree came here is trusted, and that it is signed as the policy wants.
+    """Require that one origin of a tree is trusted, and that it has the signatures that the policy requires.
 
-    Revoked code is refused, whichever way it came.
+    A tree with any revoked origin is refused.
 
     Raises:
-        NotTrusted: It is not.
+        NotTrusted: The tree may not run.
     """
     reasons = []
     for _, origin in ways:

@@ -57,7 +57,7 @@ class HubReference:
 
     @property
     def is_commit(self) -> bool:
-        """Whether the revision is a whole commit, which cannot move."""
+        """Whether the revision is a full commit, which cannot move."""
         return bool(_FULL_COMMIT.fullmatch(self.revision))
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class HubReference:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where code comes from, after redirects: a repository with its scheme, and one commit of it."""
+    """The origin of code, after redirects: a repository with its scheme, and one commit of it."""
 
     scheme: str
     repo: str
