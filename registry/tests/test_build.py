@@ -56,7 +56,9 @@ def test_a_wrong_argument_names_component_signature_and_nearest(
 
 
 def test_a_class_that_leaves_methods_open_cannot_be_built(registry: Registry) -> None:
-    with pytest.raises(ComponentTypeError, match="loss 'Half' cannot be built: Half leaves '__call__' unimplemented"):
+    with pytest.raises(
+        ComponentTypeError, match="loss 'Half' cannot be instantiated: Half does not implement '__call__'"
+    ):
         registry.build("Half", "loss")
 
 
@@ -71,10 +73,10 @@ def test_arguments_for_an_instance_or_a_function_are_an_error(registry: Registry
     with pytest.raises(ArgumentError) as error:
         registry.build(instance, "loss", beta=1)
     assert str(error.value) == (
-        "loss 'PlainLoss' is already an instance, so it takes no arguments here, but beta=… was given; give the class"
+        "loss 'PlainLoss' is already an instance, so it takes no arguments here, got beta=…; pass the class"
     )
     with pytest.raises(
-        ArgumentError, match=r"loss 'plain' is a function, so it takes no arguments here, but 3, beta=… was"
+        ArgumentError, match=r"loss 'plain' is a function, so it takes no arguments here, got 3, beta=…; pass"
     ):
         registry.build("plain", "loss", 3, beta=1)
 

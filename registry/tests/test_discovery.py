@@ -78,7 +78,7 @@ def test_a_single_module_is_a_broken_record(site: Any) -> None:
 def test_an_entry_point_that_is_no_top_level_package_is_a_broken_record(site: Any, entry: str) -> None:
     site.metadata("acme", entry=entry)
     assert only(installed_plugins()).reason == (
-        f"its entry point of group 'twinkle' is {entry!r}; it must be the name of a top-level package"
+        f"its entry point of group 'twinkle' must be the name of a top-level package, got {entry!r}"
     )
 
 
@@ -87,7 +87,7 @@ def test_a_missing_manifest_is_a_broken_record(site: Any) -> None:
     record = only(installed_plugins())
     assert (
         record.reason
-        == f"{site.folder / 'acme' / 'twinkle-plugin.toml'} is missing; a plugin says there what it offers"
+        == f"{site.folder / 'acme' / 'twinkle-plugin.toml'} is missing; it must list what the plugin offers"
     )
     assert isinstance(record.cause, ManifestError)
 

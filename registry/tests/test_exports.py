@@ -119,8 +119,8 @@ def test_an_export_of_an_unusable_plugin_raises_its_reason(site: Any, house: Hou
     ("line", "complaint"),
     [
         ('module = "twinkle.loss"\nname = "smooth"', "export #1 'smooth'.ref: missing"),
-        ('module = "torch.nn"\nname = "smooth"\nref = "acme.a:smooth"', "module: expected a module of core"),
-        ('module = "twinkle.loss"\nname = "_smooth"\nref = "acme.a:smooth"', "name: expected a public identifier"),
+        ('module = "torch.nn"\nname = "smooth"\nref = "acme.a:smooth"', "module must be a module of core"),
+        ('module = "twinkle.loss"\nname = "_smooth"\nref = "acme.a:smooth"', "name must be a public identifier"),
         ('module = "twinkle.loss"\nname = "smooth"\nref = "acme.a:smooth"\nkind = "loss"', "kind: unknown key"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_file_that_imports_its_neighbour_says_what_to_do(work: Path, house: Ho
     (work / "helper.py").write_text("")
     with pytest.raises(PluginBroken) as error:
         house().resolve("./mine.py:Thing", "optimizer")
-    assert "helper.py lies beside it, but a single file cannot import its neighbours" in str(error.value)
+    assert "helper.py is in the same folder, but a single file cannot import its neighbours" in str(error.value)
 
 
 def test_threads_that_race_get_one_module(work: Path, house: House) -> None:

@@ -130,7 +130,7 @@ def test_the_keywords_of_a_call_are_those_of_the_spec(house: House) -> None:
         (
             IMPLEMENTATION.replace("@hookimpl", "@hookimpl(wrapper=True)").format("(yield)"),
             "twinkle_step_end",
-            "plugin acme: 'twinkle_step_end' are wrappers; a lifecycle hook is a plain function",
+            "plugin acme: 'twinkle_step_end' are wrappers; a lifecycle hook must be a plain function",
         ),
     ],
 )
@@ -205,13 +205,15 @@ def test_one_object_may_be_attached_under_two_names(house: House) -> None:
 def test_what_cannot_be_attached_says_why(house: House) -> None:
     registry = house()
     registry.attach(Tracker(), "csv")
-    with pytest.raises(ComponentConflict, match="something is attached as 'csv' already; detach it first"):
+    with pytest.raises(
+        ComponentConflict, match="cannot attach 'csv': an object of that name is attached already; detach it first"
+    ):
         registry.attach(Tracker(), "csv")
     with pytest.raises(
         ComponentTypeError, match="'x': object has no method marked with @hookimpl; hooks are 'twinkle_run_end'"
     ):
         registry.attach(object(), "x")
-    with pytest.raises(ComponentNotFound, match="nothing is attached as 'x'"):
+    with pytest.raises(ComponentNotFound, match="cannot detach 'x': no object of that name is attached"):
         registry.detach("x")
 
     class Misspelt:
@@ -241,7 +243,7 @@ def test_what_cannot_be_attached_says_why(house: House) -> None:
 
 def test_a_live_object_does_not_take_the_name_of_a_plugin(site: Any, house: House) -> None:
     add(site, "acme", IMPLEMENTATION.format(1))
-    with pytest.raises(ComponentConflict, match="'acme' is the name of a plugin; take another name"):
+    with pytest.raises(ComponentConflict, match="cannot attach 'acme': it is the name of a plugin; use another name"):
         house().attach(Tracker(), "acme")
 
 

@@ -58,12 +58,12 @@ def test_the_first_entry_is_the_published_community_component() -> None:
     [
         (ENTRY.replace("summary", "sumary"), "component #1 'FocalLoss'.sumary: unknown key, nearest: 'summary'"),
         (ENTRY.replace("summary", "sumary"), "component #1 'FocalLoss'.summary: missing"),
-        (ENTRY.replace('"loss"', "3"), "component #1 'FocalLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
-        (ENTRY.replace("Focal loss", "two\\nlines"), "summary: expected one line of text, found"),
-        (ENTRY.replace("package", "licence"), "package: say either package or repository, where it is"),
-        (ENTRY + 'repository = "hf://acme/focal"\n', "package: say either package or repository, where it is"),
-        (HUB.replace("hf://", "ftp://"), "repository: expected 'hf://org/repo' or 'ms://org/repo', found"),
-        (ENTRY + 'homepage = "javascript:x"\n', "homepage: expected a URL that starts with https://"),
+        (ENTRY.replace('"loss"', "3"), "component #1 'FocalLoss'.kind must be a kind such as 'loss', got 3 (int)"),
+        (ENTRY.replace("Focal loss", "two\\nlines"), "summary must be one line of text, got"),
+        (ENTRY.replace("package", "licence"), "package: set either package or repository"),
+        (ENTRY + 'repository = "hf://acme/focal"\n', "package: set either package or repository"),
+        (HUB.replace("hf://", "ftp://"), "repository must be 'hf://org/repo' or 'ms://org/repo', got"),
+        (ENTRY + 'homepage = "javascript:x"\n', "homepage must be a URL that starts with https://"),
         (ENTRY + ENTRY, "component: loss FocalLoss acme-losses is listed twice"),
     ],
 )
@@ -77,8 +77,8 @@ def test_what_is_wrong_with_an_entry_is_told(text: str, problem: str, write: Any
     ("text", "problem"),
     [
         ("", "schema: missing"),
-        ("schema = 2", "schema: expected the number 1, found 2"),
-        ("schema = 1\ncomponent = 3", "component: expected tables [[component]], found 3"),
+        ("schema = 2", "schema must be the number 1, got 2"),
+        ("schema = 1\ncomponent = 3", "component must be a list of tables [[component]], got 3"),
         ("schema = ", "not a TOML file in UTF-8"),
     ],
 )
@@ -129,7 +129,7 @@ def test_code_of_a_hub_is_to_be_looked_at_first(known: Any, house: Any) -> None:
     known(HUB)
     with pytest.raises(ComponentNotFound) as error:
         house().find("FocalLoss", "loss")
-    told = "the index lists it in 'hf://acme/focal'; look at it first: twinkle plugins add hf://acme/focal"
+    told = "the index lists it in 'hf://acme/focal'; review it first: twinkle plugins add hf://acme/focal"
     assert str(error.value).endswith(told)
 
 

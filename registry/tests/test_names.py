@@ -249,7 +249,7 @@ def test_commands_are_listed_without_imports(site: Any, house: House) -> None:
     registry = house()
     assert registry.commands() == {"bench": CommandSpec("bench", "acme.cmd:bench", "Time it", "acme")}
     site.plugin("other", bench)
-    with pytest.warns(UserWarning, match="they are called 'acme/bench', 'other/bench'"):
+    with pytest.warns(UserWarning, match="use one of 'acme/bench', 'other/bench'"):
         registry = house()
     assert list(registry.commands()) == ["acme/bench", "other/bench"]
 

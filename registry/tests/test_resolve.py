@@ -63,7 +63,7 @@ def test_without_a_contract_anything_but_none_passes(registry: Registry) -> None
     for thing in (object(), object, len, 3):
         assert registry.resolve(thing, "optimizer") is thing
     with pytest.raises(
-        ComponentTypeError, match="the optimizer is None; give a class, a function, an instance or a name"
+        ComponentTypeError, match="the optimizer is None; pass a class, a function, an instance or a name"
     ):
         registry.resolve(None, "optimizer")
 
@@ -73,11 +73,11 @@ def test_without_a_contract_anything_but_none_passes(registry: Registry) -> None
     [
         (
             None,
-            "the loss is None; give an instance of house_contracts.Loss, a class of that kind, a function or a name",
+            "the loss is None; pass an instance of house_contracts.Loss, a class of that kind, a function or a name",
         ),
-        (3, "the loss is 3 (builtins.int), not an instance of house_contracts.Loss; give an instance"),
-        (dict, "the loss is the class builtins.dict, not a subclass of house_contracts.Loss; give an instance"),
-        (["x" * 200], "the loss is an instance of builtins.list, not an instance of house_contracts.Loss; give"),
+        (3, "the loss is 3 (builtins.int), not an instance of house_contracts.Loss; pass an instance"),
+        (dict, "the loss is the class builtins.dict, not a subclass of house_contracts.Loss; pass an instance"),
+        (["x" * 200], "the loss is an instance of builtins.list, not an instance of house_contracts.Loss; pass"),
         (b"x" * 200, "...("[:3]),
     ],
 )
@@ -115,12 +115,12 @@ def test_a_protocol_is_fulfilled_by_having_its_members(registry: Registry) -> No
     instance = Good()
     assert registry.resolve(Good, "metric") is Good
     assert registry.resolve(instance, "metric") is instance
-    with pytest.raises(ComponentTypeError, match=r"without 'accumulate', which house_contracts.Metric asks for"):
+    with pytest.raises(ComponentTypeError, match=r"without 'accumulate', which house_contracts.Metric requires"):
         registry.resolve(Partial, "metric")
     del instance.name
     with pytest.raises(ComponentTypeError, match=r"without 'name', which"):
         registry.resolve(instance, "metric")
-    with pytest.raises(ComponentTypeError, match="not something with the methods of"):
+    with pytest.raises(ComponentTypeError, match="not an object with the methods of"):
         registry.resolve(sys, "metric")
 
 
@@ -139,7 +139,7 @@ def test_a_protocol_with_a_call_is_not_fulfilled_by_every_class(
     [
         ("PlainLos", "loss 'PlainLos': no installed plugin offers it; nearest: 'PlainLoss'"),
         ("acme.loss.PlainLoss", "if it is a Python path, write 'acme.loss:PlainLoss'"),
-        ("loss:PlainLoss", "loss 'loss:PlainLoss': leave the kind away and write 'PlainLoss'"),
+        ("loss:PlainLoss", "loss 'loss:PlainLoss': remove the kind and write 'PlainLoss'"),
         ("acme.loss:PlainLos", "loss 'acme.loss:PlainLos': acme.loss has no 'PlainLos'; nearest: 'PlainLoss'"),
         ("acme.absent:X", "loss 'acme.absent:X': there is no module 'acme.absent'"),
         ("absent.module:X", "loss 'absent.module:X': there is no module 'absent'"),
@@ -148,9 +148,9 @@ def test_a_protocol_with_a_call_is_not_fulfilled_by_every_class(
         (":X", "loss ':X' is not of the form 'package.module:Attr'"),
         ("acme/", "loss 'acme/' has no name; write a name, 'plugin/Name'"),
         ("", "loss '' has no name; write a name"),
-        ("./file.py", "loss './file.py' is a file; say what you want from it: './file.py:Name'"),
-        ("file.py", "loss 'file.py' is a file; say what you want from it: 'file.py:Name'"),
-        ("./file.py:", "say what you want from it: './file.py:Name'"),
+        ("./file.py", "loss './file.py' is a file; add the name of a component: './file.py:Name'"),
+        ("file.py", "loss 'file.py' is a file; add the name of a component: 'file.py:Name'"),
+        ("./file.py:", "add the name of a component: './file.py:Name'"),
         ("hf://org/repo@main#Loss", "no installed plugin reads hf://; run: pip install twinkle-hub"),
         ("ms://org/repo", "no installed plugin reads ms://; run: pip install twinkle-hub"),
         ("file:///folder#Loss", "no installed plugin reads file://; run: pip install twinkle-hub"),
@@ -212,8 +212,8 @@ def test_a_manifest_that_promises_too_much_is_the_plugins_fault(site: Any, table
     with pytest.raises(PluginBroken) as error:
         registry.resolve("L", "loss")
     assert str(error.value) == (
-        "loss 'L' of acme: there is no module 'acme.absent', though its manifest says 'acme.absent:L'; "
-        "reinstall it or tell its author"
+        "loss 'L' of acme: there is no module 'acme.absent', but its manifest names 'acme.absent:L'; "
+        "reinstall it, or report this to its author"
     )
     with pytest.raises(PluginBroken, match=r"loss 'M' of acme: acme.m has no 'Absent'; nearest: 'Absence'"):
         registry.resolve("M", "loss")
@@ -255,5 +255,5 @@ def test_a_hub_that_cannot_be_used_says_why(site: Any, table: Any, house: House)
 
 def test_a_contract_that_is_not_there_is_the_fault_of_core(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._kinds, "loss", "house_absent:Loss")
-    with pytest.raises(PluginBroken, match="the contract of loss: there is no module 'house_absent', though core says"):
+    with pytest.raises(PluginBroken, match="the contract of loss: there is no module 'house_absent', but core names"):
         registry.resolve("PlainLoss", "loss")

@@ -65,14 +65,14 @@ def test_an_empty_variable_unsets_what_the_file_says(tmp_path: Path) -> None:
         ("[plugins]\ndisabled = []", "[plugins] disabled: unknown key, nearest: 'disable'"),
         ("[trsut]\ndeny = ['**']", "unknown table [trsut], nearest: [trust]"),
         ("[server]\nport = 1", "unknown table [server], known: [plugins], [trust]"),
-        ("deny = ['**']\n[trust]", "deny: unknown key; every key stands below [plugins] or [trust]"),
-        ("plugins = 1", "plugins: expected a table [plugins], found 1"),
-        ("[plugins]\ndisable = 'a'", "[plugins] disable: expected a list of plugin names, found 'a'"),
-        ("[plugins]\nonly = [1]", "[plugins] only: expected a list of plugin names, found [1]"),
-        ("[plugins]\nprefer = ['a']", '[plugins] prefer: expected { "kind:Name" = "plugin" }, found'),
+        ("deny = ['**']\n[trust]", "deny: unknown key; every key must be in [plugins] or [trust]"),
+        ("plugins = 1", "plugins must be a table, got 1"),
+        ("[plugins]\ndisable = 'a'", "[plugins] disable must be a list of plugin names, got 'a'"),
+        ("[plugins]\nonly = [1]", "[plugins] only must be a list of plugin names, got [1]"),
+        ("[plugins]\nprefer = ['a']", '[plugins] prefer must be a table { "kind:Name" = "plugin" }, got'),
         (
             "[plugins]\nprefer = { X = 'a' }",
-            "[plugins] prefer: expected 'kind:Name' such as 'loss:GRPOLoss', found 'X'",
+            "[plugins] prefer must have keys such as 'loss:GRPOLoss', got 'X'",
         ),
         ("[plugins", "cannot be read as TOML"),
     ],
@@ -90,9 +90,9 @@ def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path, text: str, messa
     ("environ", "message"),
     [
         ({"TWINKLE_PLUGINS_DISABEL": "a"}, "unknown environment variable, nearest: 'TWINKLE_PLUGINS_DISABLE'"),
-        ({"TWINKLE_PLUGINS_PREFER": "loss:X"}, "TWINKLE_PLUGINS_PREFER: expected kind:Name=plugin, found 'loss:X'"),
-        ({"TWINKLE_PLUGINS_PREFER": "X=acme"}, "TWINKLE_PLUGINS_PREFER: expected 'kind:Name' such as"),
-        ({"TWINKLE_CONFIG": "absent.toml"}, "TWINKLE_CONFIG names absent.toml, which is not a file"),
+        ({"TWINKLE_PLUGINS_PREFER": "loss:X"}, "TWINKLE_PLUGINS_PREFER must be kind:Name=plugin, got 'loss:X'"),
+        ({"TWINKLE_PLUGINS_PREFER": "X=acme"}, "TWINKLE_PLUGINS_PREFER must have keys such as"),
+        ({"TWINKLE_CONFIG": "absent.toml"}, "TWINKLE_CONFIG must be the path of a file, got 'absent.toml'"),
     ],
 )
 def test_a_wrong_variable_is_an_error_that_names_it(environ: dict[str, str], message: str) -> None:

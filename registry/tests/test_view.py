@@ -76,5 +76,7 @@ def test_code_from_elsewhere_is_refused(registry: Registry, reference: Any) -> N
 
 
 def test_a_text_is_not_a_list(registry: Registry) -> None:
-    with pytest.raises(ComponentTypeError, match=r"allow is the text 'loss:acmeLoss'; give a list"):
+    with pytest.raises(
+        ComponentTypeError, match=r"allow must be a list such as \['loss:GRPOLoss'\], got 'loss:acmeLoss'"
+    ):
         registry.view("loss:acmeLoss")

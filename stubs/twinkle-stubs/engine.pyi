@@ -126,7 +126,6 @@ class Operation:
             the shape of the labels. Other fields may be refused with `Unsupported`.
         loss: a loss, in any form of component argument, or a name of `EngineInfo.losses`. None computes no loss for
             "forward"; for "forward_backward" it is the adapter's own, and an `ArgumentError` where adapters have none.
-        loss_options: options of the constructor, where `loss` is not an instance.
         loss_inputs: arguments of the loss. An engine that calls the loss with a part of the rows splits those with one
             entry for each row: the usual ones, such as `old_logps` and `advantages`, and those of `Loss.row_inputs`.
             `ref_logps="base"` stands for the base model's log-probabilities of the rows, computed in the same call.
@@ -136,17 +135,18 @@ class Operation:
         number: number of the operation, a seed of dropout; None takes the adapter's own count.
         composition: `OperationResult.composition` of an earlier run of the same operation. The operation is computed in
             passes of the same composition, and gives the same numbers bit for bit. None lets the engine choose.
+        loss_options: options of the loss's constructor, where `loss` is not an instance.
     """
 
     adapter: str | AdapterRef | None
     kind: Literal["forward", "forward_backward"]
     rows: Sequence[InputFeature]
     loss: Any = None
-    loss_options: Mapping[str, Any] = field(default_factory=dict)
     loss_inputs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     number: int | None = None
     composition: Sequence[Mapping[str, Any]] | None = None
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -268,7 +268,11 @@ class SavedAdapter(Protocol):
     """A copy of an adapter that is to be written; later operations do not change it."""
 
     def write(self, folder: Path) -> None:
-        """Write the copy into an existing, empty folder. May be called from any thread."""
+        """Write the copy into an existing, empty folder, as regular files without subfolders.
+
+        May be called from any thread. `manifest.json` is the caller's: the server adds one with the files' digests.
+        Whatever reads the folder ignores files that are not its own.
+        """
 
 
 class AdapterVersion(Protocol):

@@ -34,7 +34,7 @@ def test_it_is_refused_then_added_then_trains_by_name_without_the_hub(
     hub: FakeHub, downstream: Environment, train: Callable[..., dict[str, Any]], more: dict[str, str]
 ) -> None:
     refused = downstream.run("python", *RESOLVE, f"hf://{NAME}", check=False, more=more)
-    assert f"trust this commit of it with: twinkle plugins add hf://{NAME}@" in refused.stderr
+    assert f"to review and trust this commit, run: twinkle plugins add hf://{NAME}@" in refused.stderr
     added = downstream.run("twinkle", "plugins", "add", f"hf://{NAME}", "--yes", more=more)
     assert "loss HubFocalLoss" in added.stdout
     asked = len(hub.requests)

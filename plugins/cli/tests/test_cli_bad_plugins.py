@@ -39,10 +39,10 @@ def used(error: type[TwinkleError]) -> str:
     ("old", "new", "line", "text"),
     [
         ("ref = ", "reff = ", 8, "component #1 'AcmeLoss'.reff: unknown key, nearest: 'ref'"),
-        ('kind = "loss"', "kind = 3", 6, "component #1 'AcmeLoss'.kind: expected a kind such as 'loss', found 3 (int)"),
+        ('kind = "loss"', "kind = 3", 6, "component #1 'AcmeLoss'.kind must be a kind such as 'loss', got 3 (int)"),
         ('kind = "loss"', 'kind = "lsos"', 6, "component 'AcmeLoss' is of the unknown kind 'lsos', nearest: 'loss'"),
-        ("schema = 1", 'schema = "1"', 1, "schema: expected the number 1, found '1' (str)"),
-        ('ref = "acme_bad.parts:AcmeLoss"', 'ref = "bad plugin"', 8, "component #1 'AcmeLoss'.ref: expected"),
+        ("schema = 1", 'schema = "1"', 1, "schema must be the number 1, got '1' (str)"),
+        ('ref = "acme_bad.parts:AcmeLoss"', 'ref = "bad plugin"', 8, "component #1 'AcmeLoss'.ref must be"),
     ],
 )
 def test_a_wrong_manifest(old: str, new: str, line: int, text: str, make_plugin: Make) -> None:
@@ -107,7 +107,7 @@ def test_two_providers_of_a_name(make_plugin: Make, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (None, "there is no module 'acme_bad.parts', though its manifest says 'acme_bad.parts:AcmeLoss'"),
+        (None, "there is no module 'acme_bad.parts', but its manifest names 'acme_bad.parts:AcmeLoss'"),
         ("class AcmeLos: ...", "acme_bad.parts has no 'AcmeLoss'; nearest: 'AcmeLos'"),
         ("raise ValueError('no licence key')", "importing acme_bad.parts failed: ValueError: no licence key"),
         ("raise SystemExit(3)", "importing acme_bad.parts failed: SystemExit: 3"),

@@ -137,7 +137,7 @@ def test_a_wrong_policy_is_a_problem_before_any_code_is_trusted(
     monkeypatch.chdir(tmp_path)
     for text, message in (
         ('[trust]\nalow = ["hf://a/*"]', "[trust] alow: unknown key, nearest: 'allow'"),
-        ('[trust]\ndeny = ["hf//x"]', "[trust] deny: expected a pattern such as 'hf://org/*'"),
+        ('[trust]\ndeny = ["hf//x"]', "[trust] deny must be a pattern such as 'hf://org/*'"),
         ('[trsut]\ndeny = ["**"]', "unknown table [trsut], nearest: [trust]"),
     ):
         Path("twinkle.toml").write_text(text)
@@ -196,7 +196,8 @@ def test_every_problem_of_a_manifest_gets_its_line(tmp_path: Path) -> None:
     with pytest.raises(ManifestError) as error:
         read_manifest(file, "acme", "1.0")
     told = with_lines(str(error.value), str(file)).splitlines()[1:]
-    numbers = {line.split(": ")[1].rpartition(".")[2]: int(line.split()[1].rstrip(":")) for line in told}
+    keys = [line.split(": ")[1].partition(" must be ")[0].rpartition(".")[2] for line in told]
+    numbers = {key: int(line.split()[1].rstrip(":")) for key, line in zip(keys, told, strict=True)}
     lines = MANIFEST.splitlines()
     expected = {
         "schema": lines.index('schema = "1"') + 1,

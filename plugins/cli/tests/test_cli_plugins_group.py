@@ -40,7 +40,7 @@ def test_two_providers_are_both_reached_by_their_full_names(make_plugin: Make) -
     for name, result in results.items():
         assert f"{name}/shout" in help_text
         assert result.stdout == "['x']\n"
-    assert "they are called 'plugins acme_one/shout', 'plugins acme_two/shout'" in results["acme_one"].stderr
+    assert "use one of 'plugins acme_one/shout', 'plugins acme_two/shout'" in results["acme_one"].stderr
     assert twinkle("plugins", "shout").exit_code == 2
 
 

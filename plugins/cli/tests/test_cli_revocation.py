@@ -78,7 +78,7 @@ def test_what_cannot_be_restored_or_has_no_reason_leaves_the_list_as_it_is(call:
         (("--restore", "hf://acme/focal", "--restore", "hf://acme/other"), "does not revoke hf://acme/other"),
         (("hf://acme/more", "--restore", "hf://acme/other", "--reason", "bad"), "does not revoke hf://acme/other"),
         (("hf://acme/more",), "--reason must say why the code must not run any more, got nothing"),
-        (("acme/more", "--reason", "bad"), "expected a pattern such as"),
+        (("acme/more", "--reason", "bad"), "must be a pattern such as"),
     ):
         refused = revoke(call, *arguments)
         assert refused.exit_code == 2

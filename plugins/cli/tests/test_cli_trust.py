@@ -16,7 +16,7 @@ from twinkle.cli import main
 from twinkle_registry.trust.lock import Lock
 
 # The command line shows what the registry warns of; in other tests a warning is an error.
-pytestmark = pytest.mark.filterwarnings("always:.*not obeyed")
+pytestmark = pytest.mark.filterwarnings("always:.*ignored, because")
 Call = Callable[..., Result]
 MANIFEST = (
     'schema = 1\ncore = ">=0.1,<1"\nname = "acme-odd"\n\n[[component]]\nkind = "filter"\nname = "Odd"\nref = ".:Odd"\n'
@@ -74,7 +74,7 @@ def at_a_terminal(folder: Path, *arguments: str, answer: str) -> tuple[int, str]
 
 def test_what_is_not_obeyed_is_told_in_one_line_with_the_command(folder: Path, call: Call) -> None:
     result = call("list")
-    (line,) = [line for line in result.stderr.splitlines() if "not obeyed" in line]
+    (line,) = [line for line in result.stderr.splitlines() if "ignored, because" in line]
     assert line.startswith("Warning: [trust] allow of twinkle.toml and twinkle.lock in ")
     assert line.endswith(f"twinkle plugins trust {folder}")
     doctor = call("doctor")
@@ -99,10 +99,10 @@ def test_trust_shows_what_is_asked_for_and_nobody_who_answers_is_no_yes(folder: 
 def test_trust_lasts_until_the_files_change_or_it_is_taken_back(folder: Path, call: Call) -> None:
     assert call("trust", str(folder), "--yes").stdout.endswith(f"\ntrusted: {folder}\n")
     assert Lock.load().is_obeyed
-    assert "not obeyed" not in call("list").stderr
+    assert "ignored, because" not in call("list").stderr
     (folder / "twinkle.toml").write_text('[trust]\nallow = ["hf://**"]\n')
     assert "[trust] allow of twinkle.toml in" in call("list").stderr
-    assert f"{folder}/twinkle.toml  changed: not obeyed\n" in call("trust", "--list").stdout
+    assert f"{folder}/twinkle.toml  changed: ignored\n" in call("trust", "--list").stdout
     assert call("untrust").stdout.startswith("no longer trusted: ")
     assert not Lock.load().is_obeyed
     assert call("trust", "--list").stdout == "no folder is trusted\n"

@@ -58,7 +58,7 @@ def test_code_that_nobody_allowed_is_not_run_and_the_error_says_how_to_allow_it(
     for text in (f"file://{folder}", f"file://{folder}#One"):
         result = call("test", text)
         assert result.exit_code == 2
-        assert "nobody has allowed code" in result.stderr
+        assert "cannot run code from" in result.stderr
         assert "twinkle plugins add file://" in result.stderr
 
 

@@ -321,7 +321,7 @@ def test_a_file_says_its_kind_by_its_base_class_or_is_told(tmp_path: Path) -> No
         (["twinkle-metrics", "-k", "nothing-like-this"], "nothing-like-this"),
         (["twinkle-metrics", "--kind", "los"], "los"),
         (["."], "twinkle-plugin.toml"),
-        (["./mine.py"], "say what you want from it: './mine.py:Name'"),
+        (["./mine.py"], "add the name of a component: './mine.py:Name'"),
         (["los:CrossEntropyLoss"], "there is no kind 'los'; nearest: 'loss'"),
         (["reward:CrossEntropyLoss"], "no reward is called so, but there is loss:CrossEntropyLoss"),
         (["loss:CrossEntropyLos"], "nearest: CrossEntropyLoss"),

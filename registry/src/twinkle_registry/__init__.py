@@ -1,6 +1,6 @@
 """Finds plugins by their manifests and turns a name into a component when it is first used.
 
-Importing this package imports nothing else: each public name is loaded from its room on first access.
+Importing this package imports nothing else: each public name is loaded from its module on first access.
 """
 
 # `typing.TYPE_CHECKING` would cost the import of `typing`; type checkers treat this name the same way.
@@ -74,7 +74,7 @@ _HOMES = {
     "settings": ("Settings",),
     "view": ("RegistryView",),
 }
-_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "MANIFEST_NAME",
@@ -113,12 +113,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    room = _HOME_OF.get(name)
-    if room is None:
+    module = _HOME_OF.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(f"{__name__}.{room}"), name)
+    value: object = getattr(import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

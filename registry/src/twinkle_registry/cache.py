@@ -1,6 +1,6 @@
-"""Remembers on disk what a scan found, so that the next process reads one JSON file instead of every manifest.
+"""Caches the result of a scan on disk, so that the next process reads one JSON file instead of every manifest.
 
-Nothing here may fail: a cache that is absent, corrupt, foreign or unwritable is no cache.
+No function fails: an absent, corrupt, foreign or unwritable cache file is ignored.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RACY_NS = 2_000_000_000
 
 
 class DiskCache:
-    """The remembered scan of this interpreter and this sys.path.
+    """The cached scan of this interpreter and this sys.path.
 
-    `old` is what the last process left, `new` what this one found; `save` writes `new` if it differs. Both have the
+    `old` is the result of the last process, `new` that of this one; `save` writes `new` if it differs. Both have the
     keys `path` (entries with mtimes), `scans`, `locations` and `manifests`.
     """
 
     def __init__(self, path: list[str], shape: str, *, forget: bool = False) -> None:
-        """Read what the last process left; `shape` changes with the classes that are kept, `forget` reads nothing."""
+        """Read the result of the last process; `shape` changes with the cached classes, `forget` reads nothing."""
         self.file = _file_for(path, shape)
         self.old = _load(self.file) if self.file and not forget else {}
         self.new: dict[str, Any] = {}
@@ -43,26 +43,26 @@ class DiskCache:
         self._now = time.time_ns()
 
     def start(self, path: list[list[Any]], scans: dict[str, Any]) -> None:
-        """Note the entries of sys.path with their mtimes, and what those that are settled hold."""
+        """Record the entries of sys.path with their mtimes, and the scans of those with a reliable mtime."""
         self.new = {"path": path, "scans": scans, "locations": {}, "manifests": {}}
         self.path_is_settled = all(self.is_settled(mtime) for _, mtime in path)
         self._same_path = self.old.get("path") == path
 
     def location(self, package: str) -> str:
-        """Return where a package had its manifest; any change of sys.path may have moved it."""
+        """Return where the manifest of a package was; any change of sys.path may have moved it."""
         return self.old_part("locations").get(package, "") if self._same_path else ""
 
     def old_part(self, name: str) -> dict[str, Any]:
-        """Return one part of what the last process left."""
+        """Return one part of the result of the last process."""
         part: dict[str, Any] = self.old.get(name, {})
         return part
 
     def is_settled(self, mtime_ns: int) -> bool:
-        """Say whether a change after now would show in the mtime, so that it may be relied on."""
+        """Return whether a later change would show in the mtime, so that the mtime identifies the content."""
         return mtime_ns < self._now - RACY_NS
 
     def save(self) -> None:
-        """Write what was found, atomically; a race of two processes leaves the file of one of them."""
+        """Write the result atomically; of two processes that race, the file of one remains."""
         if self.file and self.new != self.old:
             _store(self.file, self.new)
 
@@ -108,7 +108,7 @@ def _store(file: str, content: dict[str, Any]) -> None:
 
 
 def _prune(folder: str) -> None:
-    """Keep the newest files: every folder that scripts are started from has a sys.path of its own."""
+    """Delete all but the newest files: every folder that scripts are started from has its own sys.path."""
     with os.scandir(folder) as entries:
         files = [(e.stat().st_mtime_ns, e.path) for e in entries if e.name.startswith("plugins-")]
     for _, path in sorted(files)[:-MAX_FILES]:
@@ -119,5 +119,5 @@ def _remove(path: str) -> None:
     try:
         os.unlink(path)
     except OSError:
-        # Another process was faster, or the folder became read-only: either way the file is not ours to mind.
+        # Another process was faster, or the folder became read-only.
         return

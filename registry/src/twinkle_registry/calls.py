@@ -27,10 +27,10 @@ def check_keywords(
     Args:
         callable: A class or a function; one with `**kwargs` accepts every keyword, one that has no signature
             (some builtins) is not checked.
-        kwargs: The keyword arguments of the call to come.
+        kwargs: The keyword arguments of the call.
         what: How the error names the callable, for example `loss 'GRPOLoss' of twinkle-losses`.
-        args: The positional arguments of the call to come.
-        partial: More arguments follow later, so missing ones are no problem yet.
+        args: The positional arguments of the call.
+        partial: More arguments follow later, so missing ones are not an error.
     """
     try:
         signature = inspect.signature(callable)

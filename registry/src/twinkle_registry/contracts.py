@@ -15,7 +15,7 @@ _FUNCTIONS = (
     types.MethodType,
     functools.partial,
 )
-# What typing puts into every protocol, and what a class has in any case.
+# Members that typing adds to every protocol, and those of every class.
 _NOT_MEMBERS = frozenset(
     (
         *("__abstractmethods__", "__annotations__", "__class_getitem__", "__dict__", "__doc__", "__eq__"),
@@ -26,69 +26,69 @@ _NOT_MEMBERS = frozenset(
 )
 
 
-def check_contract(found: Any, contract: Any, *, asked: str) -> Any:
-    """Return `found` if it is an instance, a subclass or, where the contract is callable, a function.
+def check_contract(component: Any, contract: Any, *, asked: str) -> Any:
+    """Return `component` if it is an instance, a subclass or, where the contract is callable, a function.
 
     Args:
-        found: The object to check.
+        component: The object to check.
         contract: A class, or None: then any class, function or instance passes.
-        asked: How the error names what the caller wanted.
+        asked: How the error names the request.
 
     Raises:
         ComponentTypeError: It does not fit; the text says what is missing.
     """
-    if found is None:
+    if component is None:
         raise ComponentTypeError(f"{asked} is None; {_wanted(contract)}")
     if contract is None or not isinstance(contract, type):
-        return found
-    if isinstance(found, _FUNCTIONS) and is_callable_contract(contract):
-        return found
+        return component
+    if isinstance(component, _FUNCTIONS) and is_callable_contract(contract):
+        return component
     protocol = getattr(contract, "_is_protocol", False)
-    problem = _protocol_problem(found, contract) if protocol else _class_problem(found, contract)
+    problem = _protocol_problem(component, contract) if protocol else _class_problem(component, contract)
     if problem:
-        raise ComponentTypeError(f"{asked} is {_shown(found)}, {problem}; {_wanted(contract)}")
-    return found
+        raise ComponentTypeError(f"{asked} is {_shown(component)}, {problem}; {_wanted(contract)}")
+    return component
 
 
-def fits(found: Any, contract: Any) -> bool:
-    """Say whether `check_contract` would let this pass."""
+def fits(component: Any, contract: Any) -> bool:
+    """Return whether `check_contract` accepts the object."""
     try:
-        check_contract(found, contract, asked="")
+        check_contract(component, contract, asked="")
     except ComponentTypeError:
         return False
     return True
 
 
 def is_callable_contract(contract: type) -> bool:
-    """Say whether instances of the contract are called, so that a plain function can stand for one."""
+    """Return whether instances of the contract are callable, so that a plain function satisfies it."""
     return any("__call__" in vars(base) for base in contract.__mro__)
 
 
-def missing_methods(found: type) -> list[str]:
-    """Return the abstract methods that a class leaves open, which makes it impossible to instantiate."""
-    return sorted(getattr(found, "__abstractmethods__", ()))
+def missing_methods(component: type) -> list[str]:
+    """Return the abstract methods that a class does not implement; such a class cannot be instantiated."""
+    return sorted(getattr(component, "__abstractmethods__", ()))
 
 
-def _class_problem(found: Any, contract: type) -> str:
-    if isinstance(found, type):
-        return "" if issubclass(found, contract) else f"not a subclass of {_name(contract)}"
-    return "" if isinstance(found, contract) else f"not an instance of {_name(contract)}"
+def _class_problem(component: Any, contract: type) -> str:
+    if isinstance(component, type):
+        return "" if issubclass(component, contract) else f"not a subclass of {_name(contract)}"
+    return "" if isinstance(component, contract) else f"not an instance of {_name(contract)}"
 
 
-def _protocol_problem(found: Any, contract: type) -> str:
-    if isinstance(found, type):
-        if contract in found.__mro__:
+def _protocol_problem(component: Any, contract: type) -> str:
+    if isinstance(component, type):
+        if contract in component.__mro__:
             return ""
-        # An instance may get its attributes in __init__, so of a class only the methods are asked for.
+        # An instance may get its attributes in __init__, so for a class only methods are required.
         members = [m for m in _members(contract) if callable(getattr(contract, m, None))]
-    elif isinstance(found, types.ModuleType):
-        return f"not something with the methods of {_name(contract)}"
+    elif isinstance(component, types.ModuleType):
+        return f"not an object with the methods of {_name(contract)}"
     else:
         members = _members(contract)
-    # `type` has a __call__ of its own, so a class is asked through its mro, never through getattr.
-    cls = found if isinstance(found, type) else type(found)
-    lacks = [m for m in members if not (_defines(cls, m) or (cls is not found and hasattr(found, m)))]
-    return f"without {quoted(lacks)}, which {_name(contract)} asks for" if lacks else ""
+    # `type` has a __call__ of its own, so members of a class are looked up in its mro, not with getattr.
+    cls = component if isinstance(component, type) else type(component)
+    lacks = [m for m in members if not (_defines(cls, m) or (cls is not component and hasattr(component, m)))]
+    return f"without {quoted(lacks)}, which {_name(contract)} requires" if lacks else ""
 
 
 def _members(contract: type) -> list[str]:
@@ -105,21 +105,21 @@ def _defines(cls: type, member: str) -> bool:
 
 def _wanted(contract: Any) -> str:
     if not isinstance(contract, type):
-        return "give a class, a function, an instance or a name"
+        return "pass a class, a function, an instance or a name"
     function = ", a function" if is_callable_contract(contract) else ""
-    return f"give an instance of {_name(contract)}, a class of that kind{function} or a name"
+    return f"pass an instance of {_name(contract)}, a class of that kind{function} or a name"
 
 
 def _name(contract: type) -> str:
     return f"{contract.__module__}.{contract.__qualname__}"
 
 
-def _shown(found: Any) -> str:
-    if isinstance(found, type):
-        return f"the class {_name(found)}"
-    if isinstance(found, types.FunctionType):
-        return f"the function {found.__module__}.{found.__qualname__}"
-    if not isinstance(found, str | int | float | bytes):  # the repr of a model or a tensor fills a screen
-        return f"an instance of {_name(type(found))}"
-    text = repr(found)
-    return f"{text if len(text) <= 100 else text[:97] + '...'} ({_name(type(found))})"
+def _shown(component: Any) -> str:
+    if isinstance(component, type):
+        return f"the class {_name(component)}"
+    if isinstance(component, types.FunctionType):
+        return f"the function {component.__module__}.{component.__qualname__}"
+    if not isinstance(component, str | int | float | bytes):  # the repr of a model or a tensor fills a screen
+        return f"an instance of {_name(type(component))}"
+    text = repr(component)
+    return f"{text if len(text) <= 100 else text[:97] + '...'} ({_name(type(component))})"

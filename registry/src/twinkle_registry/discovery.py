@@ -39,25 +39,25 @@ _METADATA_FOLDERS = (".dist-info", ".egg-info")
 
 
 def installed_plugins(core_version: str = "") -> list[PluginRecord]:
-    """Return a record of every installed plugin, by name; with `core_version`, those that do not fit say so."""
+    """Return a record of every installed plugin, by name; with `core_version`, incompatible ones are marked."""
     try:
         records = _collect(forget=False)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        # The cache is whole but not of our making; every other error is in a record already.
+        # The cache file is valid JSON of another shape; every other error is in a record already.
         records = _collect(forget=True)
     return [check_core(record, core_version) for record in records] if core_version else records
 
 
 def locked_plugins() -> list[PluginRecord]:
-    """Return a record of every Hub plugin that the lock lists; without a lock, none, and nothing is imported."""
+    """Return a record of every Hub plugin that the lock lists; without a lock, return none and import nothing."""
     try:
         with open(lock_path(), "rb") as file:
             content = file.read()
     except OSError:
-        # Whoever needs the lock says what is wrong with it; most runs have none.
+        # The code that needs the lock reports what is wrong with it; most runs have none.
         return []
     if b"[[hub]]" not in content:
-        # To parse a lock of installed plugins costs a fifth of a start, and says nothing here.
+        # Parsing a lock of installed plugins costs a fifth of a start, and lists nothing of a Hub.
         return []
     from .trust.loading import records_of_lock
 
@@ -163,7 +163,7 @@ def locate(package: str) -> str | Traversable:
     """
     if not package.isidentifier():
         raise PluginBroken(
-            f"its entry point of group 'twinkle' is {package!r}; it must be the name of a top-level package"
+            f"its entry point of group 'twinkle' must be the name of a top-level package, got {package!r}"
         )
     spec = _find(package)
     if spec is None:
@@ -172,7 +172,7 @@ def locate(package: str) -> str | Traversable:
         )
     if spec.submodule_search_locations is None:
         raise PluginBroken(
-            f"{package!r} is a module ({spec.origin}); a plugin is a package, for it holds {MANIFEST_NAME}"
+            f"{package!r} is a module ({spec.origin}); a plugin must be a package with a {MANIFEST_NAME}"
         )
     folders = list(spec.submodule_search_locations)
     if spec.origin is None or spec.loader is None:
@@ -182,7 +182,7 @@ def locate(package: str) -> str | Traversable:
         return manifest
     inside = _inside_archive(spec, package)
     if inside is None:
-        raise ManifestError(f"{manifest} is missing; a plugin says there what it offers")
+        raise ManifestError(f"{manifest} is missing; it must list what the plugin offers")
     return inside
 
 
@@ -192,7 +192,7 @@ def _find(package: str) -> ModuleSpec | None:
     try:
         return find_spec(package)
     except Exception as error:
-        # Finders of other people sit on sys.meta_path and raise what they like.
+        # A third-party finder on sys.meta_path may raise any exception.
         raise PluginBroken(f"package {package!r} cannot be located: {type(error).__name__}: {error}") from error
 
 
@@ -214,14 +214,14 @@ class FoundPlugin(NamedTuple):
 
 
 class PathScan(NamedTuple):
-    """What one entry of sys.path holds: all its distributions, and the plugins among them."""
+    """The distributions on one entry of sys.path, and the plugins among them."""
 
     dists: list[str]
     plugins: list[FoundPlugin]
 
 
 def scan_path(entry: str) -> PathScan:
-    """Look through one entry of sys.path; what cannot be read holds nothing."""
+    """Scan one entry of sys.path; an unreadable entry has no plugins."""
     if os.path.isfile(entry):
         return _scan_archive(entry)
     dists: list[str] = []
@@ -241,11 +241,11 @@ def scan_path(entry: str) -> PathScan:
 def merge(scans: list[PathScan]) -> list[FoundPlugin]:
     """Join the scans of all entries; of one distribution the first on sys.path counts, as for imports."""
     seen: set[str] = set()
-    found: list[FoundPlugin] = []
+    plugins: list[FoundPlugin] = []
     for scan in scans:
-        found += [plugin for plugin in scan.plugins if canonical(plugin.dist) not in seen]
+        plugins += [plugin for plugin in scan.plugins if canonical(plugin.dist) not in seen]
         seen.update(scan.dists)
-    return sorted(set(found))
+    return sorted(set(plugins))
 
 
 def _plugins_of(folder: str) -> list[FoundPlugin]:
@@ -293,6 +293,6 @@ def _scan_archive(entry: str) -> PathScan:
     for dist in distributions(path=[entry]):
         name = dist.metadata["Name"] or ""
         dists.append(canonical(name))
-        found = [ep.value for ep in dist.entry_points if ep.group == GROUP]
-        plugins += [FoundPlugin(name, dist.version, value) for value in found]
+        packages = [ep.value for ep in dist.entry_points if ep.group == GROUP]
+        plugins += [FoundPlugin(name, dist.version, package) for package in packages]
     return PathScan(dists, plugins)

@@ -1,4 +1,4 @@
-"""Every error of the house, one tree, each also the builtin it replaces.
+"""Every error of Twinkle's packages in one tree; each is also the builtin that it replaces.
 
 TwinkleError (Exception)
 ├── ComponentNotFound (LookupError)      no such component, kind, hook or plugin
@@ -10,20 +10,20 @@ TwinkleError (Exception)
 ├── PluginBroken (RuntimeError)          the plugin cannot be imported, or is not what its manifest says
 ├── PluginIncompatible (RuntimeError)    made for another version of twinkle-core
 ├── RequirementMissing (ImportError)     a package that the component needs is not installed
-└── NotTrusted (PermissionError)         code that nobody allowed to run
+└── NotTrusted (PermissionError)         code that is not allowed to run
 """
 
 
 class TwinkleError(Exception):
-    """Base of every error raised on purpose by a member of the house."""
+    """Base of every error that Twinkle's packages raise on purpose."""
 
 
 class ComponentNotFound(TwinkleError, LookupError):
-    """Nothing installed has the name that was asked for."""
+    """No installed plugin offers the requested name."""
 
 
 class ComponentConflict(TwinkleError, LookupError):
-    """Several plugins offer the name that was asked for, and no setting prefers one."""
+    """Several plugins offer the requested name, and no setting prefers one."""
 
 
 class ComponentTypeError(TwinkleError, TypeError):
@@ -35,10 +35,10 @@ class ArgumentError(TwinkleError, TypeError):
 
 
 class ManifestError(TwinkleError, ValueError):
-    """A manifest cannot be read or says something it must not.
+    """A manifest cannot be read, or a value in it is invalid.
 
     Attributes:
-        manifest: What could be read all the same (a `Manifest`), so that the rest can be examined too; else None.
+        manifest: What could be read (a `Manifest`), so that it can be checked too; else None.
     """
 
     def __init__(self, message: str, manifest: object = None) -> None:
@@ -63,4 +63,4 @@ class RequirementMissing(TwinkleError, ImportError):
 
 
 class NotTrusted(TwinkleError, PermissionError):
-    """Code was asked for that nobody has allowed to run."""
+    """The requested code is not allowed to run."""

@@ -1,4 +1,4 @@
-"""The texts for a name that cannot be turned into one component: what was asked, what was found, what to do."""
+"""Errors for a name that does not resolve to one component: what was asked, what exists, what to do."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ SpecsByName = Mapping[str, Sequence[ComponentSpec]]
 
 
 def choose(
-    found: Sequence[ComponentSpec], *, dist: str, name: str, kind: str, settings: Settings
+    specs: Sequence[ComponentSpec], *, dist: str, name: str, kind: str, settings: Settings
 ) -> ComponentSpec | None:
-    """Return the one component of that name, or None; several and no preference are a conflict."""
+    """Return the one component of that name, or None; several without a preference are a conflict."""
     if dist:
-        found = [spec for spec in found if spec.offered_as(dist)]
+        specs = [spec for spec in specs if spec.offered_as(dist)]
     preferred = settings.prefer.get(f"{kind}:{name}", "")
-    wanted = [spec for spec in found if spec.offered_as(preferred)]
-    if len(found) > 1 and len(wanted) != 1:
-        raise _conflict(found, name, kind, settings)
-    return next(iter(wanted or found), None)
+    wanted = [spec for spec in specs if spec.offered_as(preferred)]
+    if len(specs) > 1 and len(wanted) != 1:
+        raise _conflict(specs, name, kind, settings)
+    return next(iter(wanted or specs), None)
 
 
-def _conflict(found: Sequence[ComponentSpec], name: str, kind: str, settings: Settings) -> ComponentConflict:
-    dists = [spec.dist for spec in found]
+def _conflict(specs: Sequence[ComponentSpec], name: str, kind: str, settings: Settings) -> ComponentConflict:
+    dists = [spec.dist for spec in specs]
     preferred = settings.prefer.get(f"{kind}:{name}")
-    vain = f" ({settings.source('prefer')} prefers {preferred!r}, which does not offer it)" if preferred else ""
+    unmet = f" ({settings.source('prefer')} prefers {preferred!r}, which does not offer it)" if preferred else ""
     return ComponentConflict(
-        f"{kind} {name!r} is offered by {' and '.join(dists)}{vain}; "
+        f"{kind} {name!r} is offered by {' and '.join(dists)}{unmet}; "
         f"write {dists[0] + '/' + name!r}, "
         f'or set [plugins] prefer = {{ "{kind}:{name}" = "{dists[0]}" }} in twinkle.toml, '
         f"or disable one: TWINKLE_PLUGINS_DISABLE={dists[-1]}"
@@ -47,9 +47,9 @@ def not_found(
     records: Iterable[PluginRecord],
     elsewhere: str = "",
 ) -> TwinkleError:
-    """Return the error for a name that no usable plugin offers; that of an unusable plugin that would offer it.
+    """Return the error for a name that no usable plugin offers; if an unusable one would, the error gives its reason.
 
-    `elsewhere` says where the name can be had, if that is known.
+    `elsewhere` says where to get the component, if known.
     """
     records = [record for record in records if not dist or _is(record, dist)] if dist else list(records)
     unusable = [record for record in records if record.status != "ok"]
@@ -58,13 +58,13 @@ def not_found(
         if offers or dist:
             return _unusable(record, f"{kind} {asked!r}", offers=offers)
     if dist and not records:
-        plugins = {spec.dist for specs in by_kind.values() for found in specs.values() for spec in found}
+        plugins = {spec.dist for by_name in by_kind.values() for specs in by_name.values() for spec in specs}
         return ComponentNotFound(
             f"{kind} {asked!r}: no plugin {dist!r} is installed; {nearest_or_all(dist, plugins)}; "
             + (elsewhere or "if it is a package that you trust, install it first")
         )
     here = by_kind.get(kind, {})
-    names = [n for n, found in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in found)]
+    names = [n for n, specs in here.items() if not dist or any(canonical(s.dist) == canonical(dist) for s in specs)]
     offered = f"plugin {dist!r} offers no such {kind}" if dist else "no installed plugin offers it"
     hints = [offered, nearest_or_all(name, names), *_hints(asked, name, kind, by_kind)]
     hints += _may_offer([record for record in unusable if record.manifest is None])
@@ -88,8 +88,10 @@ def unknown_kind(kind: str, kinds: Iterable[str]) -> ComponentNotFound:
     return ComponentNotFound(f"there is no kind {kind!r}; {nearest_or_all(kind, kinds)}")
 
 
-def vain_settings(settings: Settings, records: Sequence[PluginRecord], by_kind: Mapping[str, SpecsByName]) -> list[str]:
-    """Return what the settings say of plugins and components that do not exist."""
+def unused_settings(
+    settings: Settings, records: Sequence[PluginRecord], by_kind: Mapping[str, SpecsByName]
+) -> list[str]:
+    """Return a notice for each setting that names a plugin or component that does not exist."""
     plugins = sorted({name for record in records for name in (record.name, record.dist)})
     known = {canonical(name) for name in plugins}
     notices = []
@@ -104,8 +106,8 @@ def vain_settings(settings: Settings, records: Sequence[PluginRecord], by_kind: 
         if any(spec.offered_as(dist) for spec in by_kind.get(kind, {}).get(name, ())):
             continue
         offered = [spec.dist for spec in by_kind.get(kind, {}).get(name, ())]
-        found = f"it is offered by {quoted(offered)}" if offered else "no plugin offers it"
-        notices.append(f"{settings.source('prefer')} prefers {dist!r} for {component!r}, but {found}")
+        fact = f"it is offered by {quoted(offered)}" if offered else "no plugin offers it"
+        notices.append(f"{settings.source('prefer')} prefers {dist!r} for {component!r}, but {fact}")
     return notices
 
 
@@ -114,14 +116,14 @@ def _is(record: PluginRecord, dist: str) -> bool:
 
 
 def _offers(record: PluginRecord, name: str, kind: str, kinds: Iterable[str]) -> bool:
-    """Say whether a plugin would offer the name; one that it has under a kind that is none was meant to be of this."""
+    """Return whether a plugin would offer the name; an unknown kind in its manifest is taken for this kind."""
     return record.manifest is not None and any(
         spec.name == name and (spec.kind == kind or spec.kind not in kinds) for spec in record.manifest.components
     )
 
 
 def _may_offer(unread: Sequence[PluginRecord]) -> list[str]:
-    """Say which plugins may offer a name, nobody knows; why they cannot be read is for the doctor, it may be long."""
+    """Return hints to unreadable plugins that may offer a name; the doctor has the full reasons, which may be long."""
     refused = [record for record in unread if isinstance(record.cause, NotTrusted)]
     hints = [f"{record.dist} may offer it, but {record.reason}" for record in refused[:1]]
     if names := [record.dist for record in unread if record not in refused[:1]]:

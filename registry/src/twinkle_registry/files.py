@@ -27,7 +27,7 @@ _locks_guard = threading.Lock()
 
 
 class _TextLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the bytes that were hashed, never a cached or newer version of them."""
+    """Compiles the bytes that were hashed, never a cached or newer version."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -41,7 +41,7 @@ class _TextLoader(importlib.machinery.SourceFileLoader):
 def import_file(path: str, *, asked: str, source: bytes | None = None) -> ModuleType:
     """Return the module of one Python file; `~` and relative paths are understood.
 
-    `source` is its text where that was read, and checked, before.
+    `source` is its content if it was read and checked before.
 
     Raises:
         ComponentNotFound: There is no such file.
@@ -59,15 +59,15 @@ def import_file(path: str, *, asked: str, source: bytes | None = None) -> Module
 
 
 def source_of(file: Path, asked: str) -> bytes:
-    """Return the bytes of a Python file; where there is none, the error names those beside it."""
+    """Return the bytes of a Python file; if it does not exist, the error names similar files in its folder."""
     try:
         return read_regular(file)
     except FileNotFoundError as error:
         beside = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        found = f"of the Python files beside it, {nearest_or_all(file.name, beside)}"
+        hint = f"of the Python files beside it, {nearest_or_all(file.name, beside)}"
         if not file.parent.is_dir():
-            found = f"there is no folder {file.parent}"
-        raise ComponentNotFound(f"{asked}: there is no file {file}; {found}") from error
+            hint = f"there is no folder {file.parent}"
+        raise ComponentNotFound(f"{asked}: there is no file {file}; {hint}") from error
     except OSError as error:
         raise ComponentNotFound(f"{asked}: {file} cannot be read ({error.strerror})") from error
 
@@ -94,7 +94,7 @@ def _failed(file: Path, asked: str, error: BaseException) -> PluginBroken:
     neighbour = f"{error.name}.py" if isinstance(error, ModuleNotFoundError) else ""
     if neighbour and (file.parent / neighbour).is_file():
         return PluginBroken(
-            f"{asked}: importing {file} failed: {neighbour} lies beside it, but a single file cannot import its "
-            "neighbours; join them, or make a package and write 'package.module:Attr'"
+            f"{asked}: importing {file} failed: {neighbour} is in the same folder, but a single file cannot import its "
+            "neighbours; merge the files, or make a package and write 'package.module:Attr'"
         )
     return import_failed(asked, str(file), error)

@@ -25,7 +25,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class PluginSet:
-    """What is registered with pluggy, under names of three sorts: manifest, hooks and live objects."""
+    """The plugins that are registered with pluggy, under three prefixes: `manifest`, `hooks` and `live`."""
 
     def __init__(self, hookspecs: Any, kinds: Iterable[str]) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
@@ -43,13 +43,13 @@ class PluginSet:
         self._manager.register(_Synthetic(providers), f"manifest:{plugin}")
 
     def drop(self, plugin: str) -> None:
-        """Forget the components and hooks of a plugin that turned out to be broken."""
+        """Unregister the components and hooks of a plugin that is broken."""
         for key in (f"manifest:{plugin}", f"hooks:{plugin}"):
             if self._manager.has_plugin(key):
                 self._manager.unregister(name=key)
 
     def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
-        """Ask every plugin for its components of one kind; by name, in order of registration."""
+        """Return the components of one kind of every plugin, by name, in order of registration."""
         caller = self._hook(f"twinkle_{kind}")
         by_name: dict[str, list[ComponentSpec]] = {}
         for group in reversed(caller() if caller else []):
@@ -93,11 +93,11 @@ class PluginSet:
         self._register(f"live:{name}", name, live, implemented, lifecycle)
 
     def is_attached(self, name: str) -> bool:
-        """Say whether `attach` was called with that name."""
+        """Return whether `attach` was called with that name."""
         return self._manager.has_plugin(f"live:{name}")
 
     def detach(self, name: str) -> None:
-        """Forget a live object."""
+        """Unregister a live object."""
         self._manager.unregister(name=f"live:{name}")
 
     def _hook(self, name: str) -> pluggy.HookCaller | None:
@@ -138,7 +138,7 @@ class PluginSet:
         if wrappers:
             self._manager.unregister(name=key)
             raise PluginBroken(
-                f"plugin {plugin}: {quoted(wrappers)} are wrappers; a lifecycle hook is a plain function"
+                f"plugin {plugin}: {quoted(wrappers)} are wrappers; a lifecycle hook must be a plain function"
             )
 
 
@@ -175,11 +175,11 @@ def _why_refused(error: Exception, plugins: PluginSet, implemented: Iterable[str
 
 @dataclass(frozen=True, slots=True)
 class HookResult:
-    """What one call of a hook gave.
+    """The outcome of one call of a hook.
 
     Attributes:
         results: What each implementation returned (often None), by name of the plugin, in the order of the calls.
-        errors: What the others raised; a plugin that could not be imported is among them, once.
+        errors: What the others raised; a plugin that could not be imported is listed once.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class HookResult:
 
 @dataclass(frozen=True, slots=True)
 class Implementers:
-    """Everybody who takes part in one call."""
+    """The implementations that take part in one call."""
 
     ready: list[tuple[str, pluggy.HookImpl]]
     failed: dict[str, Exception]
@@ -204,7 +204,7 @@ class HookCall:
         self._reported: set[str] = set()
 
     def __call__(self, **kwargs: Any) -> HookResult:
-        """Import whoever declares this hook and is not imported yet, then call every implementation.
+        """Import the plugins that declare this hook and are not imported yet, then call every implementation.
 
         Raises:
             ArgumentError: The keywords are not those of the hook spec.

@@ -1,4 +1,4 @@
-"""Imports what a ref names and says which of the many reasons it is when that fails."""
+"""Imports the object that a ref names; the error says which of the many possible reasons made it fail."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
     """Return the object at `package.module:Attr`.
 
     Args:
-        ref: Where it is; the part after the colon may have dots.
-        asked: How errors name what the caller wanted.
-        promised_by: Who says that it is there, for example "its manifest"; then its absence is not the caller's fault.
+        ref: Module and attribute; the part after the colon may have dots.
+        asked: How errors name the request.
+        promised_by: What declares it, for example "its manifest"; then its absence is not the caller's fault.
 
     Raises:
         ComponentNotFound: There is no such module or attribute (not promised).
-        PluginBroken: The module raises while it is imported, or the promise is not kept.
+        PluginBroken: The module raises while it is imported, or does not have what was declared.
         NotTrusted: It is code from a Hub that may not run, or was changed.
     """
     module_name, _, path = ref.partition(":")
@@ -41,7 +41,7 @@ def import_object(ref: str, *, asked: str, promised_by: str = "") -> Any:
 def attribute(module: ModuleType, path: str, *, asked: str, absent: type[TwinkleError], shown: str = "") -> Any:
     """Return `module.path`, where the path may have dots; raise `absent` with the nearest name.
 
-    `shown` is how the error calls the module, where its name says nothing to the reader.
+    `shown` is the name of the module in the error, where `__name__` means nothing to the reader.
     """
     value: Any = module
     for name in path.split("."):
@@ -57,7 +57,7 @@ def attribute(module: ModuleType, path: str, *, asked: str, absent: type[Twinkle
 
 
 def import_failed(asked: str, where: str, error: BaseException) -> PluginBroken:
-    """Return the error for a module that exists and raises while it is imported."""
+    """Return the error for a module that exists but raises while it is imported."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         own = package == where.partition(".")[0]
@@ -76,7 +76,7 @@ def _place_of(error: BaseException) -> str:
         file = trace.tb_frame.f_code.co_filename
         if file.startswith("<frozen importlib"):
             importing = True
-        elif importing:  # what comes before it is ours
+        elif importing:  # the frames before it are the registry's
             place = f" ({file}:{trace.tb_lineno})"
         trace = trace.tb_next
     return place
@@ -87,4 +87,4 @@ def _is_or_holds(missing: str | None, module: str) -> bool:
 
 
 def _promise(ref: str, promised_by: str) -> str:
-    return f", though {promised_by} says {ref!r}; reinstall it or tell its author" if promised_by else ""
+    return f", but {promised_by} names {ref!r}; reinstall it, or report this to its author" if promised_by else ""

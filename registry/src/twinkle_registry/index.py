@@ -1,4 +1,4 @@
-"""The index of published components that may not be installed: what `twinkle plugins search` and errors tell of.
+"""The index of published components that may not be installed; `twinkle plugins search` and errors use it.
 
 It is a few TOML files, `registry/index/` of the repository, that every wheel of the registry carries.
 """
@@ -28,10 +28,10 @@ class IndexEntry:
     """One published component.
 
     Attributes:
-        kind: The kind that it is said to be of.
-        name: What a script calls it once it is installed.
-        summary: One line for people.
-        author: Who wrote it.
+        kind: Its kind.
+        name: Its name in scripts, once it is installed.
+        summary: One line of description.
+        author: Its author.
         package: The distribution that pip installs; empty for code of a Hub.
         repository: `hf://org/repo` or `ms://org/repo`; empty for a distribution.
         licence: Its licence as an SPDX expression, or empty.
@@ -54,7 +54,7 @@ class IndexEntry:
 
     @property
     def command(self) -> str:
-        """What to run to have it."""
+        """The command that installs it."""
         return f"pip install {self.package}" if self.package else f"twinkle plugins add {self.repository}"
 
 
@@ -119,55 +119,55 @@ def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] |
     """Return the entries that hold every word, in any case; those that hold more of them in their name come first.
 
     Args:
-        words: What to look for in name, kind, summary, author and place; none means everything.
-        kind: Leave out other kinds.
-        entries: Where to look, by default the whole index.
+        words: Search terms for name, kind, summary, author and place; without any, all entries match.
+        kind: Only entries of this kind.
+        entries: The entries to search, by default the whole index.
     """
     wanted = [word.lower() for word in words]
-    found = []
+    matching = []
     for entry in index_entries() if entries is None else entries:
         text = " ".join((entry.name, entry.kind, entry.summary, entry.author, entry.place)).lower()
         if kind in ("", entry.kind) and all(word in text for word in wanted):
-            found.append(entry)
-    return sorted(found, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
+            matching.append(entry)
+    return sorted(matching, key=lambda entry: -sum(word in entry.name.lower() for word in wanted))
 
 
 def where_to_get(
     name: str, kind: str = "", dist: str = "", *, installed: Iterable[str] = (), exact: bool = False
 ) -> str:
-    """Return a sentence that says which package or repository has a component, or an empty text.
+    """Return a sentence that says which package or repository has a component, or an empty string.
 
     Args:
         name: The component, in any case.
-        kind: Its kind, or empty where any will do.
-        dist: The plugin that it was asked from, or empty.
-        installed: Distributions and repositories that are here, so that they are no answer.
+        kind: Its kind, or empty for any.
+        dist: The plugin that was requested, or empty.
+        installed: Distributions and repositories that are installed; they are left out.
         exact: Ignore entries whose names differ in case.
     """
     try:
         entries = index_entries()
-    except TwinkleError:  # this is about another error, which must not be lost
+    except TwinkleError:  # the caller reports another error, which must not be lost
         return ""
-    found = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
-    found = [entry for entry in found if entry.name == name or not exact]
+    matching = [entry for entry in entries if entry.name.lower() == name.lower() and kind in ("", entry.kind)]
+    matching = [entry for entry in matching if entry.name == name or not exact]
     here = {canonical(place) for place in installed}
-    found = [entry for entry in found if canonical(entry.place) not in here]
+    matching = [entry for entry in matching if canonical(entry.place) not in here]
     if dist:
-        found = [entry for entry in found if canonical(entry.package) == canonical(dist)]
-    if not found:
+        matching = [entry for entry in matching if canonical(entry.package) == canonical(dist)]
+    if not matching:
         return ""
-    places = dict.fromkeys(entry.place for entry in found)
-    first = found[0]
-    note = "look at it first" if first.repository else "run"
+    places = dict.fromkeys(entry.place for entry in matching)
+    first = matching[0]
+    note = "review it first" if first.repository else "run"
     spelt = "" if first.name == name else f" as {first.name!r}"
     return f"the index lists it{spelt} in {quoted(places)}; {note}: {first.command}"
 
 
 def where_to_get_export(module: str, name: str) -> str:
-    """Return a sentence that says which package exports `module.name`, or an empty text."""
+    """Return a sentence that says which package exports `module.name`, or an empty string."""
     try:
         packages = [e.package for e in index_exports() if (e.module, e.name) == (module, name)]
-    except TwinkleError:  # this is about another error, which must not be lost
+    except TwinkleError:  # the caller reports another error, which must not be lost
         return ""
     return f"it is part of {packages[0]}, run: pip install {packages[0]}" if packages else ""
 
@@ -185,7 +185,7 @@ def _entry(table: Table) -> IndexEntry:
         homepage=table.optional("homepage", matches(_URL, "a URL that starts with https://"), ""),
     )
     if ("package" in table.raw) == ("repository" in table.raw):
-        table.complain("package", "say either package or repository, where it is")
+        table.complain("package", "set either package or repository")
     return entry
 
 

@@ -1,4 +1,4 @@
-"""What a plugin says of itself: the plain records that a manifest, `twinkle-plugin.toml`, is read into."""
+"""The plain records that a manifest, `twinkle-plugin.toml`, is read into."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ComponentSpec:
     """One component that a plugin offers; nothing of it is imported yet.
 
     Attributes:
-        kind: The room it belongs to: `loss`, `sampler`, `patch`, …
-        name: What a script calls it.
-        ref: Where it is: `package.module:Attr`. A ref that starts with a dot is relative to `root`.
-        summary: One line for people.
+        kind: `loss`, `sampler`, `patch`, …
+        name: Its name in scripts.
+        ref: Where it is defined: `package.module:Attr`. A ref that starts with a dot is relative to `root`.
+        summary: One line of description.
         requires: Requirement specifiers (PEP 508), checked before the import.
         runtimes: The runtimes it works in.
         tenant_safe: It keeps no global state and may run inside the multi-tenant server.
@@ -111,13 +111,13 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One plugin that was found, usable or not.
+    """One plugin, usable or not.
 
     Attributes:
         dist: The distribution (pip) or the repository or folder it came from.
         version: Its version, or the commit.
         package: The importable package.
-        location: The path of its manifest; empty where none was found.
+        location: The path of its manifest; empty if there is none.
         manifest: What it offers; `None` where the manifest could not be read.
         status: `ok`, `broken`, `incompatible` (with this version of core) or `disabled` (by settings).
         reason: Why it is not `ok`, in one text that says what to do.

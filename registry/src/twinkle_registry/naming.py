@@ -10,7 +10,7 @@ CODE_PACKAGE = "twinkle_registry.code"
 
 
 def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
-    """Return up to `n` of `names` that look like `name`, the closest first; case does not count."""
+    """Return up to `n` of `names` that look like `name`, the closest first; ignoring case."""
     import difflib
 
     by_lower: dict[str, list[str]] = {}
@@ -19,7 +19,7 @@ def nearest(name: str, names: Iterable[str], n: int = 3) -> list[str]:
     lowered = name.lower()
     short = [c for c in by_lower if _initials(lowered) == c or _initials(c) == lowered]
     close = short + [c for c in difflib.get_close_matches(lowered, by_lower, n, 0.6) if c not in short]
-    # "GRPO" for "GRPOLoss": a part of the name is a hint that the ratio misses.
+    # "GRPO" for "GRPOLoss": the similarity ratio misses a part of a name.
     parts = [c for c in sorted(by_lower) if len(lowered) > 2 and lowered in c and c not in close]
     return [candidate for key in close + parts for candidate in by_lower[key]][:n]
 
@@ -30,7 +30,7 @@ def _initials(name: str) -> str:
 
 
 def nearest_or_all(name: str, names: Iterable[str]) -> str:
-    """Say in words which names are near `name`, or which there are at all."""
+    """Return a hint that lists the names near `name`, or all names if none is near."""
     known = sorted(set(names))
     if close := nearest(name, known):
         return f"nearest: {quoted(close)}"
@@ -45,8 +45,8 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def shown(text: str) -> str:
-    """Return a text of a stranger as it may be put on a terminal: quoted, without control and direction marks."""
+def safe_repr(text: str) -> str:
+    """Return an untrusted string quoted for a terminal, with control and direction characters escaped."""
     kept = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text[:200])
     return f"'{kept}'" + ("..." if len(text) > 200 else "")
 

@@ -30,18 +30,18 @@ _MODULE = re.compile(r"\.?([^\W\d]\w*(\.[^\W\d]\w*)*)?")
 _REF = re.compile(r"(\.|\.?[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 Check = Callable[[Any], str]
-"""Returns what was expected, or an empty string for a value that is fine."""
+"""Returns what was expected, or an empty string for a valid value."""
 
 
 def read_toml(path: str | PathLike[str] | Traversable) -> dict[str, Any]:
-    """Return the raw table of one file; whatever goes wrong is a `ManifestError` that names the file."""
+    """Return the raw table of one file; any failure is a `ManifestError` that names the file."""
     import tomllib
 
     try:
         source = path if hasattr(path, "read_bytes") else Path(path)
         data: bytes = source.read_bytes()
         if len(data) > MAX_BYTES:
-            raise ManifestError(f"{path}: {len(data)} bytes; a manifest has at most {MAX_BYTES}")
+            raise ManifestError(f"{path}: a manifest must have at most {MAX_BYTES} bytes, got {len(data)}")
         return tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -58,7 +58,7 @@ def read_manifest(
 
     Args:
         path: The file, or anything with `read_bytes()`, such as a member of a zipped package.
-        dist: The distribution it belongs to; only for error messages, the plugin's name is the manifest's.
+        dist: The distribution it belongs to; only for error messages, the plugin's name is in the manifest.
         version: The version that its components carry.
         package: The package the manifest lies in, as its own refs call it.
         root: The name under which that package is imported, if it is another (code from a Hub). Refs into `package`
@@ -78,7 +78,7 @@ def parse_manifest(
     top = Table(raw, "", problems)
     top.refuse_unknown(_TOP)
     if (schema := top.take("schema", _schema)) is not None and schema > SCHEMA:
-        # A newer format may mean anything by its keys, so nothing else is worth saying.
+        # A newer format may give its keys another meaning, so other problems are not reported.
         raise ManifestError(
             f"{where}: schema = {schema}, but this version reads {SCHEMA}; run: pip install -U twinkle-registry"
         )
@@ -105,7 +105,7 @@ def parse_manifest(
 
 
 def with_problems(text: str, more: Iterable[str]) -> str:
-    """Return the text of a `ManifestError` with further problems, a line each, and with their number set right."""
+    """Return the text of a `ManifestError` with further problems, one per line, and with their number updated."""
     head, *problems = [*text.split("\n  "), *more]
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return "\n  ".join([re.sub(r"\b\d+ problems?$", count, head), *problems])
@@ -128,23 +128,28 @@ class _Place:
 
 
 class Table:
-    """One table of the file; what is wrong with it goes to the common list."""
+    """One table of the file; its problems go to the shared list."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, problems: list[str]) -> None:
         self.raw, self.where, self.problems = raw, where, problems
 
     def complain(self, key: str, text: str) -> None:
-        """Note one problem of a key."""
+        """Record a problem of a key."""
         self.problems.append(f"{self.where}{'.' if self.where else ''}{key}: {text}")
 
+    def refuse(self, key: str, expected: str) -> None:
+        """Record that the value of a key is not what was expected."""
+        name = f"{self.where}{'.' if self.where else ''}{key}"
+        self.problems.append(f"{name} must be {expected}, got {_shown(self.raw[key])}")
+
     def refuse_unknown(self, known: Iterable[str]) -> None:
-        """Note every key that is not among the known."""
+        """Record every unknown key."""
         for key in self.raw:
             if key not in known:
                 self.complain(key, f"unknown key, {nearest_or_all(key, known)}")
 
     def take(self, key: str, check: Check, *default: Any) -> Any:
-        """Return the value of a required key; where it is wrong, note it and return the default or None."""
+        """Return the value of a required key; if it is wrong, record that and return the default or None."""
         fallback = default[0] if default else None
         if key not in self.raw:
             self.complain(key, "missing")
@@ -152,12 +157,12 @@ class Table:
         return self.optional(key, check, fallback)
 
     def optional(self, key: str, check: Check, default: Any) -> Any:
-        """Return the value of a key, or the default where it is absent or, which is noted, wrong."""
+        """Return the value of a key, or the default if it is absent, or wrong, which is recorded."""
         if key not in self.raw:
             return default
         value = self.raw[key]
         if expected := check(value):
-            self.complain(key, f"expected {expected}, found {_shown(value)}")
+            self.refuse(key, expected)
             return default
         return value
 
@@ -165,7 +170,7 @@ class Table:
         """Return the tables `[[key]]`."""
         value = self.raw.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            self.complain(key, f"expected tables [[{key}]], found {_shown(value)}")
+            self.refuse(key, f"a list of tables [[{key}]]")
             return []
         return [Table(item, _label(key, i, item), self.problems) for i, item in enumerate(value)]
 
@@ -225,7 +230,7 @@ def _hooks(top: Table, place: _Place) -> HooksSpec | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        top.complain("hooks", f"expected a table with {quoted(_HOOKS)}, found {_shown(value)}")
+        top.refuse("hooks", f"a table with {quoted(_HOOKS)}")
         return None
     table = Table(value, "hooks", top.problems)
     table.refuse_unknown(_HOOKS)
@@ -255,7 +260,7 @@ def _boolean(value: Any) -> str:
 
 
 def matches(pattern: re.Pattern[str], what: str) -> Check:
-    """Return a check for texts that the pattern matches whole; `what` is what others are told to write."""
+    """Return a check for texts that the pattern matches whole; `what` describes valid values in errors."""
     return lambda value: "" if isinstance(value, str) and pattern.fullmatch(value) else what
 
 

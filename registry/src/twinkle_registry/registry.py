@@ -26,7 +26,7 @@ from .naming import CODE_PACKAGE, canonical, nearest_or_all, quoted
 from .requirements import check_requirements
 from .resolving import component_from_text
 from .settings import ESSENTIAL, Settings, is_frozen, untrusted_notice
-from .validation import Validator, broken, lifecycle_hooks, pretenders, taken, unusable
+from .validation import Validator, broken, lifecycle_hooks, name_is_taken, name_losers, unusable
 
 if TYPE_CHECKING:
     from .hooks import HookCall, Implementers, PluginSet
@@ -50,13 +50,13 @@ class Registry:
         settings: Settings | None = None,
         essential: Collection[str] = ESSENTIAL,
     ) -> None:
-        """Make an empty registry.
+        """Create an empty registry.
 
         Args:
             hookspecs_module: Holds a hook spec `twinkle_<kind>` for each kind, and the lifecycle hooks.
-            kinds: Each kind with the place of its contract, `module:Attr`, or None where anything passes.
-            core_version: What manifests compare their `core` with.
-            settings: What is disabled and preferred; by default, `Settings.load()`.
+            kinds: Each kind with the ref of its contract, `module:Attr`, or None if any object is accepted.
+            core_version: Compared with `core` of manifests.
+            settings: Disabled and preferred plugins; by default, `Settings.load()`.
             essential: Plugins that `only` does not switch off.
         """
         self._hookspecs = hookspecs_module
@@ -82,10 +82,10 @@ class Registry:
         self._forbidden: dict[str, str] = {}
         self._hook_calls: dict[str, HookCall] = {}
 
-    # What there is
+    # Plugins and names
 
     def load_installed(self, also: Iterable[PluginRecord] = ()) -> None:
-        """Add every installed plugin, then `also` (from a Hub or a folder), then warn of settings that name nobody."""
+        """Add every installed plugin, then `also` (from a Hub or a folder), then warn of settings without effect."""
         from .discovery import installed_plugins
 
         for record in [*installed_plugins(), *also]:
@@ -94,9 +94,9 @@ class Registry:
             warnings.warn(notice, stacklevel=2)
 
     def add(self, record: PluginRecord) -> PluginRecord:
-        """Add one plugin and return its record as validated: core version, settings, kinds and hooks are checked here.
+        """Validate one plugin, add it and return its record: core version, settings, kinds and hooks are checked.
 
-        Of two plugins of one name the first has it, but one whose distribution is called so has it before others.
+        Of two plugins of one name the first keeps it, except that one whose distribution has the name takes it.
         """
         with self._lock:
             if known := next((r for r in self._records if _key(r) == _key(record)), None):
@@ -104,14 +104,14 @@ class Registry:
             validated = self._validator.validate(record, self._records)
             if self.frozen and validated.status == "ok" and (why := self.frozen.why_not(validated)):
                 validated = replace(validated, status="disabled", reason=why, cause=NotTrusted(why))
-            for pretender in pretenders(validated, self._records):
-                self._replace(pretender, unusable(pretender, taken(pretender, validated)))
+            for loser in name_losers(validated, self._records):
+                self._replace(loser, unusable(loser, name_is_taken(loser, validated)))
             self._records.append(validated)
             self._index.clear()
             return validated
 
     def withdraw(self, name: str) -> None:
-        """Forget the plugins called `name`, so that another of that name can be added: one under test, in a folder."""
+        """Remove the plugins called `name`, so that another of that name can be added, such as one under test."""
         with self._lock:
             for record in [r for r in self._records if canonical(r.name) == canonical(name)]:
                 self._records.remove(record)
@@ -124,8 +124,8 @@ class Registry:
     def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
         """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added.
 
-        Its components are not found any more, its hooks are not called, and `load` refuses what was found before. A
-        service calls this from time to time.
+        Its components cannot be found any more, its hooks are not called, and `load` refuses specs that were found
+        before. A service calls this from time to time.
 
         Args:
             max_age: Revocation lists that were read within so many seconds are not read again.
@@ -153,7 +153,7 @@ class Registry:
         return self._validator.validate(record, [])
 
     def checked(self, record: PluginRecord) -> PluginRecord:
-        """Return the record as a frozen run would find it at its first use: every file is compared with the lock."""
+        """Return the record as the first use in a frozen run finds it: every file is compared with the lock."""
         if self.frozen is None or record.status != "ok":
             return record
         try:
@@ -175,7 +175,7 @@ class Registry:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of component there are."""
+        """All kinds of component."""
         return list(self._kinds)
 
     @property
@@ -185,23 +185,23 @@ class Registry:
 
     @property
     def settings(self) -> Settings:
-        """What is disabled and preferred."""
+        """The disabled and preferred plugins."""
         return self._settings
 
     def notices(self) -> list[str]:
-        """Return what a person should know though nothing is broken: settings in vain, commands in conflict.
+        """Return notices that are not errors: settings without effect, commands in conflict.
 
-        Settings and locks of a folder that is not trusted are in vain too.
+        Ignored settings and locks of an untrusted folder are among them.
         """
         by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
-        notices = explain.vain_settings(self._settings, self.records, by_kind)
+        notices = explain.unused_settings(self._settings, self.records, by_kind)
         if notice := untrusted_notice():
             notices.append(notice)
         for name, specs in self._commands_by_name().items():
             if len(specs) > 1:
                 group, _, last = name.rpartition(" ")  # `plugins acme/new`, as it is typed
                 ways = quoted(f"{group} {spec.dist}/{last}".strip() for spec in specs)
-                notices.append(f"command {name!r} is offered by several plugins; they are called {ways}")
+                notices.append(f"command {name!r} is offered by several plugins; use one of {ways}")
         return notices
 
     def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
@@ -221,16 +221,16 @@ class Registry:
         """Return the component called `Name` or `plugin/Name`, without importing it.
 
         Raises:
-            ComponentNotFound: Nobody offers it, or only a disabled plugin.
+            ComponentNotFound: No plugin offers it, or only a disabled one.
             ComponentConflict: Several plugins offer it and none is preferred.
             PluginBroken: Only a broken plugin offers it.
             PluginIncompatible: Only a plugin for another core version offers it.
         """
         dist, _, bare = name.rpartition("/")
-        found = self.specs(kind).get(bare, [])
-        chosen = explain.choose(found, dist=dist, name=bare, kind=kind, settings=self._settings)
-        if chosen is not None:
-            return chosen
+        specs = self.specs(kind).get(bare, [])
+        spec = explain.choose(specs, dist=dist, name=bare, kind=kind, settings=self._settings)
+        if spec is not None:
+            return spec
         from .index import where_to_get
 
         records = self.records
@@ -284,7 +284,7 @@ class Registry:
 
         Raises:
             RequirementMissing: No installed plugin offers it, and the index knows a package that does.
-            ComponentNotFound: Nothing is known of it.
+            ComponentNotFound: No plugin and no index entry has it.
         """
         from .index import where_to_get, where_to_get_export
 
@@ -309,7 +309,7 @@ class Registry:
     # From a name to a component
 
     def resolve(self, x: Any, kind: str) -> Any:
-        """Turn whatever a component argument may be into a class, a function or an instance of that kind.
+        """Resolve a component argument to a class, a function or an instance of that kind.
 
         `x` is an instance or a class of the contract, a function where the contract is callable, a `ComponentSpec`, or
         one of the texts `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, `hf://org/repo@revision#Name`.
@@ -323,34 +323,34 @@ class Registry:
 
     def build(self, x: Any, kind: str, /, *args: Any, **init_args: Any) -> Any:
         """Resolve `x` and instantiate it if it is a class; arguments are checked before, and never ignored."""
-        found = self.resolve(x, kind)
+        component = self.resolve(x, kind)
         asked = (
-            f"{kind} {x!r}" if isinstance(x, str) else f"{kind} {getattr(found, '__name__', type(found).__name__)!r}"
+            f"{kind} {x!r}"
+            if isinstance(x, str)
+            else f"{kind} {getattr(component, '__name__', type(component).__name__)!r}"
         )
-        if not isinstance(found, type):
+        if not isinstance(component, type):
             if args or init_args:
                 given = ", ".join([*(repr(a) for a in args), *(f"{k}=…" for k in init_args)])
-                what = "a function" if callable(found) and hasattr(found, "__name__") else "already an instance"
-                raise ArgumentError(
-                    f"{asked} is {what}, so it takes no arguments here, but {given} was given; give the class"
-                )
-            return found
-        if missing := missing_methods(found):
+                what = "a function" if callable(component) and hasattr(component, "__name__") else "already an instance"
+                raise ArgumentError(f"{asked} is {what}, so it takes no arguments here, got {given}; pass the class")
+            return component
+        if missing := missing_methods(component):
             raise ComponentTypeError(
-                f"{asked} cannot be built: {found.__name__} leaves {quoted(missing)} unimplemented"
+                f"{asked} cannot be instantiated: {component.__name__} does not implement {quoted(missing)}"
             )
         from .calls import check_keywords
 
-        check_keywords(found, init_args, what=asked, args=args)
-        return found(*args, **init_args)
+        check_keywords(component, init_args, what=asked, args=args)
+        return component(*args, **init_args)
 
     def load(self, spec: ComponentSpec) -> Any:
         """Check the requirements of one component, then import it.
 
         Raises:
-            NotTrusted: The run is frozen and its plugin is not as it was locked, or code of a Hub may not run.
+            NotTrusted: The run is frozen and its plugin differs from the lock, or code from a Hub may not run.
             RequirementMissing: A package it needs is not installed; nothing was imported.
-            PluginBroken: The import fails, or the manifest names something that is not there.
+            PluginBroken: The import fails, or the manifest names something that does not exist.
         """
         if spec.root in self._forbidden:
             raise NotTrusted(f"{spec}: {self._forbidden[spec.root]}")
@@ -368,7 +368,7 @@ class Registry:
         return import_object(ref, asked=str(spec), promised_by="its manifest")
 
     def contract(self, kind: str) -> Any:
-        """Return the contract of a kind, imported on first use, or None where anything passes."""
+        """Return the contract of a kind, imported on first use, or None if any object is accepted."""
         self._require_kind(kind)
         if kind not in self._contracts:
             ref = self._kinds[kind]
@@ -397,15 +397,16 @@ class Registry:
             return self._hook_calls[name]
 
     def attach(self, plugin_object: Any, name: str) -> None:
-        """Let the methods of a live object that are marked with `hookimpl` take part in the lifecycle hooks."""
+        """Register the methods of a live object that are marked with `hookimpl` as lifecycle hooks."""
         with self._lock:
             plugins = self._plugins()
             if plugins.is_attached(name):
                 raise ComponentConflict(
-                    f"something is attached as {name!r} already; detach it first or take another name"
+                    f"cannot attach {name!r}: an object of that name is attached already; "
+                    "detach it first, or use another name"
                 )
             if any(name == record.name for record in self._records):
-                raise ComponentConflict(f"{name!r} is the name of a plugin; take another name for what you attach")
+                raise ComponentConflict(f"cannot attach {name!r}: it is the name of a plugin; use another name")
             try:
                 plugins.attach(name, plugin_object, self._lifecycle)
             except PluginBroken as error:
@@ -415,10 +416,10 @@ class Registry:
         """Undo `attach`."""
         with self._lock:
             if not self._plugins().is_attached(name):
-                raise ComponentNotFound(f"nothing is attached as {name!r}")
+                raise ComponentNotFound(f"cannot detach {name!r}: no object of that name is attached")
             self._plugins().detach(name)
 
-    # Inside
+    # Internals
 
     def _plugins(self) -> PluginSet:
         """Return the pluggy side with every usable record registered; pluggy is imported when this is first needed."""
@@ -482,7 +483,7 @@ class Registry:
                 self._hooked.add(record.name)
 
     def _replace(self, record: PluginRecord, by: PluginRecord) -> None:
-        """Put a record that is not usable in the place of one that was."""
+        """Replace a usable record by one that is not."""
         with self._lock:
             self._records = [by if r is record else r for r in self._records]
             if record.name in self._registered | self._hooked:

@@ -21,7 +21,7 @@ _PLAIN_BOUND = re.compile(r"\s*(>=|<)\s*(\d+(?:\.\d+)*)\s*")
 
 
 class MissingRequirement(NamedTuple):
-    """One requirement that is not met: `installed` is the version that is there, or None."""
+    """One requirement that is not met: `installed` is the installed version, or None."""
 
     requirement: str
     installed: str | None
@@ -50,11 +50,11 @@ def check_requirements(spec: ComponentSpec) -> None:
 
 
 def with_extra(requirement: str, dists: Iterable[str]) -> str:
-    """Return `dist[extra]` for the first extra of these distributions that brings what is required, or an empty text.
+    """Return `dist[extra]` for the first extra of these distributions with the requirement, or an empty string.
 
     Args:
-        requirement: What is missing.
-        dists: Distributions to look at, in this order; one that is not installed brings nothing.
+        requirement: The missing requirement.
+        dists: Distributions to search, in this order; one that is not installed is skipped.
     """
     from importlib.metadata import PackageNotFoundError, metadata, requires
 
@@ -91,10 +91,10 @@ def check_core(record: PluginRecord, core_version: str) -> PluginRecord:
 
 @lru_cache(maxsize=256)
 def satisfies(version: str, specifier: str) -> bool:
-    """Say whether a version fits a specifier; pre-releases of it count as installed versions do."""
+    """Return whether a version fits a specifier; pre-releases of it count as installed versions do."""
     bounds = [_PLAIN_BOUND.fullmatch(part) for part in specifier.split(",")]
     if _PLAIN_VERSION.fullmatch(version) and all(bounds):
-        # `>=a.b,<c` of plain numbers is what nearly every manifest says; `packaging` costs 20 ms to import.
+        # `>=a.b,<c` of plain numbers is in nearly every manifest; `packaging` costs 20 ms to import.
         return all((_release(version) >= _release(b[2])) == (b[1] == ">=") for b in bounds if b)
     from packaging.specifiers import SpecifierSet
 

@@ -25,7 +25,7 @@ class Reference(NamedTuple):
         form: `name` (`Name`, `dist/Name`), `module` (`package.module:Attr`), `file` (`./file.py:Name`) or `hub`
             (`hf://org/repo@revision#Name`).
         place: The plugin, module, file or scheme; empty for a bare name.
-        name: What is wanted from there; for a Hub, the whole text.
+        name: The component or attribute; for a Hub, the whole text.
     """
 
     form: Literal["name", "module", "file", "hub"]
@@ -34,12 +34,12 @@ class Reference(NamedTuple):
 
 
 def parse_reference(text: str, kind: str) -> Reference:
-    """Tell which form `text` has; `kind` is only for the error of one that has none."""
+    """Parse `text` into its form; `kind` is only for error messages."""
     if scheme := _SCHEME.match(text):
         return Reference("hub", scheme[1], text)
     place, colon, name = text.rpartition(":")
     if text.endswith(".py") or (text.startswith(_PATH_STARTS) and not (colon and name)):
-        raise ComponentNotFound(f"{kind} {text!r} is a file; say what you want from it: '{text.rstrip(':')}:Name'")
+        raise ComponentNotFound(f"{kind} {text!r} is a file; add the name of a component: '{text.rstrip(':')}:Name'")
     if colon and (place.endswith(".py") or place.startswith(_PATH_STARTS)):
         return Reference("file", place, name)
     if colon:
@@ -66,7 +66,7 @@ def component_from_text(text: str, kind: str, registry: Registry) -> Any:
         return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=reference.place)
     if reference.form == "module":
         if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
-            raise ComponentNotFound(f"{asked}: leave the kind away and write {reference.name!r}")
+            raise ComponentNotFound(f"{asked}: remove the kind and write {reference.name!r}")
         if registry.frozen:
             registry.frozen.check_module(reference.place, registry.records, asked=asked)
         return import_object(text, asked=asked)
@@ -97,6 +97,6 @@ def open_hub(scheme: str, registry: Registry, *, asked: str) -> Any:
 
 
 def _offered_by_unusable(scheme: str, registry: Registry) -> bool:
-    """Say whether a disabled or broken plugin would read the scheme, so that its reason is the answer."""
+    """Return whether a disabled or broken plugin reads the scheme, whose reason the error then gives."""
     manifests = [record.manifest for record in registry.records if record.manifest and record.status != "ok"]
     return any(c.kind == "hub" and c.name == scheme for m in manifests for c in m.components)

@@ -30,7 +30,7 @@ _TABLES = ("plugins", "trust")
 
 
 NEED_TRUST = ("allow", "revoked")
-"""Keys that are obeyed in a trusted file only: one lets code run, one names addresses that are asked."""
+"""Keys that only a trusted file may set: one lets code run, one names addresses that are requested."""
 LOCK_NAME = "twinkle.lock"
 LOCK_VARIABLE = "TWINKLE_LOCK"
 FROZEN_VARIABLE = "TWINKLE_FROZEN"
@@ -41,7 +41,7 @@ _OFF = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the registry leaves out and whom it prefers.
+    """Which plugins the registry leaves out and which it prefers.
 
     Attributes:
         disabled: Plugins that are not used, by name or distribution.
@@ -59,11 +59,11 @@ class Settings:
     def load(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Merge the configuration file and the environment, which wins key by key.
 
-        The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`. Beside a
-        `./twinkle.toml` in a folder that is not trusted the user's own file counts as well.
+        The file is `$TWINKLE_CONFIG`, else `./twinkle.toml`, else `~/.config/twinkle/twinkle.toml`. With a
+        `./twinkle.toml` in a folder that is not trusted, the user's own file applies too.
 
         Raises:
-            SettingsError: The file is missing though named or is not TOML, or a table, a key or a type is wrong.
+            SettingsError: The named file is missing or not TOML, or a table, a key or a type is wrong.
         """
         environ = os.environ if environ is None else environ
         values, sources = _from_file(environ)
@@ -107,9 +107,9 @@ class ConfigFile:
     """A configuration file that was read.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
         raw: Its content; every table in it is a known one.
-        is_trusted: It was named, is the user's own, or lies in a folder that the user trusts.
+        is_trusted: It was named, is the user's own, or is in a folder that the user trusts.
     """
 
     path: str
@@ -121,7 +121,7 @@ class ConfigFile:
         """The table `[plugins]`, checked."""
         table = self.raw.get("plugins", {})
         if not isinstance(table, dict):
-            raise SettingsError(f"{self.path}: plugins: expected a table [plugins], found {table!r}")
+            raise SettingsError(f"{self.path}: plugins must be a table, got {table!r}")
         for key, value in table.items():
             if key not in _KEYS:
                 raise SettingsError(f"{self.path}: [plugins] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
@@ -130,7 +130,7 @@ class ConfigFile:
 
 
 def read_config(path: str, environ: Mapping[str, str] | None = None) -> ConfigFile:
-    """Read a configuration file, and find out whether it may let code run.
+    """Read a configuration file and determine whether it may let code run.
 
     Raises:
         SettingsError: It is not TOML, or has an unknown table.
@@ -183,16 +183,16 @@ def _from_file(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, st
 
 
 def _added(key: str, users: Any, folders: Any) -> Any:
-    """Return what the user's file and that of a folder say together, so that the folder's lifts nothing."""
+    """Merge a value of the user's file with that of a folder's file, which must not remove a restriction."""
     if key == "disable":
         return [*users, *folders]
     return {**folders, **users} if key == "prefer" else users
 
 
 def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
-    """Raise `SettingsError` if a configuration file says more than `[plugins]` and `[trust]`.
+    """Raise `SettingsError` if a configuration file has other tables than `[plugins]` and `[trust]`.
 
-    A misspelt `[trust]` would otherwise switch the policy off, and nobody would know.
+    A misspelt `[trust]` would otherwise disable the policy silently.
     """
     for key, value in raw.items():
         if key in _TABLES:
@@ -201,15 +201,15 @@ def refuse_unknown_tables(raw: Mapping[str, Any], path: str) -> None:
             close = nearest(key, _TABLES)
             near = f"nearest: [{close[0]}]" if close else "known: [plugins], [trust]"
             raise SettingsError(f"{path}: unknown table [{key}], {near}")
-        raise SettingsError(f"{path}: {key}: unknown key; every key stands below [plugins] or [trust]")
+        raise SettingsError(f"{path}: {key}: unknown key; every key must be in [plugins] or [trust]")
 
 
 def config_file(environ: Mapping[str, str]) -> str:
-    """Return the path of the configuration file, or an empty text where there is none."""
+    """Return the path of the configuration file, or an empty string if there is none."""
     if named := environ.get(CONFIG_VARIABLE):
         path = os.path.expanduser(named)
         if not os.path.isfile(path):
-            raise SettingsError(f"{CONFIG_VARIABLE} names {named}, which is not a file")
+            raise SettingsError(f"{CONFIG_VARIABLE} must be the path of a file, got {named!r}")
         return path
     for candidate in (CONFIG_FILE, os.path.expanduser(USER_FILE)):
         if os.path.isfile(candidate):
@@ -220,17 +220,17 @@ def config_file(environ: Mapping[str, str]) -> str:
 def _check_value(where: str, key: str, value: Any) -> None:
     if key == "prefer":
         if not isinstance(value, dict) or not all(isinstance(v, str) and v for v in value.values()):
-            raise SettingsError(f'{where}: expected {{ "kind:Name" = "plugin" }}, found {value!r}')
+            raise SettingsError(f'{where} must be a table {{ "kind:Name" = "plugin" }}, got {value!r}')
         for name in value:
             _check_preferred(where, name)
     elif not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-        raise SettingsError(f"{where}: expected a list of plugin names, found {value!r}")
+        raise SettingsError(f"{where} must be a list of plugin names, got {value!r}")
 
 
 def _check_preferred(where: str, name: str) -> None:
     kind, _, component = name.partition(":")
     if not kind or not component:
-        raise SettingsError(f"{where}: expected 'kind:Name' such as 'loss:GRPOLoss', found {name!r}")
+        raise SettingsError(f"{where} must have keys such as 'loss:GRPOLoss', got {name!r}")
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable in environ:
             values[key] = _parts(environ[variable])
     if values.get("only") == []:
-        # `TWINKLE_PLUGINS_ONLY=` is how a shell unsets a variable for one command, not a wish for no plugins.
+        # `TWINKLE_PLUGINS_ONLY=` is how a shell unsets a variable for one command; it does not mean "no plugins".
         values["only"] = None
     if PREFER_VARIABLE in environ:
         values["prefer"] = dict(_preference(part) for part in _parts(environ[PREFER_VARIABLE]))
@@ -256,7 +256,7 @@ def _parts(text: str) -> list[str]:
 def _preference(part: str) -> tuple[str, str]:
     name, _, dist = (piece.strip() for piece in part.partition("="))
     if not dist:
-        raise SettingsError(f"{PREFER_VARIABLE}: expected kind:Name=plugin, found {part!r}")
+        raise SettingsError(f"{PREFER_VARIABLE} must be kind:Name=plugin, got {part!r}")
     _check_preferred(PREFER_VARIABLE, name)
     return name, dist
 
@@ -270,17 +270,17 @@ def lock_path() -> str:
     named = os.environ.get(LOCK_VARIABLE, "")
     path = os.path.abspath(os.path.expanduser(named or LOCK_NAME))
     if os.path.exists(path) and not os.path.isfile(path):
-        raise SettingsError(f"{path} is not a file; name the lock file by {LOCK_VARIABLE}")
+        raise SettingsError(f"the lock must be a file, got {path}; set {LOCK_VARIABLE} to the path of a file")
     return path
 
 
 def lock_is_named() -> bool:
-    """Say whether the user named the lock, so that it needs no other trust."""
+    """Return whether the user named the lock, so that it needs no other trust."""
     return bool(os.environ.get(LOCK_VARIABLE))
 
 
-def may_obey_lock(path: str, content: bytes) -> bool:
-    """Say whether the lock of this run, which has this content, was named or lies in a folder that the user trusts."""
+def is_trusted_lock(path: str, content: bytes) -> bool:
+    """Return whether the lock of this run, which has this content, was named or is in a folder that the user trusts."""
     if lock_is_named():
         return True
     from .trust.folders import is_trusted_file
@@ -289,24 +289,24 @@ def may_obey_lock(path: str, content: bytes) -> bool:
 
 
 def is_frozen() -> bool:
-    """Say whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
+    """Return whether only what `twinkle.lock` lists may run (`TWINKLE_FROZEN=1` or `twinkle --frozen`)."""
     return _switch(FROZEN_VARIABLE)
 
 
 def trusts_all() -> bool:
-    """Say whether code from a Hub runs without anybody having looked at it (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
+    """Return whether code from a Hub runs without a review (`TWINKLE_TRUST_REMOTE_CODE=1`)."""
     return _switch(TRUST_VARIABLE)
 
 
 def _switch(variable: str) -> bool:
     value = os.environ.get(variable, "").strip().lower()
     if value not in (*_ON, *_OFF):
-        raise SettingsError(f"{variable}: expected 1 or 0, found {value!r}")
+        raise SettingsError(f"{variable} must be 1 or 0, got {value!r}")
     return value in _ON
 
 
 def untrusted_notice() -> str:
-    """Return which settings of the working directory are not obeyed and how to change that, or an empty text."""
+    """Return which settings of the working directory are ignored and how to change that, or an empty string."""
     ignored = [*_of_config(), *_of_lock()]
     if not ignored:
         return ""
@@ -315,13 +315,13 @@ def untrusted_notice() -> str:
     folder = os.getcwd()
     verb = "is" if len(ignored) == 1 else "are"
     return (
-        f"{' and '.join(ignored)} in {folder} {verb} not obeyed, because this folder is not trusted or was changed "
-        f"since; look at what it asks for, and trust it: twinkle plugins trust {shlex.quote(folder)}"
+        f"{' and '.join(ignored)} in {folder} {verb} ignored, because this folder is not trusted or was changed "
+        f"since; review what it asks for, then trust it: twinkle plugins trust {shlex.quote(folder)}"
     )
 
 
-def and_untrusted() -> str:
-    """Return the same as the end of an error's text."""
+def untrusted_suffix() -> str:
+    """Return the notice as the end of an error's text."""
     notice = untrusted_notice()
     return f"; {notice}" if notice else ""
 
@@ -338,7 +338,7 @@ def _of_config() -> list[str]:
 
 
 def _hidden(file: ConfigFile) -> list[str]:
-    """Return what a trusted file would hide of the user's own."""
+    """Return which settings of the user's own file this file would replace if it were trusted."""
     user = os.path.expanduser(USER_FILE)
     users = read_config(user).plugins if os.path.isfile(user) else {}
     kept = [key for key, value in users.items() if file.plugins.get(key) != value]
@@ -353,5 +353,5 @@ def _of_lock() -> list[str]:
         with open(path, "rb") as file:
             content = file.read()
     except OSError:
-        return []  # whoever needs the lock says what is wrong with it
-    return [] if may_obey_lock(path, content) else [LOCK_NAME]
+        return []  # the code that needs the lock reports what is wrong with it
+    return [] if is_trusted_lock(path, content) else [LOCK_NAME]

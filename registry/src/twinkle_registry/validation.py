@@ -1,4 +1,4 @@
-"""Decides whether a plugin that was found may be used here: settings, name, core version, kinds and hooks."""
+"""Decides whether a plugin may be used: settings, name, core version, kinds and hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .settings import Settings
 
 
 class Validator:
-    """What plugins are validated by: kinds, lifecycle hooks and version of core, and what a person switched off."""
+    """Validates plugins against the kinds, lifecycle hooks and version of core, and against the settings."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class Validator:
     ) -> None:
         self.kinds, self.lifecycle, self.core_version = kinds, lifecycle, core_version
         self.settings = settings
-        # Core itself: `only = ["acme"]` means the plugins, not the floor they stand on.
+        # Core itself: `only = ["acme"]` means plugins, not the core that they need.
         self.essential = {canonical(name) for name in essential}
 
     def validate(self, record: PluginRecord, others: Sequence[PluginRecord]) -> PluginRecord:
-        """Return the record with the status it has beside those that were added before."""
+        """Return the record with its status, given the plugins that were added before."""
         if record.status != "ok":
             return self._with_unknown(record)
         if why := self._why_disabled(record):
             return replace(record, status="disabled", reason=why)
         validated = check_core(record, self.core_version)
-        # A manifest for another core may well name kinds that this one does not have.
+        # A manifest for another core may name kinds that this one does not have.
         problems = [*_twins(record, others), *self._unknown(record.manifest)] if validated.status == "ok" else []
         if problems:
             return unusable(record, *problems)
@@ -48,7 +48,7 @@ class Validator:
         return self.settings.why_disabled((record.name, record.dist), formerly, self.essential)
 
     def _with_unknown(self, record: PluginRecord) -> PluginRecord:
-        """Add to the problems of a manifest those that only a house knows, so that its author reads all at once."""
+        """Add to the problems of a manifest those that need the registry, so that its author sees all at once."""
         read = record.cause.manifest if isinstance(record.cause, ManifestError) else None
         problems = self._unknown(read) if isinstance(read, Manifest) else []
         if not problems:
@@ -73,15 +73,15 @@ class Validator:
         ]
 
 
-def pretenders(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
-    """Return the usable plugins that bear the name of `record`, where it is that of its distribution and not theirs."""
+def name_losers(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:
+    """Return the usable plugins that lose their name to `record`: it is that of its distribution, and not of theirs."""
     if record.status != "ok" or not _bears_own_name(record):
         return []
     return [twin for twin in _namesakes(record, others) if not _bears_own_name(twin)]
 
 
-def taken(record: PluginRecord, owner: PluginRecord) -> str:
-    """Say that a plugin cannot have the name that another has, and name both."""
+def name_is_taken(record: PluginRecord, owner: PluginRecord) -> str:
+    """Return the text for a plugin whose name another one has; it names both."""
     return (
         f"the name {record.name!r} of this plugin (distribution {record.dist} {record.version}) is taken by "
         f"{owner.dist} {owner.version} at {owner.location}"
@@ -94,21 +94,21 @@ def broken(record: PluginRecord, error: PluginBroken) -> PluginRecord:
 
 
 def lifecycle_hooks(hookspecs: Any, kinds: Iterable[str]) -> list[str]:
-    """Return the hook specs that are not those of a kind, known by the mark that `hookspec` leaves on them."""
+    """Return the hook specs that do not belong to a kind; `hookspec` marks hook specs."""
     of_kinds = {f"twinkle_{kind}" for kind in kinds}
-    # Not `getattr` over `dir`: a module may have lazy attributes, and looking must not load them.
+    # Not `getattr` over `dir`: a module may have lazy attributes, which must not be loaded here.
     marked = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")]
     return sorted(set(marked) - of_kinds)
 
 
 def unusable(record: PluginRecord, *problems: str) -> PluginRecord:
-    """Return the record as broken by these problems of what its manifest says."""
+    """Return the record as broken by these problems of its manifest."""
     return broken(record, PluginBroken(f"{record.location or record.name}: {'; '.join(problems)}"))
 
 
 def _twins(record: PluginRecord, others: Sequence[PluginRecord]) -> list[str]:
-    yielding = pretenders(record, others)
-    return [taken(record, twin) for twin in _namesakes(record, others) if twin not in yielding]
+    yielding = name_losers(record, others)
+    return [name_is_taken(record, twin) for twin in _namesakes(record, others) if twin not in yielding]
 
 
 def _namesakes(record: PluginRecord, others: Sequence[PluginRecord]) -> list[PluginRecord]:

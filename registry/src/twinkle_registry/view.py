@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 class RegistryView:
     """The part of a registry that an allow list names, by `kind:Name`, `plugin/Name`, `kind:*` or `plugin/*`.
 
-    A component outside the list does not exist here. Code by path, from a Hub or as an object is refused: whoever sees
-    only a view runs only what its operator installed.
+    A component outside the list does not exist here. Code by path, from a Hub or as an object is refused: a
+    tenant with a view runs only what the operator installed.
     """
 
     def __init__(self, registry: Registry, allow: Iterable[str] | Callable[[], Iterable[str]]) -> None:
         if isinstance(allow, str):
-            raise ComponentTypeError(f"allow is the text {allow!r}; give a list such as ['loss:GRPOLoss']")
+            raise ComponentTypeError(f"allow must be a list such as ['loss:GRPOLoss'], got {allow!r}")
         self._registry = registry
         self._allow = list(allow) if isinstance(allow, Iterator) else allow
 
     def specs(self, kind: str) -> dict[str, list[ComponentSpec]]:
         """Return the allowed components of one kind by name."""
         allowed = set(self._allow() if callable(self._allow) else self._allow)
-        found = {
+        allowed_specs = {
             name: [s for s in specs if _names_of(s) & allowed] for name, specs in self._registry.specs(kind).items()
         }
-        return {name: specs for name, specs in found.items() if specs}
+        return {name: specs for name, specs in allowed_specs.items() if specs}
 
     def names(self, kind: str) -> list[str]:
         """Return the allowed names of one kind, sorted."""
         return sorted(self.specs(kind))
 
     def find(self, name: str, kind: str) -> ComponentSpec:
-        """Return an allowed component by `Name` or `plugin/Name`; errors speak of allowed ones only."""
+        """Return an allowed component by `Name` or `plugin/Name`; errors name allowed ones only."""
         dist, _, bare = name.rpartition("/")
         specs = self.specs(kind)
         settings = self._registry.settings
@@ -55,7 +55,7 @@ class RegistryView:
         """Return an allowed component by name.
 
         Raises:
-            NotTrusted: `x` is not a name but code from elsewhere.
+            NotTrusted: `x` is not a name, but a path, a reference or an object.
         """
         return self._registry.resolve(self._allowed(x, kind), kind)
 

@@ -174,7 +174,7 @@ def _lock(registry: Registry) -> Iterator[Problem]:
             return  # told already, and nothing can be checked against it
         checked = verify(registry.records, lambda scheme: open_hub(scheme, registry, asked=f"{scheme}://"))
     except NotTrusted:
-        return  # the notice of the registry says that this lock is not obeyed
+        return  # the notice of the registry says that this lock is ignored
     except SettingsError as error:
         yield Problem("lock", str(error))
         return

@@ -7,7 +7,8 @@ from pathlib import Path
 _TABLE = re.compile(r"\s*\[\[?\s*(?P<name>[\w.\-\"' ]+?)\s*\]\]?\s*(#.*)?$")
 _KEY = re.compile(r"\s*[\"']?(?P<key>[\w-]+)[\"']?\s*(?P<more>\.[^=]*)?=(?P<value>.*)$")
 _PROBLEM = re.compile(
-    r"(?:(?P<table>component|command) #(?P<number>\d+)(?: '[^']*')?\.|(?P<hooks>hooks)\.)?(?P<key>[\w-]+):"
+    r"(?:(?P<table>component|command) #(?P<number>\d+)(?: '[^']*')?\.|(?P<hooks>hooks)\.)?"
+    r"(?P<key>[\w-]+)(?::| must be )"
 )
 _NAMED = re.compile(r"component '(?P<name>[^']*)' is of the unknown kind")
 _IN_ONE_LINE = re.compile(r"; (?=component '|hooks: )")

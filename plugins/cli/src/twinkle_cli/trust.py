@@ -56,9 +56,9 @@ def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
 def untrust(folder: Path, as_json: bool) -> None:
     """Forget that FOLDER (by default this one) was trusted; it need not be there any more."""
     from twinkle.errors import ComponentNotFound
-    from twinkle_registry.trust.folders import forget, is_trusted_folder
+    from twinkle_registry.trust.folders import is_trusted_folder, untrust
 
-    gone = forget(str(folder))
+    gone = untrust(str(folder))
     if not gone:
         around = " itself, but a folder around it, or one that a variable names, is" * is_trusted_folder(str(folder))
         raise ComponentNotFound(f"{folder.resolve()} is not trusted{around}; see: twinkle plugins trust --list")
@@ -164,7 +164,7 @@ def _state(record: "TrustedPath") -> str:
         return "trusted" if path.is_dir() else "gone"
     if not path.is_file():
         return "gone"
-    return "trusted" if hashlib.sha256(path.read_bytes()).hexdigest() in record.digests else "changed: not obeyed"
+    return "trusted" if hashlib.sha256(path.read_bytes()).hexdigest() in record.digests else "changed: ignored"
 
 
 COMMANDS = (trust, untrust)

@@ -14,7 +14,7 @@ def load_reference(ref: HubRef) -> Any:
 
     Raises:
         RequirementMissing: the package `kernels` is not installed.
-        NotTrusted: nobody has allowed this code, or that of a repository it depends on.
+        NotTrusted: this code, or that of a repository it depends on, is not trusted.
         HubError: it cannot be found, downloaded or imported, or has no build for this machine.
         ArgumentError: it has no such layer.
     """
@@ -85,22 +85,22 @@ def allowed_commit(repo: str, revision: str, api: Any) -> str:
     Raises:
         NotTrusted: it does not.
     """
-    from twinkle_registry.settings import and_untrusted
+    from twinkle_registry.settings import untrusted_suffix
     from twinkle_registry.trust.policy import Policy
     from twinkle_registry.trust.reference import Origin
 
     policy, asked = Policy.load(fetch=True), f"kernel repository {repo!r}"
     if reason := policy.denies(f"hf://{repo}"):
-        raise NotTrusted(f"{asked}: code from hf://{repo} is forbidden: {reason}; ask whoever keeps that file")
+        raise NotTrusted(f"{asked}: code from hf://{repo} is forbidden: {reason}; ask the owner of that file")
     place, commit = _whereabouts(repo, revision, api)
     origin = Origin.checked("hf", place, commit, asked=asked)
     if reason := policy.denies(f"hf://{repo}", commit) or policy.forbids(origin):
-        raise NotTrusted(f"{asked}: code from {origin} is forbidden: {reason}; ask whoever keeps that file")
+        raise NotTrusted(f"{asked}: code from {origin} is forbidden: {reason}; ask the owner of that file")
     if not policy.allows(origin):
         raise NotTrusted(
-            f"{asked}: nobody has allowed code from {origin.place} to run here; look at it, and allow this commit in "
+            f"{asked}: cannot run code from {origin.place}: it is not trusted; review it, then allow this commit in "
             f"twinkle.toml: [trust] allow = [{str(origin)!r}]\n  (other ways: {origin.place!r} there for all commits, "
-            f"or TWINKLE_TRUST_REMOTE_CODE=1 for all code){and_untrusted()}"
+            f"or TWINKLE_TRUST_REMOTE_CODE=1 for all code){untrusted_suffix()}"
         )
     if policy.signers(origin):
         raise NotTrusted(

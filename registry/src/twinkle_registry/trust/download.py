@@ -18,17 +18,17 @@ from ..cache import DIRECTORY_VARIABLE
 from ..errors import NotTrusted, PluginBroken, SettingsError, TwinkleError
 from .lock import LockedRepository
 from .reference import HubReference, Origin
-from .store import LISTING, Store, Tree, differences, few, listing_text, scan
+from .store import LISTING, Store, Tree, differences, first_few, hash_folder, listing_text
 
 _DAY = 86_400.0
 _ATTEMPTS = 10
 
 
 class CodeHub(Protocol):
-    """What code from a Hub needs of a component of kind `hub`."""
+    """The methods of a component of kind `hub` that loading code needs."""
 
     def commit_of(self, repo: str, revision: str | None) -> tuple[str, str]:
-        """Return the repository after redirects, and the commit that `revision` (or the usual branch) means now."""
+        """Return the repository after redirects, and the commit that `revision` (or the default branch) means now."""
         ...
 
     def download_code(self, repo: str, commit: str, target: Path) -> None:
@@ -40,7 +40,7 @@ def resolve(hub: CodeHub, reference: HubReference, *, asked: str) -> Origin:
     """Ask the hub which commit a reference means, and where its repository is now.
 
     Raises:
-        NotTrusted: A commit was asked for, and the hub answers with another.
+        NotTrusted: A commit was requested, and the hub answers with another.
         TwinkleError: What the hub raises, for instance without a network.
     """
     with _reported(reference.scheme, asked):
@@ -52,21 +52,21 @@ def resolve(hub: CodeHub, reference: HubReference, *, asked: str) -> Origin:
 
 
 @contextlib.contextmanager
-def arrived(hub: CodeHub, origin: Origin, store: Store, *, asked: str) -> Iterator[Tree]:
-    """Download one commit beside the store and give its tree; what is not kept is gone when the block ends.
+def downloaded(hub: CodeHub, origin: Origin, store: Store, *, asked: str) -> Iterator[Tree]:
+    """Download one commit into the staging folder and yield its tree; what is not stored is deleted at the end.
 
     Raises:
-        NotTrusted: It holds what no plugin may hold; see `scan`.
+        NotTrusted: It contains files that no plugin may have; see `hash_folder`.
         TwinkleError: What the hub raises, for instance when the repository vanishes meanwhile.
     """
-    with incoming(store) as work:
+    with staging_folder(store) as work:
         folder = work / "arrived"
         folder.mkdir()
         with _reported(origin.scheme, asked):
             hub.download_code(origin.repo, origin.commit, folder)
-            files = scan(folder, asked=asked)
+            files = hash_folder(folder, asked=asked)
         if not any(path.endswith(".py") for path in files):
-            raise NotTrusted(f"{asked}: {origin} holds no Python file, so it is no plugin")
+            raise NotTrusted(f"{asked}: {origin} holds no Python file, so it is not a plugin")
         yield Tree(folder, files)
 
 
@@ -74,16 +74,16 @@ def fetch(hub: CodeHub, origin: Origin, store: Store, *, asked: str, expected: L
     """Bring one commit into the store and return its tree.
 
     Raises:
-        NotTrusted: It is locked, and the hub gives other files for this commit than were added; nothing is stored.
+        NotTrusted: It is locked, and the hub has other files for this commit; nothing is stored.
     """
-    with arrived(hub, origin, store, asked=asked) as tree:
+    with downloaded(hub, origin, store, asked=asked) as tree:
         if expected is not None and tree.digest != expected.digest:
-            changed = few(differences(expected.files, tree.files))
+            changed = first_few(differences(expected.files, tree.files))
             raise NotTrusted(
-                f"{asked}: for {origin} the hub gives other files than those that were added ({changed}); nothing "
-                f"of it is stored. If you expected that, look at it: twinkle plugins add {expected.reference}"
+                f"{asked}: the hub has other files for {origin} than those that were added ({changed}); nothing "
+                f"was stored. If you expected this, review it: twinkle plugins add {expected.reference}"
             )
-        return keep(store, tree, origin)
+        return store_tree(store, tree, origin)
 
 
 @contextlib.contextmanager
@@ -97,8 +97,8 @@ def _reported(scheme: str, asked: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def incoming(store: Store) -> Iterator[Path]:
-    """Give an empty folder for a download; whatever is not kept is gone when the block ends.
+def staging_folder(store: Store) -> Iterator[Path]:
+    """Yield an empty folder for a download; what is not moved to the store is deleted when the block ends.
 
     Raises:
         SettingsError: The store cannot be written.
@@ -115,19 +115,19 @@ def incoming(store: Store) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def keep(store: Store, arrived: Tree, origin: Origin) -> Tree:
-    """Move a tree out of `incoming` into the store, and note which commit it is; return the tree there.
+def store_tree(store: Store, arrived: Tree, origin: Origin) -> Tree:
+    """Move a tree out of the staging folder into the store, and record which commit it is; return the stored tree.
 
     Raises:
-        SettingsError: The store cannot be written; then it is as it was.
+        SettingsError: The store cannot be written; it was not changed.
     """
     with _writable(store):
-        if not store.has_whole(arrived.digest):
+        if not store.has_intact(arrived.digest):
             _place(store, arrived)
-        note = store.note(origin)
+        note = store.commit_file(origin)
         note.parent.mkdir(exist_ok=True)
         _write(note, f"{arrived.digest} {origin}")
-    return Tree(store.place(arrived.digest) / "files", arrived.files)
+    return Tree(store.tree_folder(arrived.digest) / "files", arrived.files)
 
 
 @contextlib.contextmanager
@@ -136,13 +136,13 @@ def _writable(store: Store) -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingsError(
-            f"the store of code, {store.root}, cannot be written: {error.strerror or error}; make room, or choose "
-            f"another cache folder by {DIRECTORY_VARIABLE}"
+            f"the store of code, {store.root}, cannot be written: {error.strerror or error}; free some space, or set "
+            f"{DIRECTORY_VARIABLE} to another cache folder"
         ) from error
 
 
 def _place(store: Store, arrived: Tree) -> None:
-    target, work = store.place(arrived.digest), arrived.folder.parent / "tree"
+    target, work = store.tree_folder(arrived.digest), arrived.folder.parent / "tree"
     work.mkdir()
     for path in arrived.files:
         (work / "files" / path).parent.mkdir(parents=True, exist_ok=True)
@@ -156,8 +156,8 @@ def _place(store: Store, arrived: Tree) -> None:
         with contextlib.suppress(OSError):
             work.rename(target)
             return
-        # Another process stored the same tree, which is then whole, or what is there is damaged.
-        if store.has_whole(arrived.digest):
+        # Another process stored the same tree, which is then intact, or the stored tree is damaged.
+        if store.has_intact(arrived.digest):
             return
         with contextlib.suppress(OSError):
             target.rename(arrived.folder.parent / f"damaged-{time.monotonic_ns()}")
@@ -165,7 +165,7 @@ def _place(store: Store, arrived: Tree) -> None:
 
 
 def _clear(place: Path) -> None:
-    """Remove what killed processes left a day ago."""
+    """Remove what killed processes left more than a day ago."""
     for left in place.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _DAY:

@@ -1,6 +1,6 @@
 """What `twinkle plugins add`, `lock`, `remove` and `verify` do: change the lock, or compare it with what is installed.
 
-Nothing enters the store or the lock before somebody accepted it; a `Decide` function is called with each proposal.
+Nothing enters the store or the lock before it was accepted; a `Decide` function is called with each proposal.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..files import source_of
 from ..manifest import PluginRecord
 from ..naming import canonical, nearest_or_all
 from ..settings import FROZEN_VARIABLE, LOCK_NAME, is_frozen
-from .download import CodeHub, arrived, fetch, keep, resolve
-from .frozen import check_record_file, distribution_now
+from .download import CodeHub, downloaded, fetch, resolve, store_tree
+from .frozen import check_record_file, installed_distribution
 from .loading import Load, valid_record
 from .lock import Lock, LockedDistribution, LockedFile, LockedRepository, change_lock
 from .policy import Policy, require_trust, why_not_trusted
 from .reference import HubReference, Origin
 from .review import Decide, Proposal, Sort, of_distribution, of_file, of_repository
-from .store import Store, Tree, differences, few, sha256
+from .store import Store, Tree, differences, first_few, sha256
 
 if TYPE_CHECKING:
     from ..registry import Registry
@@ -31,30 +31,32 @@ OpenHub = Callable[[str], CodeHub]
 
 
 class LockEditor:
-    """Adds to, renews and takes from the lock of this run."""
+    """Adds entries to the lock of this run, updates and removes them."""
 
     def __init__(self, registry: Registry, open_hub: OpenHub, decide: Decide) -> None:
-        """Work for one registry.
+        """Create an editor for one registry.
 
         Args:
-            registry: Knows the installed plugins, and judges those of a Hub.
+            registry: Has the installed plugins, and validates those of a Hub.
             open_hub: Returns the hub of a scheme.
-            decide: Is shown each proposal that would change the lock, and says whether it is accepted.
+            decide: Is called with each proposal that would change the lock; returns whether it is accepted.
 
         Raises:
             SettingsError: The run is frozen, so that its lock must not change.
             NotTrusted: There is a lock already, in a folder that is not trusted.
         """
         if is_frozen():
-            raise SettingsError(f"this run is frozen, so its lock does not change; unset {FROZEN_VARIABLE} or --frozen")
+            raise SettingsError(
+                f"cannot change the lock: this run is frozen; unset {FROZEN_VARIABLE} or remove --frozen"
+            )
         Lock.load().require_trust(f"change {LOCK_NAME}")
         self._registry, self._open_hub, self._decide = registry, open_hub, decide
 
     def add(self, asked: str) -> Proposal | None:
-        """Trust what a text names: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
+        """Trust a target: `scheme://repo@revision`, `./file.py`, `./folder` or an installed distribution.
 
         Returns:
-            What was accepted, or None if it was declined; then nothing has changed.
+            The accepted proposal, or None if it was declined; then nothing has changed.
         """
         if "://" in asked:
             return self._add_repository(replace(HubReference.parse(asked, asked=f"add {asked}"), name=""))
@@ -66,10 +68,10 @@ class LockEditor:
         return self._add_distribution(asked)
 
     def renew(self) -> list[Proposal]:
-        """Bring the whole lock up to date: installed plugins, branches that moved, local files that were edited.
+        """Update the whole lock: installed plugins, branches that moved, local files that were edited.
 
         Returns:
-            What was accepted, and what has a problem. What was declined stays as it was.
+            The accepted proposals and those with a problem. Declined entries are not changed.
 
         Raises:
             SettingsError: The lock or `[trust]` cannot be read; nothing has changed.
@@ -88,13 +90,13 @@ class LockEditor:
     def _renewed(self, sort: Sort, asked: str, renew: Callable[[str], Proposal | None]) -> Proposal | None:
         try:
             return renew(asked)
-        except (TwinkleError, OSError) as error:  # what cannot be renewed must not keep the rest back
+        except (TwinkleError, OSError) as error:  # one failure must not stop the others
             return Proposal(sort, asked, problem=str(error))
 
     def _renew_repository(self, asked: str) -> Proposal | None:
         reference, lock = HubReference.parse(asked, asked=f"lock {asked}"), Lock.load()
         entry = lock.find(reference)
-        if entry is not None and reference.is_commit and Store().has_whole(entry.digest):
+        if entry is not None and reference.is_commit and Store().has_intact(entry.digest):
             return Proposal("hub", asked, entry.commit, entry.repository, entry.commit, state="same")
         return self._add_repository(reference)
 
@@ -106,15 +108,15 @@ class LockEditor:
         _refuse(policy.forbids(origin), origin.place, asked)
         _refuse_another_publisher(reference, origin, asked)
         lock, store = Lock.load(), Store()
-        with arrived(hub, origin, store, asked=asked) as tree:
+        with downloaded(hub, origin, store, asked=asked) as tree:
             record = valid_record(tree, origin, self._registry, asked=asked)
             require_trust(policy, [(reference, origin)], tree, locked=True, asked=asked)
             entry = LockedRepository(str(reference), origin.place, origin.commit, tree.files)
             proposal = of_repository(reference, entry, record, tree, lock, store)
             if proposal.state != "same" and not self._decide(proposal):
                 return None
-            tree.verify()  # it may have waited for the decision
-            keep(store, tree, origin)
+            tree.verify()  # the decision may have taken a while
+            store_tree(store, tree, origin)
             change_lock(lambda now: now.with_repository(entry))
         return proposal
 
@@ -130,7 +132,7 @@ class LockEditor:
         return proposal
 
     def _add_distribution(self, name: str) -> Proposal | None:
-        now = distribution_now(name, self._records())
+        now = installed_distribution(name, self._records())
         check_record_file(now.name)
         proposal = of_distribution(now, self._records(), Lock.load())
         if proposal.state != "same":
@@ -144,7 +146,7 @@ class LockEditor:
 
 
 def remove(asked: str) -> list[str]:
-    """Take what a text names out of the lock and return how the lock called it.
+    """Remove the entries that a text names from the lock and return their names.
 
     Args:
         asked: `scheme://repo` (every revision of it), `scheme://repo@revision`, `./file.py` or a distribution.
@@ -154,7 +156,7 @@ def remove(asked: str) -> list[str]:
         SettingsError: The run is frozen.
     """
     if is_frozen():
-        raise SettingsError(f"this run is frozen, so its lock does not change; unset {FROZEN_VARIABLE} or --frozen")
+        raise SettingsError(f"cannot change the lock: this run is frozen; unset {FROZEN_VARIABLE} or remove --frozen")
     removed: list[str] = []
 
     def change(lock: Lock) -> Lock:
@@ -174,14 +176,14 @@ def remove(asked: str) -> list[str]:
 
 
 def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
-    """Return a sentence for each reference that runs though it is no longer locked, because of where it leads.
+    """Return a sentence for each reference that may still run after its removal, because of where it leads.
 
     Args:
         removed: What `remove` returned.
         open_hub: Returns the hub of a scheme; asked only if something else of it is trusted.
     """
     lock, policy = Lock.load(), Policy.load()
-    told = []
+    sentences = []
     for text in removed:
         if "://" not in text:
             continue
@@ -192,13 +194,13 @@ def still_trusted(removed: Iterable[str], open_hub: OpenHub) -> list[str]:
         try:
             entry = lock.find(reference)
             origin = entry.origin if entry else resolve(open_hub(reference.scheme), reference, asked=f"remove {text}")
-        except TwinkleError:  # without the hub nobody can tell, and it is removed all the same
+        except TwinkleError:  # the hub does not answer; the entry is removed in any case
             continue
         entry = entry or lock.of_origin(origin)
         if not why_not_trusted(policy, reference, origin, locked=entry is not None):
-            way = f"forget that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
-            told.append(f"{text} still leads to {origin}, which is trusted; {way}")
-    return told
+            way = f"remove that too: twinkle plugins remove {entry.reference}" if entry else "[trust] allows that"
+            sentences.append(f"{text} still leads to {origin}, which is trusted; {way}")
+    return sentences
 
 
 def _folder(asked: str) -> str:
@@ -224,20 +226,20 @@ def _is_meant(asked: str, key: str, lock: Lock) -> bool:
 
 def _refuse(reason: str, place: str, asked: str) -> None:
     if reason:
-        raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask whoever keeps that file")
+        raise NotTrusted(f"{asked}: code from {place} is forbidden: {reason}; ask the owner of that file")
 
 
 def _refuse_another_publisher(reference: HubReference, origin: Origin, asked: str) -> None:
-    """Refuse a redirect to another owner: whoever was asked for is not who would be trusted."""
+    """Refuse a redirect to another owner: the publisher that was asked for is not the one that would be trusted."""
     if reference.scheme != "file" and reference.repo.partition("/")[0] != origin.repo.partition("/")[0]:
         raise NotTrusted(
             f"{asked}: {reference.place} has moved to {origin.place}, which is another publisher; if you trust that "
-            f"one too, say so: twinkle plugins add {origin.place}"
+            f"one too, run: twinkle plugins add {origin.place}"
         )
 
 
 def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
-    """Bring what the lock lists into the store once more; see `fetch` for what it checks."""
+    """Download a locked tree into the store again; see `fetch` for the checks."""
     asked = f"fetch {entry.reference}"
     _refuse(Policy.load().forbids(entry.origin), entry.repository, asked)
     return fetch(hub, entry.origin, Store(), asked=asked, expected=entry)
@@ -245,7 +247,7 @@ def refetch(entry: LockedRepository, hub: CodeHub) -> Tree:
 
 @dataclass(frozen=True)
 class EntryCheck:
-    """One entry of the lock, and what is wrong with it; an empty text where nothing is."""
+    """One entry of the lock and its problem, or an empty string."""
 
     sort: str
     name: str
@@ -261,18 +263,18 @@ def verify(
     Args:
         records: All installed plugins.
         open_hub: Returns the hub of a scheme; called with `fetch` or `online` only.
-        fetch: Bring what the store lacks, or has damaged, from its hub; it is compared with the lock.
+        fetch: Download trees that are missing or damaged in the store; they are compared with the lock.
         online: Ask each hub whether references still lead to the commits that are locked.
 
     Raises:
         ComponentNotFound: There is no lock.
-        NotTrusted: It lies in a folder that is not trusted.
+        NotTrusted: It is in a folder that is not trusted.
         SettingsError: The lock is damaged, or `[trust]` is wrong.
     """
-    Policy.load(fetch=True)  # whoever has a lock of distributions alone is told too that the policy cannot be read
+    Policy.load(fetch=True)  # reports an invalid policy even if the lock lists no code of a Hub
     lock = Lock.load()
     if not lock.path.is_file():
-        raise ComponentNotFound(f"there is no {lock.path}; make it with: twinkle plugins lock")
+        raise ComponentNotFound(f"there is no {lock.path}; create it with: twinkle plugins lock")
     lock.require_trust(f"verify {lock.path}")
     known = list(records)
     return [
@@ -285,7 +287,7 @@ def verify(
 
 def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool, online: bool) -> EntryCheck:
     try:
-        if fetch and not _is_whole(entry):
+        if fetch and not Store().has_intact(entry.digest):
             refetch(entry, open_hub(entry.origin.scheme))
         Load().checked_tree(entry.digest, asked=entry.reference)
         problem = _moved(entry, open_hub) if online else ""
@@ -294,30 +296,20 @@ def _check_repository(entry: LockedRepository, open_hub: OpenHub, *, fetch: bool
     return EntryCheck("hub", entry.reference, entry.commit, problem)
 
 
-def _is_whole(entry: LockedRepository) -> bool:
-    try:
-        tree = Store().tree(entry.digest)
-        if tree is not None:
-            tree.verify()
-    except NotTrusted:
-        return False
-    return tree is not None
-
-
 def _moved(entry: LockedRepository, open_hub: OpenHub) -> str:
     reference = HubReference.parse(entry.reference, asked=entry.reference)
     now = resolve(open_hub(reference.scheme), reference, asked=entry.reference)
     if now.place != entry.repository:
-        return f"it leads to {now.place} now, {entry.repository} is locked; look at it: twinkle plugins add {reference}"
+        return f"it leads to {now.place} now, {entry.repository} is locked; review it: twinkle plugins add {reference}"
     if now.commit != entry.commit:
-        return f"it is at {now.commit} now, {entry.commit} is locked; look at it: twinkle plugins add {reference}"
+        return f"it is at {now.commit} now, {entry.commit} is locked; review it: twinkle plugins add {reference}"
     return ""
 
 
 def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) -> EntryCheck:
     problem, version = "", entry.version
     try:
-        now = distribution_now(entry.name, records)
+        now = installed_distribution(entry.name, records)
     except ComponentNotFound:
         return EntryCheck(
             "pypi", entry.name, version, f"not installed; run: pip install '{entry.name}=={entry.version}'"
@@ -326,15 +318,15 @@ def _check_distribution(entry: LockedDistribution, records: list[PluginRecord]) 
         problem = (
             f"{now.version} is installed; run: pip install '{entry.name}=={entry.version}', or twinkle plugins lock"
         )
-    elif found := differences(entry.files, now.files):
-        problem = f"not as it was locked: {few(found)}; reinstall it, or run: twinkle plugins lock"
+    elif changes := differences(entry.files, now.files):
+        problem = f"not as it was locked: {first_few(changes)}; reinstall it, or run: twinkle plugins lock"
     return EntryCheck("pypi", entry.name, version, problem)
 
 
 def _unlocked(lock: Lock, records: list[PluginRecord]) -> Iterator[EntryCheck]:
-    """Yield the installed plugins that no entry covers; a lock that lists no distribution is of Hub code alone.
+    """Yield the installed plugins that no entry covers; none if the lock lists no distribution.
 
-    A frozen run refuses each of them, whatever the lock is of.
+    A frozen run refuses each of them in any case.
     """
     locked = {canonical(entry.name) for entry in lock.pypi}
     installed = {canonical(r.dist): r for r in records if "://" not in r.dist}
@@ -347,7 +339,7 @@ def _check_file(entry: LockedFile, lock: Lock) -> EntryCheck:
     file, problem = Path(lock.path.parent / entry.path), ""
     try:
         if sha256(file.read_bytes()) != entry.sha256:
-            problem = f"it was changed since it was locked; look at it: twinkle plugins add {entry.path}"
+            problem = f"it was changed since it was locked; review it: twinkle plugins add {entry.path}"
     except OSError as error:
         problem = f"it cannot be read ({error.strerror}); put it back, or run: twinkle plugins remove {entry.path}"
     return EntryCheck("file", entry.path, "", problem)

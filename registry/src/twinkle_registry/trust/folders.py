@@ -1,8 +1,8 @@
-"""Which folders the user trusts: only there may a `twinkle.toml` or `twinkle.lock` that lies in the way let code run.
+"""The folders that the user trusts: only in them may a `twinkle.toml` or `twinkle.lock` let code run.
 
-A checkout of somebody else's project brings its own files along. They are obeyed once the user trusted them, and again
-after every edit that Twinkle did not make itself: a record names the path and the SHA-256 of the content. Records are
-kept in the state folder of the user, one small file for each path, so that two processes never lose each other's.
+A checkout of another person's project contains such files. They take effect once the user trusted them, and must be
+trusted again after every edit that Twinkle did not make: a record has the path and the SHA-256 of the content. Records
+are kept in the state folder of the user, one small file for each path, so that two processes never lose a record.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class TrustedPath:
 
 
 def state_folder() -> str:
-    """Return the folder for what must not be lost with the cache: `$TWINKLE_STATE_DIR`, else the user's usual one.
+    """Return the folder for state that must outlive the cache: `$TWINKLE_STATE_DIR`, else the user's usual one.
 
     Raises:
-        SettingsError: The variable names no absolute path: a checkout could bring records of its own along.
+        SettingsError: The variable is not an absolute path: a checkout could contain records of its own.
     """
     if named := os.path.expanduser(os.environ.get(STATE_VARIABLE, "")):
         if not os.path.isabs(named):
@@ -52,7 +52,7 @@ def state_folder() -> str:
 
 
 def is_trusted_file(path: str, content: bytes) -> bool:
-    """Say whether a settings file or lock with this content may let code run."""
+    """Return whether a settings file or lock with this content may let code run."""
     path = _resolved(path)
     if _is_named(os.path.dirname(path)):
         return True
@@ -61,7 +61,7 @@ def is_trusted_file(path: str, content: bytes) -> bool:
 
 
 def is_trusted_folder(folder: str) -> bool:
-    """Say whether code in a folder may be run by `twinkle plugins test`: it, or a folder that holds it, is trusted."""
+    """Return whether code in a folder may be run by `twinkle plugins test`: it or a parent is trusted."""
     folder = os.path.realpath(folder)
     while True:
         if _is_named(folder) or _read(_record_file(folder)) is not None:
@@ -78,8 +78,8 @@ def trust(path: str, contents: Iterable[bytes] = ()) -> None:
     Raises:
         SettingsError: The record cannot be written.
     """
-    path = _resolved(path) if (held := list(contents)) else os.path.realpath(path)
-    record = {"path": path, "sha256": [hashlib.sha256(content).hexdigest() for content in held]}
+    path = _resolved(path) if (trusted := list(contents)) else os.path.realpath(path)
+    record = {"path": path, "sha256": [hashlib.sha256(content).hexdigest() for content in trusted]}
     target = _record_file(path)
     work = f"{target}.{os.getpid()}.tmp"
     try:
@@ -89,18 +89,18 @@ def trust(path: str, contents: Iterable[bytes] = ()) -> None:
         os.replace(work, target)
     except OSError as error:
         raise SettingsError(
-            f"cannot record that {path} is trusted: {error.strerror or error}; name a folder that can be written by "
-            f"{STATE_VARIABLE}, or trust the folder for one process by {FOLDER_VARIABLE}"
+            f"cannot record that {path} is trusted: {error.strerror or error}; set {STATE_VARIABLE} to a folder "
+            f"that can be written, or trust the folder for one process with {FOLDER_VARIABLE}"
         ) from error
 
 
-def follow(path: str, before: bytes, now: bytes) -> None:
-    """Record what Twinkle itself writes to a trusted file: before it does with both contents, and then with the new."""
+def record_own_write(path: str, before: bytes, now: bytes) -> None:
+    """Keep a file trusted that Twinkle changes: called with both contents before the write, with the new one after."""
     if not _is_named(os.path.dirname(_resolved(path))):
         trust(path, dict.fromkeys((before, now)))
 
 
-def forget(folder: str) -> list[str]:
+def untrust(folder: str) -> list[str]:
     """Remove the records of a folder and of the files in it, and return their paths."""
     folder = os.path.realpath(folder)
     records = trusted_paths()
@@ -126,7 +126,7 @@ def named_folders() -> list[str]:
     """Return the folders that `TWINKLE_TRUST_FOLDER` trusts for this process and those that it starts.
 
     Raises:
-        SettingsError: One of them is not an absolute path: it would mean whatever folder a process is started in.
+        SettingsError: One of them is not an absolute path: its meaning would depend on the working directory.
     """
     folders = [part for part in os.environ.get(FOLDER_VARIABLE, "").split(os.pathsep) if part]
     for folder in folders:
@@ -159,8 +159,8 @@ def _read(file: str) -> TrustedPath | None:
             # In a shared state folder another user could say what this one trusts.
             if hasattr(os, "getuid") and os.fstat(stream.fileno()).st_uid != os.getuid():
                 return None
-            said = json.load(stream)
-        record = TrustedPath(said["path"], tuple(said["sha256"]))
+            fields = json.load(stream)
+        record = TrustedPath(fields["path"], tuple(fields["sha256"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record if _record_file(record.path) == file else None

@@ -16,14 +16,14 @@ from ..manifest import PluginRecord
 from ..naming import CODE_PACKAGE, canonical, nearest_or_all
 from ..settings import LOCK_VARIABLE
 from .lock import Lock, LockedDistribution
-from .store import LEFT_OUT_ENDINGS, LEFT_OUT_FOLDERS, differences, few, sha256
+from .store import IGNORED_ENDINGS, IGNORED_FOLDERS, differences, first_few, sha256
 
-# What an installer writes for itself differs between machines that run the same code.
+# These files of the installer differ between machines that run the same code.
 _OF_INSTALLERS = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
 _CODE = f"{CODE_PACKAGE}."
 
 
-def distribution_now(name: str, records: Iterable[PluginRecord]) -> LockedDistribution:
+def installed_distribution(name: str, records: Iterable[PluginRecord]) -> LockedDistribution:
     """Return the distribution `name` as it is installed now.
 
     Args:
@@ -37,8 +37,8 @@ def distribution_now(name: str, records: Iterable[PluginRecord]) -> LockedDistri
     own = [r for r in pip if canonical(name) in (canonical(r.dist), canonical(r.name))]
     if not own:
         raise ComponentNotFound(
-            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; code of a Hub is written "
-            "'hf://org/repo', a file './file.py'"
+            f"no plugin {name!r} is installed; {nearest_or_all(name, (r.name for r in pip))}; write code from a Hub as "
+            "'hf://org/repo', and a file as './file.py'"
         )
     own = [record for record in pip if canonical(record.dist) == canonical(own[0].dist)]
     files = {path: sha256(place.read_bytes()) for path, place in installed_files(own).items()}
@@ -46,37 +46,38 @@ def distribution_now(name: str, records: Iterable[PluginRecord]) -> LockedDistri
 
 
 def installed_files(records: list[PluginRecord]) -> dict[str, Path]:
-    """Return every file of one distribution that matters for what it does, as the lock calls it, with its place."""
-    found: dict[str, Path] = {}
+    """Return every file of one distribution that affects its behaviour, by its name in the lock."""
+    files: dict[str, Path] = {}
     dist = _distribution(records[0].dist)
     if dist is not None and not _is_editable(dist):
         for file in dist.files or ():
             place = Path(os.path.normpath(str(file.locate())))
             if _counts(file.as_posix()) and place.is_file():
-                found[file.as_posix()] = place
+                files[file.as_posix()] = place
     for record in records:
         folder = Path(record.location).parent
         for place in sorted(folder.rglob("*")) if record.location and folder.is_dir() else ():
             path = f"{record.package}/{place.relative_to(folder).as_posix()}"
             if _counts(path) and place.is_file():
-                found[path] = place
-    return found
+                files[path] = place
+    return files
 
 
 def check_record_file(name: str) -> None:
-    """Raise `NotTrusted` if files of a distribution are not what its RECORD says: it was edited after installation."""
+    """Raise `NotTrusted` if files of a distribution do not match its RECORD: they were edited after installation."""
     dist = _distribution(name)
     edited = []
     for file in (dist.files if dist is not None else None) or ():
         place = Path(str(file.locate()))
         if file.hash is None or file.hash.mode != "sha256" or not _counts(file.as_posix()):
             continue
-        said = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4)).hex()
-        if not place.is_file() or sha256(place.read_bytes()) != said:
+        recorded = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4)).hex()
+        if not place.is_file() or sha256(place.read_bytes()) != recorded:
             edited.append(file.as_posix())
     if edited:
         raise NotTrusted(
-            f"{name} is not as it was installed ({few(edited)}); run: pip install --force-reinstall --no-deps {name}"
+            f"{name} is not as it was installed ({first_few(edited)}); "
+            f"run: pip install --force-reinstall --no-deps {name}"
         )
 
 
@@ -84,7 +85,7 @@ def _counts(path: str) -> bool:
     parts = path.split("/")
     outside = path.startswith(("..", "/"))  # scripts and man pages: they name the environment
     of_installer = parts[0].endswith(".dist-info") and parts[-1] in _OF_INSTALLERS
-    return not (outside or of_installer or LEFT_OUT_FOLDERS & {*parts} or path.endswith(LEFT_OUT_ENDINGS))
+    return not (outside or of_installer or IGNORED_FOLDERS & {*parts} or path.endswith(IGNORED_ENDINGS))
 
 
 def _distribution(name: str) -> Distribution | None:
@@ -102,7 +103,7 @@ def _is_editable(dist: Distribution) -> bool:
 
 
 class Frozen:
-    """What one frozen registry asks. Hub code passes here freely: its finder asks the lock itself."""
+    """Refuses what is not locked, for one registry. Code from a Hub passes: its finder checks the lock itself."""
 
     def __init__(self) -> None:
         """Read the lock of this run."""
@@ -110,12 +111,12 @@ class Frozen:
         self._checked: set[str] = set()
 
     def why_not(self, record: PluginRecord) -> str:
-        """Return why a plugin may not be used, from its name and version alone, or an empty text."""
+        """Return why a plugin may not be used, from its name and version alone, or an empty string."""
         if record.package.startswith(_CODE):
             return ""
         locked = self.lock.of_distribution(record.dist)
         if locked is None:
-            way = f"run 'twinkle plugins lock', or name the right lock by {LOCK_VARIABLE}"
+            way = f"run 'twinkle plugins lock', or set {LOCK_VARIABLE} to the right lock"
             return f"this run is frozen, and {self.lock.lacks(record.dist)}; {way}"
         if locked.version != record.version:
             return (
@@ -128,7 +129,7 @@ class Frozen:
         """Check every file of the distribution of a plugin against the lock, once.
 
         Raises:
-            NotTrusted: It is not locked, or one of its files is not as it was locked.
+            NotTrusted: It is not locked, or one of its files differs from the lock.
         """
         if record.package.startswith(_CODE) or record.dist in self._checked:
             return
@@ -140,7 +141,7 @@ class Frozen:
         self._checked.add(record.dist)
 
     def source(self, path: str, *, asked: str) -> bytes:
-        """Return the text of a local file that is locked, as it was locked.
+        """Return the content of a local file, which must match the lock.
 
         Raises:
             NotTrusted: It is not locked, or was changed since.
@@ -168,7 +169,7 @@ class Frozen:
         top = module.partition(".")[0]
         try:
             spec = find_spec(top)
-        except (ImportError, ValueError, AttributeError):  # `__main__`, and finders of other people
+        except (ImportError, ValueError, AttributeError):  # `__main__`, and third-party finders
             spec = None
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         for record in records:
@@ -185,11 +186,12 @@ class Frozen:
 
     def _compare(self, locked: LockedDistribution, records: list[PluginRecord]) -> None:
         try:
-            now = distribution_now(locked.name, records)
+            installed = installed_distribution(locked.name, records)
         except ComponentNotFound as error:
             raise NotTrusted(f"{locked.name} is locked and not installed") from error
-        if found := differences(locked.files, now.files):
+        if changes := differences(locked.files, installed.files):
             raise NotTrusted(
-                f"{locked.name} {locked.version}: this run is frozen, and it is not as it was locked ({few(found)}); "
-                f"run: pip install --force-reinstall --no-deps '{locked.name}=={locked.version}'"
+                f"{locked.name} {locked.version}: this run is frozen, and it is not as it was locked "
+                f"({first_few(changes)}); run: "
+                f"pip install --force-reinstall --no-deps '{locked.name}=={locked.version}'"
             )

@@ -48,11 +48,11 @@ def component_from_hub(text: str, kind: str, registry: Registry, open_hub: OpenH
     Args:
         text: `scheme://repo`, with `@revision` and `#Name` or without.
         kind: What is wanted; a repository with one such component needs no name.
-        registry: Judges the plugin as it does installed ones.
-        open_hub: Gives the hub; called only if lock and store do not suffice.
+        registry: Validates the plugin as it does installed ones.
+        open_hub: Returns the hub; called only if lock and store do not suffice.
 
     Raises:
-        NotTrusted: Nobody allowed this code, it is not what was added, or it is not locked in a frozen run.
+        NotTrusted: This code is not trusted, was changed after it was added, or is not locked in a frozen run.
         ComponentNotFound: It offers nothing, or nothing of that name or kind; or several and no name was given.
         ManifestError: Its manifest is wrong.
         PluginIncompatible: It was made for another version of core.
@@ -82,20 +82,23 @@ class Load:
     def __init__(self) -> None:
         self.store = Store()
         self._snapshots: dict[Path, Snapshot] = {}
-        self._verified: set[Path] = set()
+        self._depth = 0
 
     @staticmethod
     def current() -> Load | None:
-        """Return the load that is active in this thread, if one is."""
-        return _active.get()
+        """Return the load that this thread or task is in; a task that outlives the load is in none."""
+        load = _active.get()
+        return load if load is not None and load._depth else None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Load]:
         """Make this the current load for the block: imports in it use its lock, policy and files."""
         token = _active.set(self)
+        self._depth += 1
         try:
             yield self
         finally:
+            self._depth -= 1
             _active.reset(token)
 
     @cached_property
@@ -169,7 +172,7 @@ _active: ContextVar[Load | None] = ContextVar("twinkle_load", default=None)
 
 
 def import_in_load(ref: str, *, asked: str, promised_by: str = "") -> Any:
-    """Do what `import_object` does for a ref into code from a Hub, as part of the current load or of a new one."""
+    """Import a ref to code from a Hub as `import_object` does, in the current load or a new one."""
     with (Load.current() or Load()).active():
         return import_object(ref, asked=asked, promised_by=promised_by)
 
@@ -178,9 +181,9 @@ def valid_record(tree: Tree, origin: Origin, registry: Registry, *, asked: str) 
     """Return the record of a tree that may be used here, or raise why not, with every problem of its manifest at once.
 
     Raises:
-        ManifestError: Its manifest is wrong, as any may be or in what it says of kinds and hooks.
+        ManifestError: Its manifest is wrong, or names unknown kinds or hooks.
         PluginIncompatible: It was made for another version of core.
-        PluginBroken: It names kinds or hooks that there are not.
+        PluginBroken: It names kinds or hooks that do not exist.
     """
     try:
         record = record_of(tree, origin)
@@ -209,8 +212,8 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
         return next(iter(of_kind.values()))
     others = sorted({f"{spec.kind} {spec.name!r}" for spec in components if spec.kind != kind})
     if name:
-        found = nearest_or_all(name, of_kind) if of_kind else f"it offers {', '.join(others) or 'nothing'}"
-        raise ComponentNotFound(f"{asked}: its manifest lists no {kind} {name!r}; {found}")
+        hint = nearest_or_all(name, of_kind) if of_kind else f"it offers {', '.join(others) or 'nothing'}"
+        raise ComponentNotFound(f"{asked}: its manifest lists no {kind} {name!r}; {hint}")
     if of_kind:
         raise ComponentNotFound(f"{asked}: it offers several of that kind; add '#Name', one of {quoted(of_kind)}")
     raise ComponentNotFound(f"{asked}: its manifest lists no {kind}; it offers {', '.join(others) or 'nothing'}")
@@ -219,16 +222,16 @@ def _listed(record: PluginRecord, name: str, kind: str, asked: str) -> Component
 def _only_subclass(module: ModuleType, contract: Any, kind: str, asked: str, reference: str) -> Any:
     """Return the one class of the module that fits the contract and was written in this repository."""
     if not isinstance(contract, type):
-        raise ComponentNotFound(f"{asked}: the kind {kind} may be anything, so say what you want: '...#Name'")
+        raise ComponentNotFound(f"{asked}: the kind {kind} has no contract, so name the component: '...#Name'")
     own = _written_in(module)
     subclasses = [value for value in own.values() if inspect.isclass(value) and contract in value.__mro__[1:]]
-    whole = [cls for cls in subclasses if not missing_methods(cls)]
-    found = list(dict.fromkeys(cls for cls in whole if not any(cls in other.__mro__[1:] for other in whole)))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    concrete = [cls for cls in subclasses if not missing_methods(cls)]
+    leaves = list(dict.fromkeys(cls for cls in concrete if not any(cls in other.__mro__[1:] for other in concrete)))
+    if len(leaves) == 1:
+        return leaves[0]
+    if leaves:
         raise ComponentNotFound(
-            f"{asked}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in found)}"
+            f"{asked}: it has several classes of that kind; add '#Name', one of {quoted(c.__name__ for c in leaves)}"
         )
     raise ComponentNotFound(
         f"{asked}: it has neither a {MANIFEST_NAME} nor, in its __init__.py, a subclass of "
@@ -247,11 +250,11 @@ def _written_in(module: ModuleType) -> dict[str, Any]:
 
 
 def _meant(own: Mapping[str, Any], contract: type, reference: str) -> str:
-    """Return what is there all the same: half a class, or what fits without being a subclass and must be named."""
+    """Return hints to incomplete subclasses, and to what satisfies the contract without being a subclass."""
     hints, fitting = [], []
     for name, value in own.items():
         if inspect.isclass(value) and contract in value.__mro__:
-            hints.append(f"{name} leaves {quoted(missing_methods(value))} unimplemented")
+            hints.append(f"{name} does not implement {quoted(missing_methods(value))}")
         elif not name.startswith("_") and fits(value, contract):
             fitting.append(name)
     if fitting:
@@ -288,7 +291,7 @@ def record_of(tree: Tree, origin: Origin) -> PluginRecord:
 
 
 def records_of_lock() -> list[PluginRecord]:
-    """Return a record for every Hub repository that the lock lists; what is wrong with one is its reason."""
+    """Return a record for every Hub repository that the lock lists; a problem of one is the reason in its record."""
     lock = Lock.load()
     if not lock.hub:
         return []
@@ -318,7 +321,7 @@ def _locked_record(entry: LockedRepository, policy: Policy, store: Store) -> Plu
 
 
 def why_forbidden(record: PluginRecord, policy: Policy) -> str:
-    """Return why a plugin of a Hub that was added before may not be used any more, or an empty text."""
+    """Return why a plugin of a Hub that was added before may not be used any more, or an empty string."""
     scheme, colon, repo = record.dist.partition("://")
     if not colon:
         return ""
@@ -338,13 +341,13 @@ def _refs(manifest: Manifest) -> list[str]:
 
 
 def _outside(manifest: Manifest, root: str) -> str:
-    """Return which refs leave the repository and how to write them, or an empty text."""
+    """Return which refs leave the repository and how to write them, or an empty string."""
     outside = [ref for ref in _refs(manifest) if ref.strip(":") and not _lies_below(ref, root)]
     if not outside:
         return ""
-    lie = "lies" if len(outside) == 1 else "lie"
+    verb = "is" if len(outside) == 1 else "are"
     listed = ", ".join(map(repr, outside))
-    return f"{listed} {lie} outside of the repository; write refs that start with a dot, such as '.loss:FocalLoss'"
+    return f"{listed} {verb} outside of the repository; use refs that start with a dot, such as '.loss:FocalLoss'"
 
 
 def _lies_below(ref: str, root: str) -> bool:
@@ -353,7 +356,7 @@ def _lies_below(ref: str, root: str) -> bool:
 
 
 class CodeFinder:
-    """The finder; it answers for every module below a digest, so that no other finder is asked."""
+    """Finds every module below a digest, so that no other finder is asked for it."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -373,10 +376,10 @@ class CodeFinder:
 
 
 class CodeLoader(SourceFileLoader):
-    """Compiles what the tree gives, which has checked its hash."""
+    """Compiles the source of the tree, whose hash was checked."""
 
     def __init__(self, fullname: str, source: str, tree: Tree, load: Load | None) -> None:
-        """Load `fullname` from the file `source` of the tree; an empty text is a package without code of its own.
+        """Load `fullname` from the file `source` of the tree; an empty string is a package without code of its own.
 
         `load` checked the tree for this module, and is current while the module runs.
         """
@@ -398,7 +401,7 @@ class CodeLoader(SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module; an absolute import of a file of the same repository is explained."""
+        """Run the module; the error of an absolute import within the repository says what to write."""
         load, self._load = self._load, None
         try:
             with load.active() if load else contextlib.nullcontext():
@@ -407,8 +410,8 @@ class CodeLoader(SourceFileLoader):
             own = (error.name or "").partition(".")[0]
             if own and not (error.name or "").startswith(_PREFIX) and is_module(self.tree, own):
                 raise ImportError(
-                    f"{own} lies in the repository itself; its author must write 'from . import {own}', since nothing "
-                    "of a Hub is put on sys.path"
+                    f"{own} is part of the repository itself; its author must write 'from . import {own}', because "
+                    "code from a Hub is not on sys.path"
                 ) from error
             raise
 
@@ -425,7 +428,7 @@ def install_finder() -> None:
 
 
 def is_module(tree: Tree, name: str) -> bool:
-    """Say whether the tree has a module or package `name` at its top."""
+    """Return whether the tree has a module or package `name` at its top."""
     return f"{name}.py" in tree.files or name in tree.folders
 
 
@@ -449,7 +452,7 @@ def _located(spec: ModuleSpec, locations: Iterable[str] | None) -> ModuleSpec:
 
 
 class CheckedResources:
-    """What `importlib.resources` asks a loader for."""
+    """The resource reader of `importlib.resources`: listed files, hashed as they are read."""
 
     def __init__(self, tree: Tree, below: str) -> None:
         """Show the part of `tree` below the folder `below`."""
@@ -464,7 +467,7 @@ class CheckedPath:
     """A file or folder of a tree, with the methods of `importlib.resources.abc.Traversable`."""
 
     def __init__(self, tree: Tree, path: str) -> None:
-        """Stand for `path`, relative to the tree; it need not exist."""
+        """Represent `path`, relative to the tree; it need not exist."""
         self._tree, self._path = tree, path
 
     @property
@@ -473,11 +476,11 @@ class CheckedPath:
         return self._path.rpartition("/")[2]
 
     def is_file(self) -> bool:
-        """Say whether this is a listed file."""
+        """Return whether this is a listed file."""
         return self._path in self._tree.files
 
     def is_dir(self) -> bool:
-        """Say whether this is a folder that holds a listed file."""
+        """Return whether this is a folder that holds a listed file."""
         return self._path in self._tree.folders
 
     def iterdir(self) -> Iterator[CheckedPath]:
@@ -487,7 +490,7 @@ class CheckedPath:
         yield from (self.joinpath(name) for name in sorted(names))
 
     def joinpath(self, *descendants: Any) -> CheckedPath:
-        """Return what lies below."""
+        """Return a path below this one."""
         parts = [self._path, *(str(part) for part in descendants)]
         return CheckedPath(self._tree, "/".join(part.strip("/") for part in parts if part.strip("/")))
 
@@ -505,7 +508,7 @@ class CheckedPath:
     def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
         """Open for reading, in text (`r`) or binary (`rb`) mode."""
         if mode not in ("r", "rb", "rt"):
-            raise ValueError(f"mode is {mode!r}; what came from a Hub is only read: 'r' or 'rb'")
+            raise ValueError(f"mode must be 'r' or 'rb', got {mode!r}; files from a Hub are read-only")
         raw = io.BytesIO(self.read_bytes())
         return raw if mode == "rb" else io.TextIOWrapper(raw, *args, **{"encoding": "utf-8", **kwargs})
 

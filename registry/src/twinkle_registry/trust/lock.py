@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from ..errors import ComponentConflict, NotTrusted, SettingsError, TwinkleError
 from ..naming import canonical, nearest_or_all, quoted
-from ..settings import LOCK_VARIABLE, is_frozen, lock_is_named, lock_path, may_obey_lock, untrusted_notice
-from .folders import follow
+from ..settings import LOCK_VARIABLE, is_frozen, is_trusted_lock, lock_is_named, lock_path, untrusted_notice
+from .folders import record_own_write
 from .reference import HubReference, Origin
 from .store import check_names, check_path, digest_of
 
@@ -37,9 +37,9 @@ class LockedRepository:
     """One Hub repository at one commit.
 
     Attributes:
-        reference: As it was asked for, without a name: `hf://org/repo` or `hf://org/repo@revision`.
-        repository: Where that led after redirects: `hf://org/repo`.
-        commit: The commit that somebody looked at.
+        reference: The reference that was added, without a name: `hf://org/repo` or `hf://org/repo@revision`.
+        repository: Its repository after redirects: `hf://org/repo`.
+        commit: The commit that was reviewed.
         files: Path to SHA-256.
     """
 
@@ -62,7 +62,7 @@ class LockedRepository:
 
 @dataclass(frozen=True, slots=True)
 class LockedDistribution:
-    """One distribution from PyPI (or wherever pip found it): its installed files with their SHA-256."""
+    """One distribution that pip installed: its files with their SHA-256."""
 
     name: str
     version: str
@@ -79,9 +79,9 @@ class LockedFile:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """All that one lock file says; `path` is where it is, or would be.
+    """The content of one lock file; `path` is its place, whether it exists or not.
 
-    `is_obeyed` is False where the file lies in a folder that is not trusted; then the lock has no entries.
+    `is_obeyed` is False if the file is in a folder that is not trusted; then the lock has no entries.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class Lock:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Lock:
-        """Read the lock of this run; where there is none, or none that is trusted, the empty one.
+        """Read the lock of this run; if it does not exist or is not trusted, return an empty one.
 
         A lock that is given or named by `TWINKLE_LOCK` is trusted.
 
@@ -106,19 +106,19 @@ class Lock:
             return cls(path)
         except OSError as error:
             raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-        if not (is_given or may_obey_lock(str(path), content)):
+        if not (is_given or is_trusted_lock(str(path), content)):
             return cls(path, is_obeyed=False)
 
         return _parsed(content, path)
 
     def lacks(self, what: str) -> str:
-        """Return how errors say that the lock does not list something."""
+        """Return the part of an error that says why the lock does not list something."""
         if not self.is_obeyed:
             return untrusted_notice() or f"{self.path} is not trusted"
         return f"{self.path} does not list {what}" if self.path.is_file() else f"there is no {self.path}"
 
     def require_trust(self, action: str) -> None:
-        """Raise `NotTrusted` if the file lies in a folder that is not trusted, and so was not read."""
+        """Raise `NotTrusted` if the file is in a folder that is not trusted, and so was not read."""
         if not self.is_obeyed:
             raise NotTrusted(f"cannot {action}: {self.lacks('it')}")
 
@@ -128,17 +128,17 @@ class Lock:
             raise NotTrusted(
                 f"{asked}: this run is frozen, and {self.lacks('it')}; "
                 f"add it with 'twinkle plugins add' where it is not frozen, or "
-                f"name the right lock by {LOCK_VARIABLE}"
+                f"set {LOCK_VARIABLE} to the right lock"
             )
 
     def find(self, reference: HubReference) -> LockedRepository | None:
-        """Return the entry that answers for a reference, or None.
+        """Return the entry of a reference, or None.
 
-        A reference with a revision is answered by an entry for that revision or commit; one without, by the entry
-        that was added without, or else by the only one of its repository.
+        For a reference with a revision, this is the entry for that revision or commit; for one without, the entry
+        that was added without, or else the only one of its repository.
 
         Raises:
-            ComponentConflict: No revision is asked for, and several are locked.
+            ComponentConflict: The reference has no revision, and several are locked.
         """
         of_repo = [entry for entry in self.hub if reference.place in (_place(entry.reference), entry.repository)]
         if reference.revision:
@@ -149,7 +149,7 @@ class Lock:
         if len(of_repo) > 1:
             raise ComponentConflict(
                 f"{reference.place} is locked at several revisions: {quoted(e.reference for e in of_repo)}; write one "
-                f"of them, or forget the others: twinkle plugins remove {of_repo[0].reference}"
+                f"of them, or remove the others: twinkle plugins remove {of_repo[0].reference}"
             )
         return next(iter(of_repo), None)
 
@@ -158,7 +158,7 @@ class Lock:
         return next((entry for entry in self.hub if entry.origin == origin), None)
 
     def of_tree(self, digest: str) -> list[LockedRepository]:
-        """Return the entries whose tree has this digest, or one that begins so."""
+        """Return the entries whose tree has this digest, or one that begins with it."""
         return [entry for entry in self.hub if entry.digest.startswith(digest)]
 
     def of_distribution(self, name: str) -> LockedDistribution | None:
@@ -171,7 +171,7 @@ class Lock:
         return next((entry for entry in self.file if entry.path == path), None)
 
     def relative(self, file: Path) -> str:
-        """Return how the lock calls a local file: by its path from the folder of the lock."""
+        """Return the name of a local file in the lock: its path from the folder of the lock."""
         return Path(os.path.relpath(file.expanduser().absolute(), self.path.parent)).as_posix()
 
     def with_repository(self, entry: LockedRepository) -> Lock:
@@ -194,11 +194,11 @@ def _parsed(content: bytes, path: Path) -> Lock:
 
 
 def change_lock(change: Callable[[Lock], Lock]) -> Lock:
-    """Read the lock, change it and replace the file, while no other process does the same; return what is there now.
+    """Read the lock, change it and replace the file, while no other process does the same; return the new lock.
 
     Raises:
         SettingsError: The lock is damaged, or its folder cannot be written; the file stays as it was.
-        NotTrusted: The folder is not trusted: entries that nobody here looked at would be trusted with the new one.
+        NotTrusted: The folder is not trusted: entries that were not reviewed would become trusted with the new one.
     """
     path = Path(lock_path())
     try:
@@ -210,23 +210,23 @@ def change_lock(change: Callable[[Lock], Lock]) -> Lock:
     except NotTrusted:  # it is an OSError, too
         raise
     except OSError as error:
-        raise SettingsError(f"{path} cannot be written: {error.strerror}; it is as it was") from error
+        raise SettingsError(f"{path} cannot be written: {error.strerror}; it was not changed") from error
     return changed
 
 
 def _write_trusted(path: Path, text: str) -> None:
-    """Replace a lock that is trusted, so that it stays so; one that was named needs no record."""
+    """Replace a lock that is trusted, so that it stays trusted; a lock named by a variable needs no record."""
     if lock_is_named():
         _replace(path, text)
         return
     before, now = path.read_bytes() if path.exists() else b"", text.encode()
-    follow(str(path), before, now)
+    record_own_write(str(path), before, now)
     _replace(path, text)
-    follow(str(path), now, now)
+    record_own_write(str(path), now, now)
 
 
 def to_toml(lock: Lock) -> str:
-    """Return the text of a lock file; what it says is sorted, so that a diff shows changes only."""
+    """Return the text of a lock file; entries are sorted, so that a diff shows changes only."""
     lines = [HEAD, f"schema = {SCHEMA}\n"]
     for repository in sorted(lock.hub, key=lambda e: e.reference):
         lines += _table("hub", repository, ("reference", "repository", "commit", "digest"))
@@ -279,7 +279,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _guard(folder: Path) -> Iterator[None]:
-    """Keep other writers of locks in this folder out; where the system has no such lock, rely on the one rename."""
+    """Exclude other writers of locks in this folder; without file locks on this system, rely on the atomic rename."""
     try:
         import fcntl
     except ImportError:
@@ -295,7 +295,7 @@ def _guard(folder: Path) -> Iterator[None]:
 
 
 def parse_lock(content: bytes, path: Path) -> Lock:
-    """Return what a lock file says.
+    """Parse a lock file.
 
     Raises:
         SettingsError: It is damaged; the text names the place and what to do.
@@ -312,7 +312,7 @@ def parse_lock(content: bytes, path: Path) -> Lock:
             f"{path}: schema = {schema}, but this version reads {SCHEMA}; run: pip install -U twinkle-registry"
         )
     if schema != SCHEMA or type(schema) is not int:
-        raise reader.damaged(f"schema is {schema!r}, not {SCHEMA}")
+        raise reader.damaged(f"schema must be {SCHEMA}, got {schema!r}")
     return Lock(
         path,
         tuple(reader.repository(table) for table in reader.tables(raw, "hub")),
@@ -322,7 +322,7 @@ def parse_lock(content: bytes, path: Path) -> Lock:
 
 
 class _LockReader:
-    """Takes the tables of one file apart."""
+    """Parses the tables of one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -338,7 +338,7 @@ class _LockReader:
     def tables(self, raw: Mapping[str, Any], sort: str) -> list[dict[str, Any]]:
         value = raw.get(sort, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.damaged(f"{sort} is not a list of tables [[{sort}]]")
+            raise self.damaged(f"{sort} must be a list of tables [[{sort}]]")
         return value
 
     def repository(self, table: dict[str, Any]) -> LockedRepository:
@@ -353,7 +353,7 @@ class _LockReader:
         except TwinkleError as error:
             raise self.damaged(str(error)) from error
         if table["digest"] != digest_of(files):
-            raise self.damaged(f"the digest of {where} is not that of its files")
+            raise self.damaged(f"the digest of {where} does not match its files")
         return LockedRepository(table["reference"], table["repository"], table["commit"], files)
 
     def distribution(self, table: dict[str, Any]) -> LockedDistribution:
@@ -363,7 +363,7 @@ class _LockReader:
     def file(self, table: dict[str, Any]) -> LockedFile:
         where = self._texts(table, "file", ("path", "sha256"), ())
         if not _HEX.fullmatch(table["sha256"]):
-            raise self.damaged(f"the sha256 of {where} is no SHA-256")
+            raise self.damaged(f"the sha256 of {where} is not a SHA-256")
         return LockedFile(table["path"], table["sha256"])
 
     def _entry(self, table: dict[str, Any], sort: str, keys: tuple[str, ...]) -> tuple[str, dict[str, str]]:
@@ -371,7 +371,7 @@ class _LockReader:
         files = table.get("files")
         fine = isinstance(files, dict) and all(isinstance(v, str) and _HEX.fullmatch(v) for v in files.values())
         if not fine or not isinstance(files, dict):
-            raise self.damaged(f"files of {where} is not a table of paths and SHA-256")
+            raise self.damaged(f"files of {where} must be a table of paths and SHA-256")
         return where, files
 
     def _texts(self, table: dict[str, Any], sort: str, keys: tuple[str, ...], more: tuple[str, ...]) -> str:
@@ -379,5 +379,5 @@ class _LockReader:
         self.known(where, table, (*keys, *more))
         for key in keys:
             if not isinstance(table.get(key), str) or not table[key]:
-                raise self.damaged(f"{key} of {where} is {table.get(key)!r}, not a text")
+                raise self.damaged(f"{key} of {where} must be a string, got {table.get(key)!r}")
         return where

@@ -1,9 +1,9 @@
 """Who may run code here: `[trust]` of twinkle.toml, of the project and of the user together.
 
 [trust]
-allow = ["hf://acme/*"]          # runs at any commit, though nobody added it
+allow = ["hf://acme/*"]          # runs at any commit without being added
 only = ["hf://acme/*", "ms://acme/*"]  # nothing else may even be added
-deny = ["hf://acme/old@3f2a*"]   # never, whatever else is said
+deny = ["hf://acme/old@3f2a*"]   # never, whatever other keys allow
 [trust.signed]
 "hf://acme/*" = { ed25519 = "base64 of the public key" }
 [[trust.revoked]]                # a signed list of code that must not run any more
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import NotTrusted, SettingsError
-from ..naming import nearest_or_all, shown
-from ..settings import NEED_TRUST, TRUST_VARIABLE, ConfigFile, and_untrusted, config_files, trusts_all
+from ..naming import nearest_or_all, safe_repr
+from ..settings import NEED_TRUST, TRUST_VARIABLE, ConfigFile, config_files, trusts_all, untrusted_suffix
 from .reference import HubReference, Origin, check_pattern, matches
 from .revocation import KnownList, known_list, sources_from_table
 from .signatures import Signer, check_signature, signer_from_table
@@ -31,11 +31,11 @@ _KEYS = ("allow", "only", "deny", "signed", "revoked")
 
 @dataclass(frozen=True)
 class Policy:
-    """What the files and the environment say.
+    """The policy of the configuration files and the environment.
 
     Attributes:
         allow: Patterns of code that runs without being locked.
-        only: For each file that says so, the patterns outside of which nothing runs.
+        only: For each file with this key, the patterns outside of which nothing runs.
         deny: Patterns of code that never runs.
         signed: Patterns of code that must be signed, and by whom.
         revoked: The revocation lists, as far as they are known.
@@ -53,9 +53,9 @@ class Policy:
     def load(cls, *, fetch: bool = False) -> Policy:
         """Read the files and the environment of this process.
 
-        A pattern of the user's own file counts beside those of the project's: no project lifts what its user denies.
-        `allow` of a `twinkle.toml` in a folder that is not trusted is left out; what takes away counts. Of revocation
-        lists that only such a file names the last good ones count, and nothing is read.
+        Patterns of the user's own file and of the project's both apply: a project cannot lift what its user denies.
+        `allow` of a `twinkle.toml` in a folder that is not trusted is ignored; its restrictions apply. Revocation
+        lists that only such a file names are not read; the last valid ones apply.
 
         Args:
             fetch: Code is about to be loaded: read the revocation lists again if that was not done within a minute,
@@ -95,21 +95,21 @@ class Policy:
                 warnings.warn(f"revocation list: {known.problem}", stacklevel=4)
 
     def denies(self, place: str, commit: str = "") -> str:
-        """Return why nothing from `place` may run, or an empty text; upper and lower case are the same here."""
+        """Return why nothing from `place` may run, or an empty string, ignoring case."""
         for pattern in self.deny:
             if matches(pattern.casefold(), place.casefold(), commit.casefold()):
                 return f"[trust] deny has {pattern!r}"
         return ""
 
     def revokes(self, origin: Origin, digest: str = "") -> str:
-        """Return why code from there is revoked, or an empty text; `digest` is that of its tree, or its beginning."""
+        """Return why this code is revoked, or an empty string; `digest` is that of its tree, or a prefix of it."""
         for known in self.revoked:
             if known.revocations is not None and (reason := known.revocations.why(origin, digest)):
-                return f"it was revoked: {shown(reason)} (list number {known.revocations.sequence})"
+                return f"it was revoked: {safe_repr(reason)} (list number {known.revocations.sequence})"
         return ""
 
     def forbids(self, origin: Origin, digest: str = "") -> str:
-        """Return why code from there may not even be added, or an empty text."""
+        """Return why this code may not even be added, or an empty string."""
         if reason := self.revokes(origin, digest):
             return reason
         for patterns in self.only:
@@ -118,11 +118,11 @@ class Policy:
         return self.denies(origin.place, origin.commit)
 
     def allows(self, origin: Origin) -> bool:
-        """Say whether code that is not locked may run."""
+        """Return whether code that is not locked may run."""
         return self.trusts_all or any(matches(pattern, origin.place, origin.commit) for pattern in self.allow)
 
     def signers(self, origin: Origin) -> list[Signer]:
-        """Return all whose signature code from there must bear."""
+        """Return the signers whose signatures this code must have."""
         return [signer for pattern, signer in self.signed if matches(pattern, origin.place, origin.commit)]
 
 
@@ -131,7 +131,7 @@ def trust_table(file: ConfigFile) -> dict[str, Any]:
     path, raw = file.path, file.raw
     table = raw.get("trust", {})
     if not isinstance(table, dict):
-        raise SettingsError(f"{path}: trust: expected a table [trust], found {table!r}")
+        raise SettingsError(f"{path}: trust must be a table, got {table!r}")
     for key in table:
         if key not in _KEYS:
             raise SettingsError(f"{path}: [trust] {key}: unknown key, {nearest_or_all(key, _KEYS)}")
@@ -143,7 +143,7 @@ def trust_table(file: ConfigFile) -> dict[str, Any]:
 
 
 def _read(file: ConfigFile) -> dict[str, Any]:
-    """Return what counts of `[trust]` of a file."""
+    """Return the part of `[trust]` of a file that applies."""
     table = trust_table(file)
     if file.is_trusted:
         return table
@@ -153,45 +153,45 @@ def _read(file: ConfigFile) -> dict[str, Any]:
 
 def _check_patterns(where: str, value: Any) -> None:
     if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-        raise SettingsError(f"{where}: expected a list of patterns such as 'hf://org/*', found {value!r}")
+        raise SettingsError(f"{where} must be a list of patterns such as 'hf://org/*', got {value!r}")
     for pattern in value:
         check_pattern(where, pattern)
 
 
 def _signed(where: str, table: Any) -> list[tuple[str, Signer]]:
     if not isinstance(table, dict):
-        raise SettingsError(f"{where}: expected a table of patterns and signers, found {table!r}")
+        raise SettingsError(f"{where} must be a table of patterns and signers, got {table!r}")
     for pattern in table:
         check_pattern(where, pattern)
     return [(pattern, signer_from_table(f"{where} {pattern!r}", value)) for pattern, value in table.items()]
 
 
 def why_not_trusted(policy: Policy, reference: HubReference, origin: Origin, *, locked: bool, digest: str = "") -> str:
-    """Return why this code may not run, with what would change it, or an empty text; `digest` is that of its tree."""
+    """Return why this code may not run, with what would change it, or an empty string; `digest` is that of its tree."""
     moved = f" ({reference.place} has moved there)" if reference.place != origin.place else ""
     asked = Origin(reference.scheme, reference.repo, origin.commit)
     if reason := policy.revokes(asked) or policy.revokes(origin, digest):
         return f"code from {origin}{moved} must not run any more: {reason}"
     if reason := policy.denies(reference.place) or policy.forbids(origin):
-        return f"code from {origin.place}{moved} is forbidden: {reason}; ask whoever keeps that file"
+        return f"code from {origin.place}{moved} is forbidden: {reason}; ask the owner of that file"
     if locked or policy.allows(origin):
         return ""
     return (
-        f"nobody has allowed code from {origin.place}{moved} to run here, neither by [trust] allow in twinkle.toml nor "
-        f"by {TRUST_VARIABLE}=1; look at it and trust this commit of it with: twinkle plugins add {origin}"
-        f"{and_untrusted()}"
+        f"cannot run code from {origin.place}{moved}: it is not trusted, neither by [trust] allow in twinkle.toml nor "
+        f"by {TRUST_VARIABLE}=1; to review and trust this commit, run: twinkle plugins add {origin}"
+        f"{untrusted_suffix()}"
     )
 
 
 def require_trust(
     policy: Policy, ways: list[tuple[HubReference, Origin]], tree: Tree, *, locked: bool, asked: str
 ) -> None:
-    """Require that one of the ways in which a tree came here is trusted, and that it is signed as the policy wants.
+    """Require that one origin of a tree is trusted, and that it has the signatures that the policy requires.
 
-    Revoked code is refused, whichever way it came.
+    A tree with any revoked origin is refused.
 
     Raises:
-        NotTrusted: It is not.
+        NotTrusted: The tree may not run.
     """
     reasons = []
     for _, origin in ways:
@@ -204,4 +204,4 @@ def require_trust(
                 check_signature(tree, signer, asked=asked)
             return
         reasons.append(reason)
-    raise NotTrusted(f"{asked}: {reasons[0] if reasons else 'nothing says where this code came from'}")
+    raise NotTrusted(f"{asked}: {reasons[0] if reasons else 'the origin of this code is unknown'}")

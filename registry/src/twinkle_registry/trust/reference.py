@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..errors import ComponentNotFound, SettingsError
-from ..naming import shown
+from ..naming import safe_repr
 
 _REFERENCE = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _REPO_ON_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -20,7 +20,7 @@ FORM = "write 'hf://org/repo', 'hf://org/repo@revision' or 'hf://org/repo@revisi
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """What a person wrote: `repo` is `org/repo` (for `file`, a path), `revision` and `name` may be empty."""
+    """A parsed reference: `repo` is `org/repo` (for `file`, a path), `revision` and `name` may be empty."""
 
     scheme: str
     repo: str
@@ -29,23 +29,25 @@ class HubReference:
 
     @classmethod
     def parse(cls, text: str, *, asked: str) -> HubReference:
-        """Take a reference apart.
+        """Parse a reference.
 
         Raises:
             ComponentNotFound: A part is missing, or has characters that no repository, revision or class has.
         """
         match = _REFERENCE.fullmatch(text)
         if match is None:
-            raise ComponentNotFound(f"{asked}: {shown(text)} is not a reference to a Hub; {FORM}")
+            raise ComponentNotFound(f"{asked}: {safe_repr(text)} is not a reference to a Hub; {FORM}")
         place, hashmark, name = match["rest"].partition("#")
         head, at, revision = place.rpartition("@")
         if not at or ("/" in revision and match["scheme"] == "file"):
             head, at, revision = place, "", ""
         repo = _checked_repo(match["scheme"], head, asked)
         if at and (not _REVISION.fullmatch(revision) or ".." in revision):
-            raise ComponentNotFound(f"{asked}: the revision {shown(revision)} is not a branch, tag or commit; {FORM}")
+            raise ComponentNotFound(
+                f"{asked}: the revision {safe_repr(revision)} is not a branch, tag or commit; {FORM}"
+            )
         if hashmark and not _NAME.fullmatch(name):
-            raise ComponentNotFound(f"{asked}: {shown(name)} is not the name of a component; {FORM}")
+            raise ComponentNotFound(f"{asked}: {safe_repr(name)} is not the name of a component; {FORM}")
         return cls(match["scheme"], repo, revision, name)
 
     @property
@@ -55,7 +57,7 @@ class HubReference:
 
     @property
     def is_commit(self) -> bool:
-        """Whether the revision is a whole commit, which cannot move."""
+        """Whether the revision is a full commit, which cannot move."""
         return bool(_FULL_COMMIT.fullmatch(self.revision))
 
     def __str__(self) -> str:
@@ -65,7 +67,7 @@ class HubReference:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where code comes from, after redirects: a repository with its scheme, and one commit of it."""
+    """The origin of code, after redirects: a repository with its scheme, and one commit of it."""
 
     scheme: str
     repo: str
@@ -73,9 +75,11 @@ class Origin:
 
     @classmethod
     def checked(cls, scheme: str, repo: str, commit: str, *, asked: str) -> Origin:
-        """Check what a hub answered: it may have been made up by whoever sits at the other end."""
+        """Check the answer of a hub, which is untrusted input."""
         if not _COMMIT.fullmatch(commit):
-            raise ComponentNotFound(f"{asked}: the hub says that its commit is {shown(commit)}, which is no commit")
+            raise ComponentNotFound(
+                f"{asked}: the hub says that its commit is {safe_repr(commit)}, which is not a commit"
+            )
         return cls(scheme, _checked_repo(scheme, repo, asked), commit)
 
     @property
@@ -96,12 +100,12 @@ def _checked_repo(scheme: str, repo: str, asked: str) -> str:
     else:
         fine = bool(_REPO_ON_HUB.fullmatch(repo)) and not any(".." in part for part in parts)
     if not fine:
-        raise ComponentNotFound(f"{asked}: {shown(repo)} is not a repository; {FORM}")
+        raise ComponentNotFound(f"{asked}: {safe_repr(repo)} is not a repository; {FORM}")
     return repo
 
 
 def matches(pattern: str, place: str, commit: str) -> bool:
-    """Say whether `scheme://org/*` or `scheme://org/repo@commit*` means this code.
+    """Return whether `scheme://org/*` or `scheme://org/repo@commit*` means this code.
 
     `*` stands for any part of one segment, `**` at the end for all that follows; a lone `*` is everything.
     """
@@ -122,5 +126,5 @@ def check_pattern(where: str, pattern: str) -> None:
     """Raise `SettingsError` if a text is not a pattern."""
     if pattern != "*" and ("://" not in pattern or pattern.endswith("/") or "#" in pattern):
         raise SettingsError(
-            f"{where}: expected a pattern such as 'hf://org/*' or 'hf://org/repo@commit', not {pattern!r}"
+            f"{where} must be a pattern such as 'hf://org/*' or 'hf://org/repo@commit', got {pattern!r}"
         )

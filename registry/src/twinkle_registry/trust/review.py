@@ -20,7 +20,7 @@ from .lock import Lock, LockedDistribution, LockedFile, LockedRepository
 from .reference import HubReference
 from .store import Store, Tree, differences
 
-# No list of this kind is complete; it says where to look first, not what is safe.
+# This list cannot be complete: it shows where to look first, not what is safe.
 _METHODS_OF_FILES = (".read_text", ".read_bytes", ".write_text", ".write_bytes")
 _REACHES = {
     "starts processes": (
@@ -45,13 +45,13 @@ _NATIVE = (".so", ".pyd", ".dll", ".dylib")
 MAX_DIFF_LINES = 400
 MAX_LINE = 1_000
 MAX_DIFF_BYTES = 256 * 1024
-MAX_COMPARED_LINES = 5_000  # difflib takes hours over files that were made for it
+MAX_COMPARED_LINES = 5_000  # difflib takes hours for files that were crafted for it
 Sort = Literal["hub", "pypi", "file"]
 
 
 @dataclass(frozen=True)
 class FileReview:
-    """One file: its size in bytes, what it imports, and what it reaches for, as far as its text tells."""
+    """One file: its size in bytes, its imports and the risky capabilities that its source shows."""
 
     path: str
     size: int
@@ -62,7 +62,7 @@ class FileReview:
 
 @dataclass(frozen=True)
 class Review:
-    """One tree, beside the one that was trusted before if there is one; `diff` is made printable."""
+    """One tree, compared with the one that was trusted before, if any; `diff` is printable."""
 
     files: tuple[FileReview, ...]
     added: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Review:
 
 
 def review(tree: Tree, before: Tree | None = None) -> Review:
-    """Look through a tree; `before` is what was trusted of this repository last."""
+    """Review a tree; `before` is the tree of this repository that was trusted last."""
     files = tuple(review_file(path, tree.read(path)) for path in sorted(tree.files))
     if before is None:
         return Review(files)
@@ -103,7 +103,7 @@ def review(tree: Tree, before: Tree | None = None) -> Review:
 
 
 def review_file(path: str, content: bytes) -> FileReview:
-    """Look through one file."""
+    """Review one file."""
     if not path.endswith(".py"):
         native = path.lower().endswith(_NATIVE) or ".so." in path.lower()
         return FileReview(path, len(content), reaches=("is native code",) if native else ())
@@ -164,7 +164,7 @@ def _diff(tree: Tree, before: Tree) -> Iterator[str]:
         new = tree.read(path) if path in tree.files else b""
         both = old + new
         if len(both) > MAX_DIFF_BYTES or both.count(b"\n") > MAX_COMPARED_LINES or b"\0" in both:
-            yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large or no text"
+            yield f"{printable(path)}: {len(old)} bytes before, {len(new)} now; too large, or not text"
             continue
         was, now = (printable_lines(content) for content in (old, new))
         lines = difflib.unified_diff(was, now, f"trusted/{path}", f"new/{path}", lineterm="")
@@ -172,7 +172,7 @@ def _diff(tree: Tree, before: Tree) -> Iterator[str]:
 
 
 def printable_lines(content: bytes) -> list[str]:
-    """Return the lines of a file as they may be shown; only line feeds end one."""
+    """Return the printable lines of a file; only line feeds end a line."""
     lines = content.decode("utf-8", "backslashreplace").split("\n")
     return [printable(line.removesuffix("\r")) for line in (lines[:-1] if lines[-1] == "" else lines)]
 
@@ -185,18 +185,18 @@ def _shortened(line: str) -> str:
 def _limited(lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines):
         if number == MAX_DIFF_LINES:
-            yield f"... and more than these {MAX_DIFF_LINES} lines; read the files where they lie"
+            yield f"... more than {MAX_DIFF_LINES} lines; read the rest in the files"
             return
         yield line
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One thing that somebody may trust.
+    """A repository, distribution or file to review before it is trusted.
 
     Attributes:
         sort: `hub`, `pypi` or `file`.
-        name: How it was asked for, without the name of a component.
+        name: The reference that was given, without the name of a component.
         version: The commit or the version; empty for a file.
         origin: Where a reference led after redirects.
         trusted: The commit or version that is locked now, if one is.
@@ -204,7 +204,7 @@ class Proposal:
         offers: `kind Name` of each component, and each command and lifecycle hook.
         missing: Requirements of its components that are not installed.
         state: `new`, `changed` or `same` as what is locked.
-        problem: Why it could not be looked at; then it was not accepted.
+        problem: Why it could not be read; then it was not accepted.
     """
 
     sort: Sort
@@ -266,14 +266,14 @@ def of_file(entry: LockedFile, source: bytes, lock: Lock) -> Proposal:
 
 
 def _before(lock: Lock, new: LockedRepository) -> LockedRepository | None:
-    """Return what was trusted last: the entry of this reference, or else the newest of this repository."""
+    """Return the entry that was trusted last: the entry of this reference, or else the newest of this repository."""
     own = [entry for entry in lock.hub if entry.reference == new.reference]
     near = [entry for entry in lock.hub if entry.repository == new.repository]
     return next(iter([*own, *reversed(near)]), None)
 
 
 def _whole(store: Store, entry: LockedRepository | None) -> Tree | None:
-    """Return the tree of an entry if the store still has it as it was; a damaged one says nothing of what changed."""
+    """Return the tree of an entry if the store has it intact; a damaged one cannot be compared."""
     try:
         tree = store.tree(entry.digest) if entry else None
         if tree is not None:
@@ -284,7 +284,7 @@ def _whole(store: Store, entry: LockedRepository | None) -> Tree | None:
 
 
 def _offers(record: PluginRecord) -> tuple[str, ...]:
-    """Return what a plugin offers, with what of it runs without being named."""
+    """Return the components of a plugin, and its commands and hooks, which run without being named."""
     if record.manifest is None:
         return ()
     offers = [f"{spec.kind} {spec.name}" for spec in record.manifest.components]

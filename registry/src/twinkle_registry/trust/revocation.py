@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotTrusted, SettingsError
-from ..naming import nearest_or_all, shown
+from ..naming import nearest_or_all, safe_repr
 from ..regular import open_regular
 from .folders import state_folder
 from .reference import Origin, check_pattern, matches
@@ -61,7 +61,7 @@ class Revoked:
     reason: str = ""
 
     def means(self, place: str, commit: str, digest: str) -> bool:
-        """Say whether this is the code; upper and lower case are the same here."""
+        """Return whether this is the code; ignoring case."""
         if self.sha256 and digest and self.sha256.startswith(digest):
             return True
         return bool(self.code) and matches(self.code.casefold(), place.casefold(), commit.casefold())
@@ -69,7 +69,7 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """What one signed file says.
+    """The content of one signed list.
 
     Attributes:
         sequence: Grows with each list; an older one never takes the place of a newer one.
@@ -84,9 +84,9 @@ class RevocationList:
     revoked: tuple[Revoked, ...] = ()
 
     def why(self, origin: Origin, digest: str) -> str:
-        """Return the reason why code is revoked, or an empty text."""
-        found = [entry for entry in self.revoked if entry.means(origin.place, origin.commit, digest)]
-        return found[0].reason if found else ""
+        """Return the reason why code is revoked, or an empty string."""
+        reasons = (entry.reason for entry in self.revoked if entry.means(origin.place, origin.commit, digest))
+        return next(reasons, "")
 
 
 def sign(revocations: RevocationList, private_key: bytes) -> bytes:
@@ -121,31 +121,33 @@ def read_list(content: bytes, keys: Iterable[bytes], *, where: str) -> Revocatio
         payload = base64.b64decode(envelope["payload"], validate=True)
         signatures = [base64.b64decode(each["sig"], validate=True) for each in envelope["signatures"]]
         if envelope["payloadType"] != PAYLOAD_TYPE:
-            raise ValueError(f"its payloadType is {shown(str(envelope['payloadType']))}")
+            raise ValueError(f"its payloadType is {safe_repr(str(envelope['payloadType']))}")
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise NotTrusted(f"{where} is not a signed revocation list ({type(error).__name__}: {error})") from error
     if not any(_verifies(key, signature, payload) for key in keys for signature in signatures[:16]):
-        raise NotTrusted(f"{where} has no valid signature by a key that the policy names, so it is not obeyed")
+        raise NotTrusted(f"{where} has no valid signature by a key that the policy names, so it is ignored")
     try:
         return _parsed(json.loads(payload))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NotTrusted(f"{where} is signed, and cannot be read: {error}") from error
+        raise NotTrusted(f"{where} is signed, but cannot be read: {error}") from error
 
 
-def _parsed(said: Mapping[str, Any]) -> RevocationList:
-    if said["schema"] != SCHEMA:
-        raise ValueError(f"schema is {said['schema']!r}, and this version reads {SCHEMA}")
-    numbers = [said[name] for name in ("sequence", "issued", "expires")]
+def _parsed(fields: Mapping[str, Any]) -> RevocationList:
+    if fields["schema"] != SCHEMA:
+        raise ValueError(f"schema is {fields['schema']!r}, and this version reads {SCHEMA}")
+    numbers = [fields[name] for name in ("sequence", "issued", "expires")]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"sequence, issued and expires must be whole numbers, got {numbers!r}")
     entries = []
-    for entry in said["revoked"]:
-        made = Revoked(**entry)
-        if not all(isinstance(value, str) for value in asdict(made).values()) or not (made.code or made.sha256):
-            raise ValueError(f"an entry must have texts and a code or a sha256, got {entry!r}")
-        check_entry(made)
-        entries.append(made)
-    return RevocationList(said["sequence"], said["issued"], said["expires"], tuple(entries))
+    for entry in fields["revoked"]:
+        revoked = Revoked(**entry)
+        if not all(isinstance(value, str) for value in asdict(revoked).values()) or not (
+            revoked.code or revoked.sha256
+        ):
+            raise ValueError(f"an entry must have strings and a code or a sha256, got {entry!r}")
+        check_entry(revoked)
+        entries.append(revoked)
+    return RevocationList(fields["sequence"], fields["issued"], fields["expires"], tuple(entries))
 
 
 def check_entry(entry: Revoked) -> None:
@@ -153,9 +155,9 @@ def check_entry(entry: Revoked) -> None:
     if entry.code:
         check_pattern("revoked", entry.code)
     if entry.sha256 and not _DIGEST.fullmatch(entry.sha256):
-        raise SettingsError(f"revoked: sha256 must be 64 hexadecimal digits, got {shown(entry.sha256)}")
+        raise SettingsError(f"revoked: sha256 must be 64 hexadecimal digits, got {safe_repr(entry.sha256)}")
     if not entry.reason.strip():
-        raise SettingsError(f"revoked: {entry.code or entry.sha256} needs a reason, which users will read")
+        raise SettingsError(f"revoked: {entry.code or entry.sha256} must have a reason, which users will read")
 
 
 def _signed_bytes(payload: bytes) -> bytes:
@@ -183,7 +185,7 @@ def _base64(content: bytes) -> str:
 class Source:
     """One `[[trust.revoked]]`: where the list is, who signs it, and whether code runs without a valid one.
 
-    `is_read` is False where settings that are not trusted name it: nothing is asked for then, and the last good list
+    `is_read` is False where settings that are not trusted name it: nothing is asked for then, and the last valid list
     counts, so that an edit of the settings does not lift what is revoked.
     """
 
@@ -194,7 +196,7 @@ class Source:
 
     @property
     def path(self) -> Path | None:
-        """The file, if the list is one of this machine."""
+        """The path, if the list is a local file."""
         if self.location.startswith("file://"):
             return Path(urllib.request.url2pathname(urllib.parse.urlsplit(self.location).path))
         return None if "://" in self.location else Path(self.location)
@@ -202,14 +204,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class KnownList:
-    """What is known of one list now.
+    """The state of one list.
 
     Attributes:
-        source: Where it is from.
-        revocations: The last good list; None if there never was one.
-        checked: When it was looked for last, in seconds since 1970.
-        problem: It cannot be reached, is older than the one that is known, or has expired; the last good one counts.
-        error: What was found there is not signed as it must be, or contradicts the last good one.
+        source: Its location and keys.
+        revocations: The last valid list; None if there never was one.
+        checked: When it was last read, in seconds since 1970.
+        problem: It cannot be reached, is older than the one that is known, or has expired; the last valid one counts.
+        error: The list that was read has no valid signature, or contradicts the last valid one.
     """
 
     source: Source
@@ -226,7 +228,7 @@ def sources_from_table(where: str, tables: Any, folder: str) -> tuple[Source, ..
         SettingsError: A key, a type or a value is wrong.
     """
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise SettingsError(f"{where}: expected tables [[trust.revoked]], found {tables!r}")
+        raise SettingsError(f"{where} must be a list of tables, got {tables!r}")
     return tuple(_source(where, table, folder) for table in tables)
 
 
@@ -251,19 +253,19 @@ def _source(where: str, table: Mapping[str, Any], folder: str) -> Source:
 
 
 def known_list(source: Source, *, fetch: bool, max_age: float = REFRESH) -> KnownList:
-    """Return what is known of a list; a file of this machine is read in any case.
+    """Return the state of a list; a local file is always read.
 
     Args:
-        source: Where the list is.
+        source: The location of the list and its keys.
         fetch: Read it from the network if that was not done within `max_age` seconds.
         max_age: See `fetch`.
     """
-    kept = _kept(source)
+    kept = _recorded(source)
     if not source.is_read:
         why = f"{source.location} is not read, because the settings that name it are not trusted any more"
-        kept = replace(kept, problem=f"{why}{_still(kept.revocations)}", error="")
+        kept = replace(kept, problem=f"{why}{_in_effect(kept.revocations)}", error="")
     elif source.path is not None or (fetch and not 0 <= time.time() - kept.checked < max_age):
-        kept = _looked_up(kept)
+        kept = _refreshed(kept)
     expired = kept.revocations is not None and kept.revocations.expires < time.time()
     if expired and kept.revocations is not None:
         late = f"{source.location} has expired on {_day(kept.revocations.expires)}; ask its publisher for a new one"
@@ -273,8 +275,8 @@ def known_list(source: Source, *, fetch: bool, max_age: float = REFRESH) -> Know
     return kept
 
 
-def _looked_up(kept: KnownList) -> KnownList:
-    """Read the list where it is, and keep what was found."""
+def _refreshed(kept: KnownList) -> KnownList:
+    """Read the list from its location and record the outcome."""
     source, old = kept.source, kept.revocations
     now = replace(kept, checked=time.time(), problem="", error="")
     content = None
@@ -285,18 +287,18 @@ def _looked_up(kept: KnownList) -> KnownList:
         now, content = replace(now, error=str(error)), None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        told = shown(str(reason)) if isinstance(error, http.client.HTTPException) else reason
-        now, content = replace(now, problem=f"{source.location} cannot be read: {told}{_still(old)}"), None
+        text = safe_repr(str(reason)) if isinstance(error, http.client.HTTPException) else reason
+        now, content = replace(now, problem=f"{source.location} cannot be read: {text}{_in_effect(old)}"), None
     else:
         if old is not None and new.sequence < old.sequence:
             what = f"{source.location} holds list number {new.sequence}, which is older than number {old.sequence}"
-            now, content = replace(now, problem=f"{what}; the newer one still counts"), None
+            now, content = replace(now, problem=f"{what}; the newer one stays in effect"), None
         elif old is not None and new.sequence == old.sequence and new != old:
             what = f"{source.location} holds another list number {new.sequence} than the one that is known"
             now, content = replace(now, error=f"{what}; its publisher must sign one with a higher number"), None
         else:
             now = replace(now, revocations=new)
-    return _keep(now, content)
+    return _record(now, content)
 
 
 def _read_source(source: Source) -> bytes:
@@ -318,12 +320,12 @@ def _file(source: Source) -> Path:
     return Path(state_folder(), "revocations", f"{sha256(source.location.encode())[:32]}.json")
 
 
-def _kept(source: Source) -> KnownList:
-    """Return what was kept; a list that none of the present keys signed does not count."""
+def _recorded(source: Source) -> KnownList:
+    """Return the recorded state; a list that none of the present keys signed is ignored."""
     try:
-        said = json.loads(_file(source).read_bytes())
-        kept = KnownList(source, None, float(said["checked"]), str(said["problem"]), str(said["error"]))
-        envelope = str(said["envelope"]).encode()
+        fields = json.loads(_file(source).read_bytes())
+        kept = KnownList(source, None, float(fields["checked"]), str(fields["problem"]), str(fields["error"]))
+        envelope = str(fields["envelope"]).encode()
     except (OSError, ValueError, KeyError, TypeError):
         return KnownList(source)
     with contextlib.suppress(NotTrusted):
@@ -331,15 +333,15 @@ def _kept(source: Source) -> KnownList:
     return KnownList(source)
 
 
-def _keep(now: KnownList, content: bytes | None) -> KnownList:
-    """Write what was found; without new `content` the list that was kept stays."""
+def _record(now: KnownList, content: bytes | None) -> KnownList:
+    """Record the outcome; without new `content` the recorded list stays."""
     file = _file(now.source)
     try:
         if content is None:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 content = str(json.loads(file.read_bytes())["envelope"]).encode()
-        said = {"location": now.source.location, "checked": now.checked, "problem": now.problem, "error": now.error}
-        text = json.dumps(said | {"envelope": (content or b"").decode()})
+        fields = {"location": now.source.location, "checked": now.checked, "problem": now.problem, "error": now.error}
+        text = json.dumps(fields | {"envelope": (content or b"").decode()})
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         work = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         work.write_text(text, "utf-8")
@@ -350,8 +352,8 @@ def _keep(now: KnownList, content: bytes | None) -> KnownList:
     return now
 
 
-def _still(old: RevocationList | None) -> str:
-    return f"; the list number {old.sequence} of {_day(old.issued)} still counts" if old else ""
+def _in_effect(old: RevocationList | None) -> str:
+    return f"; the list number {old.sequence} of {_day(old.issued)} stays in effect" if old else ""
 
 
 def _day(seconds: int) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 from ..errors import NotTrusted, RequirementMissing, SettingsError
 from ..naming import nearest_or_all
-from .store import Tree, listing_text, scan
+from .store import Tree, hash_folder, listing_text
 
 ED25519_FILE = "twinkle-plugin.sig"
 SIGSTORE_FILE = "twinkle-plugin.sigstore.json"
-# So that nothing else that was signed with the same key is taken for a plugin.
+# Prevents that other data signed with the same key is accepted as a plugin.
 _PREFIX = b"twinkle plugin, version 1\n"
 _KEY_BYTES = 32
 _SORTS = ("ed25519", "sigstore")
@@ -28,7 +28,7 @@ _SIGSTORE = ("identity", "issuer")
 
 @dataclass(frozen=True)
 class Signer:
-    """Whose signature is asked for: an ed25519 public key, or an identity of Sigstore and who vouches for it."""
+    """A required signer: an ed25519 public key, or a Sigstore identity with its issuer."""
 
     ed25519: bytes = b""
     identity: str = ""
@@ -46,9 +46,7 @@ def signer_from_table(where: str, table: Any) -> Signer:
         SettingsError: It is neither, or the key is not 32 bytes in base64.
     """
     if not isinstance(table, Mapping) or len(table) != 1:
-        raise SettingsError(
-            f'{where}: expected {{ ed25519 = "public key" }} or {{ sigstore = {{...}} }}, found {table!r}'
-        )
+        raise SettingsError(f'{where} must be {{ ed25519 = "public key" }} or {{ sigstore = {{...}} }}, got {table!r}')
     ((sort, value),) = table.items()
     if sort == "ed25519":
         return Signer(ed25519=public_key(where, value))
@@ -60,7 +58,7 @@ def signer_from_table(where: str, table: Any) -> Signer:
         and all(isinstance(v, str) and v for v in value.values())
     )
     if not fine:
-        raise SettingsError(f"{where}: sigstore takes 'identity' and 'issuer', both texts, found {value!r}")
+        raise SettingsError(f"{where}: sigstore must have 'identity' and 'issuer', both strings, got {value!r}")
     return Signer(identity=value["identity"], issuer=value["issuer"])
 
 
@@ -77,7 +75,7 @@ def sign_folder(folder: Path, private_key: bytes) -> Path:
         private_key: An ed25519 private key: 32 raw bytes, or PEM without a password.
     """
     key = read_private_key(private_key, "to sign a plugin")
-    signature = key.sign(signed_bytes(scan(folder, asked=f"sign {folder}")))
+    signature = key.sign(signed_bytes(hash_folder(folder, asked=f"sign {folder}")))
     target = folder / ED25519_FILE
     target.write_text(base64.b64encode(signature).decode() + "\n", "ascii")
     return target
@@ -88,7 +86,7 @@ def read_private_key(private_key: bytes, why: str) -> Any:
 
     Args:
         private_key: 32 raw bytes, or PEM without a password.
-        why: What it is for, for the error where the package is missing.
+        why: The purpose, for the error if the package is missing.
     """
     ed25519 = ed25519_module(why)
     if len(private_key) == _KEY_BYTES:
@@ -98,9 +96,9 @@ def read_private_key(private_key: bytes, why: str) -> Any:
     try:
         key = load_pem_private_key(private_key, password=None)
     except (ValueError, TypeError) as error:
-        raise SettingsError(f"the private key is neither {_KEY_BYTES} bytes nor PEM without a password") from error
+        raise SettingsError(f"the private key must be {_KEY_BYTES} bytes, or PEM without a password") from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise SettingsError("the private key is not of the sort ed25519")
+        raise SettingsError("the private key must be an ed25519 key")
     return key
 
 
@@ -117,28 +115,28 @@ def public_key(where: str, value: Any) -> bytes:
     """Return the 32 bytes of a public key in base64.
 
     Raises:
-        SettingsError: It is none.
+        SettingsError: It is not a public key.
     """
     try:
         key = base64.b64decode(value, validate=True) if isinstance(value, str) else b""
     except binascii.Error:
         key = b""
     if len(key) != _KEY_BYTES:
-        raise SettingsError(f"{where}: an ed25519 public key is {_KEY_BYTES} bytes in base64, found {value!r}")
+        raise SettingsError(f"{where}: an ed25519 public key must be {_KEY_BYTES} bytes in base64, got {value!r}")
     return key
 
 
 def check_signature(tree: Tree, signer: Signer, *, asked: str) -> None:
-    """Check that a tree bears the signature of `signer`.
+    """Check that a tree has a valid signature of `signer`.
 
     Raises:
-        NotTrusted: It does not, or the signature cannot be checked.
+        NotTrusted: It has none, a wrong one, or one that cannot be checked.
         RequirementMissing: The package that checks it is not installed.
     """
     name = ED25519_FILE if signer.ed25519 else SIGSTORE_FILE
     if name not in tree.files:
         raise NotTrusted(
-            f"{asked}: the policy wants it signed by {signer}, and it has no {name}; ask its author to sign it"
+            f"{asked}: the policy requires a signature by {signer}, but it has no {name}; ask its author to sign it"
         )
     (_check_ed25519 if signer.ed25519 else _check_sigstore)(tree, signer, asked)
 
@@ -163,7 +161,7 @@ def _check_sigstore(tree: Tree, signer: Signer, asked: str) -> None:
         raise RequirementMissing(f"{asked}: to check its Sigstore signature, run: pip install 'sigstore>=4'") from error
     try:
         bundle = Bundle.from_json(tree.read(SIGSTORE_FILE))
-        # The keys of Sigstore that came with the package: no network on the load path.
+        # Uses the Sigstore keys in the package: no network on the load path.
         verifier = Verifier.production(offline=True)
         verifier.verify_artifact(
             signed_bytes(tree.files), bundle, policy.Identity(identity=signer.identity, issuer=signer.issuer)

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from ..cache import DIRECTORY_VARIABLE, HOME_VARIABLE
 from ..errors import NotTrusted
-from ..naming import CODE_PACKAGE, shown
+from ..naming import CODE_PACKAGE, safe_repr
 from ..regular import kind_of, read_regular
 from .reference import Origin
 
@@ -27,11 +27,11 @@ MAX_FILES = 2_000
 MAX_BYTES = 64 * 2**20
 MAX_SOURCE_BYTES = 2**20  # for one Python file; its syntax tree takes a hundred times as much memory
 MAX_PATH = 400
-# What version control, downloaders and tools leave behind, and compiled code, which is never run.
-LEFT_OUT_FOLDERS = frozenset(
+# Folders and files of version control, downloaders and tools, and compiled code, which is never run.
+IGNORED_FOLDERS = frozenset(
     {".git", ".hg", ".svn", ".cache", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 )
-LEFT_OUT_ENDINGS = (".pyc", ".pyo")
+IGNORED_ENDINGS = (".pyc", ".pyo")
 DIGEST_IN_NAMES = 32
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<path>.+)")
 RENEW = "fetch it again with: twinkle plugins verify --fetch"
@@ -69,22 +69,22 @@ def parse_listing(text: str) -> dict[str, str]:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return what became of the files of `old`: `path changed`, `path removed`, `path added`."""
+    """Return how the files differ from those of `old`: `path changed`, `path removed`, `path added`."""
     both = sorted({*old, *new})
     words = {path: "added" if path not in old else "removed" if path not in new else "changed" for path in both}
-    return [f"{shown(path)} {words[path]}" for path in both if old.get(path) != new.get(path)]
+    return [f"{safe_repr(path)} {words[path]}" for path in both if old.get(path) != new.get(path)]
 
 
-def few(texts: list[str]) -> str:
-    """Join the first of some texts for a message."""
+def first_few(texts: list[str]) -> str:
+    """Join the first five texts for a message."""
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
-def scan(folder: Path, *, asked: str) -> dict[str, str]:
+def hash_folder(folder: Path, *, asked: str) -> dict[str, str]:
     """Return path and SHA-256 of every file below `folder` that belongs to the code.
 
     Raises:
-        NotTrusted: It holds links or devices, names that do not mean the same everywhere, too many files or bytes.
+        NotTrusted: It has links or devices, unportable names, or too many files or bytes.
     """
     files: dict[str, str] = {}
     total = 0
@@ -92,7 +92,9 @@ def scan(folder: Path, *, asked: str) -> dict[str, str]:
         relative = path.relative_to(folder).as_posix()
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise NotTrusted(f"{asked}: {shown(relative)} is {kind_of(status.st_mode)}; code is made of plain files")
+            raise NotTrusted(
+                f"{asked}: {safe_repr(relative)} is {kind_of(status.st_mode)}; code must consist of regular files"
+            )
         check_path(relative, asked=asked)
         total += status.st_size
         _check_size(relative, status.st_size, len(files) + 1, total, asked)
@@ -105,7 +107,7 @@ def scan(folder: Path, *, asked: str) -> dict[str, str]:
 
 
 def check_path(path: str, *, asked: str) -> None:
-    """Refuse a path that leaves the folder, or means something else on another system."""
+    """Refuse a path that leaves the folder, or has another meaning on another system."""
     pure = PurePosixPath(path)
     parts = path.split("/")
     wrong = (
@@ -116,8 +118,8 @@ def check_path(path: str, *, asked: str) -> None:
     )
     if wrong:
         raise NotTrusted(
-            f'{asked}: the path {shown(path)} is refused; names have printable characters without \\ : * ? " < > |, '
-            f"stay inside the repository, and have at most {MAX_PATH} characters"
+            f"{asked}: the path {safe_repr(path)} is refused; names must have printable characters without "
+            f'\\ : * ? " < > |, stay inside the repository, and have at most {MAX_PATH} characters'
         )
 
 
@@ -130,47 +132,49 @@ def check_names(files: Iterable[str], *, asked: str) -> None:
             key = unicodedata.normalize("NFKC", name).casefold()
             twin = seen.setdefault(key, path)
             if twin != path:
-                raise NotTrusted(f"{asked}: {shown(twin)} and {shown(path)} shadow each other; rename one")
+                raise NotTrusted(f"{asked}: {safe_repr(twin)} and {safe_repr(path)} shadow each other; rename one")
 
 
 def _walk(folder: Path, asked: str) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, followlinks=False):
         here = Path(root)
         for name in [name for name in folders if (here / name).is_symlink()]:
-            raise NotTrusted(f"{asked}: {shown(name)} is a link to a folder; code is made of plain files")
-        folders[:] = sorted(name for name in folders if name not in LEFT_OUT_FOLDERS)
-        yield from (here / name for name in sorted(names) if not name.endswith(LEFT_OUT_ENDINGS))
+            raise NotTrusted(f"{asked}: {safe_repr(name)} is a link to a folder; code must consist of regular files")
+        folders[:] = sorted(name for name in folders if name not in IGNORED_FOLDERS)
+        yield from (here / name for name in sorted(names) if not name.endswith(IGNORED_ENDINGS))
 
 
 def _check_size(path: str, size: int, count: int, total: int, asked: str) -> None:
     if path.endswith(".py") and size > MAX_SOURCE_BYTES:
-        raise NotTrusted(f"{asked}: {shown(path)} has {size} bytes; a Python file has at most {MAX_SOURCE_BYTES}")
+        raise NotTrusted(
+            f"{asked}: {safe_repr(path)} has {size} bytes; a Python file must have at most {MAX_SOURCE_BYTES}"
+        )
     if count > MAX_FILES or total > MAX_BYTES:
         raise NotTrusted(
-            f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; a plugin is code, weights and data "
-            "belong into a repository of their own"
+            f"{asked}: more than {MAX_FILES} files or {MAX_BYTES // 2**20} MiB; put weights and data into a "
+            "repository of their own"
         )
 
 
 def _check_encoding(path: str, content: bytes, asked: str) -> None:
-    """Refuse source that Python would read otherwise than a person does: in UTF-7 a comment may be code."""
+    """Refuse source that Python would read differently from a person: in UTF-7 a comment may be code."""
     import io
     import tokenize
 
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     except SyntaxError as error:
-        raise NotTrusted(f"{asked}: {shown(path)} cannot be read as text: {error.msg}") from error
+        raise NotTrusted(f"{asked}: {safe_repr(path)} cannot be read as text: {error.msg}") from error
     if encoding not in ("utf-8", "utf-8-sig"):
-        raise NotTrusted(f"{asked}: {shown(path)} is written in {shown(encoding)}; source is UTF-8, as it is shown")
+        raise NotTrusted(f"{asked}: {safe_repr(path)} is written in {safe_repr(encoding)}; source must be UTF-8")
 
 
 def _read(path: Path, relative: str, asked: str) -> bytes:
-    """Return the bytes of a file that was a regular one a moment ago."""
+    """Return the bytes of a file, which may have been replaced since its type was checked."""
     try:
         return read_regular(path, follow=False)
     except OSError as error:
-        raise NotTrusted(f"{asked}: {shown(relative)} cannot be read: {error.strerror}") from error
+        raise NotTrusted(f"{asked}: {safe_repr(relative)} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class Tree:
     """The files of one version of one repository.
 
     Attributes:
-        folder: Where they lie.
+        folder: Their folder.
         files: Each path, relative and with `/`, with the SHA-256 it must have. What is not listed does not exist.
     """
 
@@ -199,31 +203,31 @@ class Tree:
         """Return the bytes of a listed file.
 
         Raises:
-            NotTrusted: They are gone or are not those that were added.
+            NotTrusted: The file is missing or differs from the one that was added.
             FileNotFoundError: The file is not listed.
         """
         if path not in self.files:
-            raise FileNotFoundError(f"{shown(path)} is not among the files of {self.folder}")
+            raise FileNotFoundError(f"{safe_repr(path)} is not among the files of {self.folder}")
         try:
             content = read_regular(self.folder / path)
         except OSError as error:
             raise NotTrusted(
-                f"{self.folder / path} was there when it was added, and cannot be read now ({error.strerror}); {RENEW}"
+                f"{self.folder / path} was added, but cannot be read now ({error.strerror}); {RENEW}"
             ) from error
         if sha256(content) != self.files[path]:
             raise NotTrusted(
-                f"{self.folder / path} is not the file that was added: its SHA-256 is {sha256(content)[:16]}..., "
-                f"and {self.files[path][:16]}... was added. Nothing of it is run; {RENEW}"
+                f"{self.folder / path} was changed after it was added: its SHA-256 is {sha256(content)[:16]}..., "
+                f"expected {self.files[path][:16]}...; it was not run, {RENEW}"
             )
         return content
 
     def verify(self) -> None:
-        """Read every file; the first that is not what was added raises `NotTrusted`."""
+        """Read every file; the first one that differs from what was added raises `NotTrusted`."""
         for path in self.files:
             self.read(path)
 
     def module_name(self, repository: str) -> str:
-        """Return what the tree is imported as: the name of its repository and the digest."""
+        """Return the module name of the tree: the name of its repository and the digest."""
         stem = repository.rstrip("/").rpartition("/")[2].lower()
         word = "".join(c if c.isascii() and c.isalnum() else "_" for c in stem).strip("_") or "code"
         return f"{CODE_PACKAGE}.{word}_{self.digest[:DIGEST_IN_NAMES]}"
@@ -248,7 +252,7 @@ class Snapshot(Tree):
 
 
 class Store:
-    """One folder: `trees/<digest>/{files.sha256,files/...}` and a note `commits/<origin>` for each commit fetched."""
+    """One folder: `trees/<digest>/{files.sha256,files/...}` and `commits/<origin>` for each downloaded commit."""
 
     def __init__(self, root: Path | None = None) -> None:
         """Use `root`, or `code` in the cache of this user."""
@@ -258,9 +262,9 @@ class Store:
         """Return the tree whose digest begins with `digest` (at least 32 digits), or None; its files are not read.
 
         Raises:
-            NotTrusted: There is such a tree, and its listing is not the one that was stored.
+            NotTrusted: Its listing was changed after it was stored.
         """
-        folder = self.place(digest)
+        folder = self.tree_folder(digest)
         try:
             listing = (folder / LISTING).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -268,48 +272,48 @@ class Store:
         except OSError as error:
             raise NotTrusted(f"{folder / LISTING} cannot be read ({error.strerror}); {RENEW}") from error
         if not sha256(listing).startswith(digest):
-            raise NotTrusted(f"{folder / LISTING} was changed after it was stored; nothing of it is run; {RENEW}")
+            raise NotTrusted(f"{folder / LISTING} was changed after it was stored; no file of it was run; {RENEW}")
         return Tree(folder / "files", parse_listing(listing.decode()))
 
     def tree_of(self, origin: Origin) -> Tree | None:
-        """Return the tree that was once fetched as this commit, or None."""
-        note = self.note(origin)
+        """Return the tree that was downloaded as this commit, or None."""
+        note = self.commit_file(origin)
         try:
             if not _is_own(note):
                 return None
-            digest, _, said = note.read_text("utf-8").partition(" ")
+            digest, _, recorded_origin = note.read_text("utf-8").partition(" ")
         except (OSError, ValueError):
             return None
-        return self.tree(digest) if said == str(origin) and len(digest) >= DIGEST_IN_NAMES else None
+        return self.tree(digest) if recorded_origin == str(origin) and len(digest) >= DIGEST_IN_NAMES else None
 
     def origins(self, digest: str) -> list[Origin]:
-        """Return the commits that were fetched as this tree."""
-        found = []
+        """Return the commits that were downloaded as this tree."""
+        origins = []
         for note in sorted((self.root / "commits").glob("[0-9a-f]*")):
             with contextlib.suppress(OSError, ValueError):
-                noted, _, said = note.read_text("utf-8").partition(" ")
-                if _is_own(note) and noted.startswith(digest):
-                    place, _, commit = said.rpartition("@")
+                recorded_digest, _, recorded_origin = note.read_text("utf-8").partition(" ")
+                if _is_own(note) and recorded_digest.startswith(digest):
+                    place, _, commit = recorded_origin.rpartition("@")
                     scheme, _, repo = place.partition("://")
-                    found.append(Origin(scheme, repo, commit))
-        return found
+                    origins.append(Origin(scheme, repo, commit))
+        return origins
 
-    def has_whole(self, digest: str) -> bool:
-        """Say whether a tree is there with every file as it must be."""
+    def has_intact(self, digest: str) -> bool:
+        """Return whether the store has a tree with every file unchanged."""
         try:
-            there = self.tree(digest)
-            if there is None:
+            tree = self.tree(digest)
+            if tree is None:
                 return False
-            there.verify()
+            tree.verify()
         except NotTrusted:
             return False
         return True
 
-    def place(self, digest: str) -> Path:
+    def tree_folder(self, digest: str) -> Path:
         """Return the folder of a tree."""
         return self.root / "trees" / digest[:DIGEST_IN_NAMES]
 
-    def note(self, origin: Origin) -> Path:
+    def commit_file(self, origin: Origin) -> Path:
         """Return the file that says which tree a commit is."""
         return self.root / "commits" / sha256(str(origin).encode())[:DIGEST_IN_NAMES]
 
@@ -321,5 +325,5 @@ def _usual_root() -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    # In a shared cache folder another user could say which code a commit is.
+    # In a shared cache folder another user could write which tree a commit is.
     return not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()

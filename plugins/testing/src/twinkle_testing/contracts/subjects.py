@@ -102,7 +102,7 @@ def _found(text: str, kind: str) -> list[tuple[Any, str]]:
 
         return components_on_hub(text, kind)
     if text.endswith(".py"):
-        raise ComponentNotFound(f"{text!r} is a file; say what you want from it: '{text}:Name'")
+        raise ComponentNotFound(f"{text!r} is a file; add the name of a component: '{text}:Name'")
     return _in_file(text, kind) if text.rpartition(":")[0].endswith(".py") else list(_listed(text))
 
 

@@ -48,7 +48,7 @@ def edit_one_byte(file: Path) -> None:
 @pytest.mark.parametrize("path", ["__init__.py", "focal.py", "later.py", "data/words.txt"])
 def test_one_byte_edited_after_add_and_nothing_is_imported(tree: Path, registry: Registry, path: str) -> None:
     edit_one_byte(tree / path)
-    with pytest.raises(NotTrusted, match=r"is not the file that was added: .* twinkle plugins verify --fetch"):
+    with pytest.raises(NotTrusted, match=r"was changed after it was added: .* twinkle plugins verify --fetch"):
         registry.resolve(REFERENCE, "loss")
     assert not [name for name in sys.modules if name.startswith("twinkle_registry.code.focal_")]
 
@@ -56,7 +56,7 @@ def test_one_byte_edited_after_add_and_nothing_is_imported(tree: Path, registry:
 def test_a_file_that_is_edited_after_the_package_was_imported_is_not_run(tree: Path, registry: Registry) -> None:
     found = registry.resolve(REFERENCE, "loss")
     edit_one_byte(tree / "later.py")
-    with pytest.raises(NotTrusted, match=r"later\.py is not the file that was added"):
+    with pytest.raises(NotTrusted, match=r"later\.py was changed after it was added"):
         importlib.import_module(found.__module__.replace(".focal", ".later"))
     edit_one_byte(tree / "data" / "words.txt")
     loader: Any = sys.modules[found.__module__].__loader__
@@ -66,7 +66,7 @@ def test_a_file_that_is_edited_after_the_package_was_imported_is_not_run(tree: P
 
 def test_a_file_that_was_removed_is_missed(tree: Path, registry: Registry) -> None:
     (tree / "later.py").unlink()
-    with pytest.raises(NotTrusted, match=r"later\.py was there when it was added"):
+    with pytest.raises(NotTrusted, match=r"later\.py was added, but cannot be read now"):
         registry.resolve(REFERENCE, "loss")
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_was_planted_in_the_store_does_not_exist(tree: Path, registr
 
 def test_a_listing_that_was_changed_along_with_the_file_does_not_help(tree: Path, registry: Registry) -> None:
     (tree / "focal.py").write_text("raise SystemExit('tampered')")
-    files = store.scan(tree, asked="test")
+    files = store.hash_folder(tree, asked="test")
     (tree.parent / "files.sha256").write_text(store.listing_text(files))
     with pytest.raises(NotTrusted, match="was changed after it was stored"):
         registry.resolve(REFERENCE, "loss")
@@ -108,12 +108,12 @@ def test_a_whole_tree_that_was_planted_under_its_own_digest_is_nobodys(
     evil = tmp_path / "evil"
     evil.mkdir()
     (evil / "__init__.py").write_text("raise SystemExit('planted')")
-    files = store.scan(evil, asked="test")
+    files = store.hash_folder(evil, asked="test")
     place = tree.parent.parent / store.digest_of(files)[: store.DIGEST_IN_NAMES]
     place.mkdir()
     evil.rename(place / "files")
     (place / "files.sha256").write_text(store.listing_text(files))
-    with pytest.raises(NotTrusted, match="nothing says where this code came from"):
+    with pytest.raises(NotTrusted, match="the origin of this code is unknown"):
         importlib.import_module(f"twinkle_registry.code.focal_{place.name}")
 
 
@@ -122,7 +122,7 @@ def test_a_link_in_the_place_of_a_file_is_read_as_what_it_points_to(tree: Path, 
     elsewhere.write_text("raise SystemExit('linked')")
     (tree / "focal.py").unlink()
     (tree / "focal.py").symlink_to(elsewhere)
-    with pytest.raises(NotTrusted, match="is not the file that was added"):
+    with pytest.raises(NotTrusted, match="was changed after it was added"):
         registry.resolve(REFERENCE, "loss")
 
 
@@ -169,9 +169,9 @@ def fifo(target: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (lambda t: (t / "link.py").symlink_to("/etc/passwd"), NotTrusted, r"'link\.py' is a link; code is made"),
+        (lambda t: (t / "link.py").symlink_to("/etc/passwd"), NotTrusted, r"'link\.py' is a link; code must consist"),
         (lambda t: (t / "folder").symlink_to("/etc"), NotTrusted, "'folder' is a link to a folder"),
-        (fifo, NotTrusted, r"'pipe\.py' is a pipe; code is made"),
+        (fifo, NotTrusted, r"'pipe\.py' is a pipe; code must consist"),
         (many, NotTrusted, "more than 2000 files or 64 MiB"),
         (bomb, NotTrusted, "more than 2000 files or 64 MiB"),
         (put("huge.py", b"#" * (store.MAX_SOURCE_BYTES + 1)), NotTrusted, r"'huge\.py' has \d+ bytes"),
@@ -247,7 +247,7 @@ def test_a_hub_that_answers_with_paths_is_not_believed(
     hub: Any, registry: Registry, add: Any, answer: tuple[str, str]
 ) -> None:
     hub.commit_of = lambda repo, revision=None: answer
-    with pytest.raises(ComponentNotFound, match=r"which is no commit|is not a repository"):
+    with pytest.raises(ComponentNotFound, match=r"which is not a commit|is not a repository"):
         add(registry, REFERENCE)
 
 
@@ -264,7 +264,7 @@ def test_a_commit_whose_note_was_planted_in_the_store_is_still_not_locked(
         digest = Store().tree_of(listing_origin(evil)).digest  # type: ignore[union-attr]
         note.write_text(f"{digest} {note.read_text().partition(' ')[2]}")
     assert registry.resolve(REFERENCE, "loss").__name__ == "Focal"
-    with pytest.raises(NotTrusted, match="nobody has allowed code"):
+    with pytest.raises(NotTrusted, match="cannot run code"):
         registry.resolve("hf://evil/focal", "loss")
 
 
@@ -280,7 +280,10 @@ def test_a_store_that_cannot_be_written_is_one_clear_message(
     hub.push("acme/focal", FILES)
     (tmp_path / "file").touch()
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(SettingsError, match="cannot be written: Not a directory; make room, or choose another cache"):
+    with pytest.raises(
+        SettingsError,
+        match="cannot be written: Not a directory; free some space, or set TWINKLE_CACHE_DIR to another cache",
+    ):
         add(registry, REFERENCE)
     monkeypatch.setenv("TWINKLE_CACHE_DIR", str(tmp_path / "cache"))
 

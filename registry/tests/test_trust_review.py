@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from twinkle_registry.trust.review import MAX_DIFF_LINES, printable, printable_lines, review, review_file
-from twinkle_registry.trust.store import Tree, scan
+from twinkle_registry.trust.store import Tree, hash_folder
 
 
 def tree(folder: Path, files: dict[str, str | bytes]) -> Tree:
     for path, content in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
-    return Tree(folder, scan(folder, asked="test"))
+    return Tree(folder, hash_folder(folder, asked="test"))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_diff_shows_what_is_new_and_escapes_what_would_redraw(tmp_path: Path
     assert (found.added, found.removed, found.changed) == (("more.py",), ("gone.py",), ("a.py", "data.bin"))
     assert "+y = 3\\x1b[2K\\ry = 2" in found.diff
     assert "+if a != 'user\\u202e \\u2066# admin':" in found.diff
-    assert "data.bin: 1 bytes before, 2 now; too large or no text" in found.diff
+    assert "data.bin: 1 bytes before, 2 now; too large, or not text" in found.diff
     assert all(line.isprintable() for line in found.diff)
 
 
@@ -84,7 +84,7 @@ def test_a_long_diff_ends_and_says_so(tmp_path: Path) -> None:
     new = tree(tmp_path / "new", {"a.py": "x = 1\n" * 1000})
     diff = review(new, old).diff
     assert len(diff) == MAX_DIFF_LINES + 1
-    assert diff[-1].startswith("... and more than these")
+    assert diff[-1].startswith("... more than 400 lines")
 
 
 def test_a_long_line_hides_nothing_silently(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_long_line_hides_nothing_silently(tmp_path: Path) -> None:
 def test_files_that_would_take_difflib_hours_are_only_named(tmp_path: Path) -> None:
     old = tree(tmp_path / "old", {"z.py": "\n"})
     new = tree(tmp_path / "new", {"z.py": "\n" * 9000})
-    assert review(new, old).diff == ("z.py: 1 bytes before, 9000 now; too large or no text",)
+    assert review(new, old).diff == ("z.py: 1 bytes before, 9000 now; too large, or not text",)
 
 
 def test_printable_keeps_text_and_tabs() -> None:

@@ -45,9 +45,9 @@ def test_whatever_is_written_is_read_again(dists: dict[str, dict[str, str]], pat
 
 def test_the_listing_is_what_sha256sum_reads(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("X = 1")
-    from twinkle_registry.trust.store import scan
+    from twinkle_registry.trust.store import hash_folder
 
-    files = scan(tmp_path, asked="test")
+    files = hash_folder(tmp_path, asked="test")
     assert parse_listing(listing_text(files)) == files
     (tmp_path / "files.sha256").write_text(listing_text(files))
     subprocess.run(["sha256sum", "--check", "--strict", "files.sha256"], cwd=tmp_path, check=True, capture_output=True)
@@ -61,20 +61,20 @@ GOOD = to_toml(Lock(Path("twinkle.lock"), (REPOSITORY,), (), (LockedFile("a.py",
     [
         ("schema = 1", "<<<<<<< HEAD\nschema = 1", "cannot be read as TOML"),
         ("schema = 1", "schema = 2", r"schema = 2, but this version reads 1; run: pip install -U twinkle-registry"),
-        ("schema = 1", "schema = true", "schema is True, not 1"),
-        ("schema = 1", "", "schema is None, not 1"),
+        ("schema = 1", "schema = true", "schema must be 1, got True"),
+        ("schema = 1", "", "schema must be 1, got None"),
         ("[[hub]]", "[[hubb]]", "unknown key 'hubb', nearest: 'hub'"),
         ("reference =", "referense =", "hub None has the unknown key 'referense', nearest: 'reference'"),
         ('"hf://acme/focal"', '"acme/focal"', "is not a reference to a Hub"),
-        ('commit = "3f', 'commit = "../', "which is no commit"),
-        ('digest = "', 'digest = "0', "the digest of hub 'hf://acme/focal' is not that of its files"),
-        ('"__init__.py" = "ab', '"__init__.py" = "ac', "is not that of its files"),
+        ('commit = "3f', 'commit = "../', "which is not a commit"),
+        ('digest = "', 'digest = "0', "the digest of hub 'hf://acme/focal' does not match its files"),
+        ('"__init__.py" = "ab', '"__init__.py" = "ac', "does not match its files"),
         ('"__init__.py"', '"../../__init__.py"', r"the path '../../__init__.py' is refused"),
-        ('"__init__.py" = "abab', '"__init__.py" = "xyab', "is not a table of paths and SHA-256"),
+        ('"__init__.py" = "abab', '"__init__.py" = "xyab', "must be a table of paths and SHA-256"),
         ("[hub.files]", "[hub.filed]", "unknown key 'filed'"),
-        ('path = "a.py"', "path = 3", "path of file 3 is 3, not a text"),
-        ('sha256 = "abab', 'sha256 = "ab', "is no SHA-256"),
-        ("[[hub]]", "[hub]", "cannot be read as TOML|not a list of tables"),
+        ('path = "a.py"', "path = 3", "path of file 3 must be a string, got 3"),
+        ('sha256 = "abab', 'sha256 = "ab', "is not a SHA-256"),
+        ("[[hub]]", "[hub]", "cannot be read as TOML|must be a list of tables"),
     ],
 )
 def test_a_damaged_lock_is_refused_and_stays_as_it_is(hub: Any, house: House, old: str, new: str, message: str) -> None:
@@ -131,7 +131,7 @@ def test_the_lock_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "my.lock").is_file()
     assert Lock.load().of_file(Path("a.py")) == LockedFile("work/a.py", HASH)
     monkeypatch.setenv("TWINKLE_LOCK", str(tmp_path))
-    with pytest.raises(SettingsError, match="is not a file; name the lock file by TWINKLE_LOCK"):
+    with pytest.raises(SettingsError, match=r"the lock must be a file, got .*; set TWINKLE_LOCK to the path of a file"):
         Lock.load()
     monkeypatch.setenv("TWINKLE_LOCK", str(tmp_path / "none" / "my.lock"))
     with pytest.raises(SettingsError, match="cannot be written: No such file"):
@@ -154,7 +154,7 @@ def test_a_writer_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("twinkle_registry.trust.lock.os.fsync", full)
-    with pytest.raises(SettingsError, match="No space left on device; it is as it was"):
+    with pytest.raises(SettingsError, match="No space left on device; it was not changed"):
         change_lock(lambda lock: lock.with_file(LockedFile("b.py", HASH)))
     assert Path("twinkle.lock").read_bytes() == before
     assert [path.name for path in Path().iterdir()] == ["twinkle.lock"]

@@ -189,14 +189,14 @@ def test_hub_code_that_is_allowed_and_not_locked_is_refused_when_frozen(
 def test_a_frozen_lock_does_not_change(acme: Path, house: House, freeze: Any) -> None:
     registry = house()
     freeze()
-    with pytest.raises(SettingsError, match="its lock does not change"):
+    with pytest.raises(SettingsError, match="cannot change the lock: this run is frozen"):
         editor(registry)
-    with pytest.raises(SettingsError, match="its lock does not change"):
+    with pytest.raises(SettingsError, match="cannot change the lock: this run is frozen"):
         remove("acme")
 
 
 def test_verify_says_of_each_entry_what_is_wrong(hub: Any, acme: Path, house: House, tmp_path: Path) -> None:
-    with pytest.raises(ComponentNotFound, match=r"there is no .*twinkle\.lock; make it with: twinkle plugins lock"):
+    with pytest.raises(ComponentNotFound, match=r"there is no .*twinkle\.lock; create it with: twinkle plugins lock"):
         problems(house())
     commit = hub.push("acme/focal", {"__init__.py": FOCAL})
     editor(house()).add("hf://acme/focal")
@@ -207,7 +207,7 @@ def test_verify_says_of_each_entry_what_is_wrong(hub: Any, acme: Path, house: Ho
     assert set(problems(house()).values()) == {""}
     (source,) = (tmp_path / "cache" / "code" / "trees").glob("*/files/__init__.py")
     source.write_text("raise SystemExit('tampered')")
-    assert "is not the file that was added" in problems(house())["hf://acme/focal"]
+    assert "was changed after it was added" in problems(house())["hf://acme/focal"]
     assert set(problems(house(), fetch=True).values()) == {""}
     assert source.read_text() == FOCAL
     moved = hub.push("acme/focal", {"__init__.py": FOCAL + "# new"})
@@ -255,7 +255,9 @@ def test_renewing_asks_for_branches_that_moved_and_keeps_what_is_declined(hub: A
 
 
 def test_adding_what_is_not_there_says_what_may_be_added(acme: Path, house: House) -> None:
-    with pytest.raises(ComponentNotFound, match=r"no plugin 'acmee' is installed; nearest: 'acme'; code of a Hub is"):
+    with pytest.raises(
+        ComponentNotFound, match=r"no plugin 'acmee' is installed; nearest: 'acme'; write code from a Hub as"
+    ):
         editor(house()).add("acmee")
     with pytest.raises(ComponentNotFound, match=r"there is no file .*missing\.py"):
         editor(house()).add("./missing.py")
@@ -266,5 +268,5 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(
     house: House, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("TWINKLE_FROZEN", value)
-    with pytest.raises(SettingsError, match=f"TWINKLE_FROZEN: expected 1 or 0, found '{value}'"):
+    with pytest.raises(SettingsError, match=f"TWINKLE_FROZEN must be 1 or 0, got '{value}'"):
         house()

@@ -154,7 +154,7 @@ def test_a_list_that_was_not_signed_as_it_must_be_is_an_error_and_never_obeyed(
         assert (dropped, "revoked.json" in problem) == ([], True)
         (known,) = Policy.load().revoked
         assert known.revocations is not None
-        assert known.revocations.sequence == 1, "the last good list still counts"
+        assert known.revocations.sequence == 1, "the last good list stays in effect"
 
 
 def test_an_older_list_never_takes_the_place_of_a_newer_one(
@@ -168,7 +168,7 @@ def test_an_older_list_never_takes_the_place_of_a_newer_one(
     Path("revoked.json").write_bytes(older)
     with (
         pytest.warns(
-            UserWarning, match=r"holds list number 1, which is older than number 2; the newer one still counts"
+            UserWarning, match=r"holds list number 1, which is older than number 2; the newer one stays in effect"
         ),
         pytest.raises(NotTrusted, match="bad"),
     ):
@@ -260,10 +260,12 @@ def test_an_edit_of_the_settings_does_not_lift_what_is_revoked(
         house().resolve("hf://acme/focal", "loss")
     policy(more="# an edit that nobody has trusted yet")
     publish(sequence=2)
-    with pytest.warns(UserWarning, match=r"^\[trust\] revoked of twinkle\.toml in .* is not obeyed"):
+    with pytest.warns(UserWarning, match=r"^\[trust\] revoked of twinkle\.toml in .* is ignored"):
         registry = house()
     with (
-        pytest.warns(UserWarning, match=r"is not read, because .* not trusted any more; the list number 1 .* counts"),
+        pytest.warns(
+            UserWarning, match=r"is not read, because .* not trusted any more; the list number 1 .* stays in effect"
+        ),
         pytest.raises(NotTrusted, match="it was revoked: 'bad'"),
     ):
         registry.resolve("hf://acme/focal", "loss")
@@ -339,7 +341,7 @@ def test_a_list_that_is_no_regular_file_is_not_opened(added: str, house: House, 
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ('list = "x"', "an ed25519 public key is 32 bytes in base64, found None"),
+        ('list = "x"', "an ed25519 public key must be 32 bytes in base64, got None"),
         ('ed25519 = "x"', "list must be a path or an address of a signed list, got None"),
         ('list = "ftp://x"', "list must be a path, or begin with file://, https:// or http://, got 'ftp://x'"),
         ('list = "x"\nstale = "maybe"', "stale must be 'warn' or 'refuse', got 'maybe'"),
@@ -360,5 +362,5 @@ def test_what_is_signed_is_read_again_and_an_entry_without_a_reason_is_none(key:
     assert read_list(sign(made, key[0]), [public], where="it") == made
     assert made.why(Origin("hf", "x/y", "3f" * 20), "0" * 32) == "x"
     for entry in (Revoked("hf://a/b"), Revoked("no pattern", "", "x"), Revoked("", "abc", "x"), Revoked("", "", "x")):
-        with pytest.raises(NotTrusted, match="it is signed, and cannot be read"):
+        with pytest.raises(NotTrusted, match="it is signed, but cannot be read"):
             read_list(sign(RevocationList(1, 1, 1, (entry,)), key[0]), [public], where="it")

@@ -14,7 +14,7 @@ import pytest
 from twinkle_registry import NotTrusted, Registry, Settings, SettingsError
 from twinkle_registry.settings import untrusted_notice
 from twinkle_registry.trust.editor import remove, verify
-from twinkle_registry.trust.folders import forget, is_trusted_folder, trust, trusted_paths
+from twinkle_registry.trust.folders import is_trusted_folder, trust, trusted_paths, untrust
 from twinkle_registry.trust.lock import Lock
 from twinkle_registry.trust.policy import Policy
 from twinkle_registry.trust.reference import Origin
@@ -48,15 +48,15 @@ def foreign_lock(hub: Any, house: House, add: Any, work: Path) -> Path:
     """A lock that somebody else made, in a checkout of theirs; its code is in the store of this machine, too."""
     hub.push("acme/focal", {**FILES, "twinkle-plugin.toml": MANIFEST})
     add(house(), "hf://acme/focal")
-    forget(str(work))
+    untrust(str(work))
     return work / "twinkle.lock"
 
 
 def test_a_lock_that_came_with_a_folder_lets_nothing_run(foreign_lock: Path, house: House, work: Path) -> None:
-    with pytest.warns(UserWarning, match=r"^twinkle\.lock in .* is not obeyed, .*: twinkle plugins trust /"):
+    with pytest.warns(UserWarning, match=r"^twinkle\.lock in .* is ignored, .*: twinkle plugins trust /"):
         registry = house()
     assert "Focal" not in registry.names("loss")
-    with pytest.raises(NotTrusted, match=r"nobody has allowed code .*twinkle\.lock in .* is not obeyed"):
+    with pytest.raises(NotTrusted, match=r"cannot run code .*twinkle\.lock in .* is ignored"):
         registry.resolve("hf://acme/focal", "loss")
     trust(str(foreign_lock), [foreign_lock.read_bytes()])
     assert house().resolve("Focal", "loss").__name__ == "Focal"
@@ -87,16 +87,16 @@ def test_an_untrusted_lock_is_neither_changed_nor_verified(
         warnings.simplefilter("ignore")
         registry = house()
     for change in (lambda: add(registry, "hf://acme/focal"), lambda: remove("hf://acme/focal")):
-        with pytest.raises(NotTrusted, match=r"^cannot change .*twinkle\.lock: .* is not obeyed"):
+        with pytest.raises(NotTrusted, match=r"^cannot change .*twinkle\.lock: .* is ignored"):
             change()
     with pytest.raises(NotTrusted, match=r"^cannot verify .*twinkle\.lock: "):
         verify(registry.records, lambda scheme: None)
     assert foreign_lock.read_bytes() == before
     monkeypatch.setenv("TWINKLE_FROZEN", "1")
-    with pytest.warns(UserWarning, match="is not obeyed"):
+    with pytest.warns(UserWarning, match="is ignored"):
         registry = house()
     for asked in ("hf://acme/focal", "colorsys:rgb_to_hsv"):
-        with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is not obeyed"):
+        with pytest.raises(NotTrusted, match=r"this run is frozen, and twinkle\.lock in .* is ignored"):
             registry.resolve(asked, "loss")
 
 
@@ -127,7 +127,7 @@ def test_settings_that_take_away_are_obeyed_and_those_that_give_are_not(work: Pa
     assert not policy.allows(FOCAL)
     assert policy.forbids(Origin("ms", "acme/focal", "3f" * 20))
     assert policy.denies("hf://acme/old")
-    assert untrusted_notice().startswith(f"[trust] allow of twinkle.toml in {work} is not obeyed")
+    assert untrusted_notice().startswith(f"[trust] allow of twinkle.toml in {work} is ignored")
     trust("twinkle.toml", [Path("twinkle.toml").read_bytes()])
     assert Policy.load().allows(FOCAL)
     assert untrusted_notice() == ""
@@ -226,7 +226,7 @@ def test_code_is_trusted_with_its_folder_and_what_is_below_until_that_is_taken_b
     trust(str(work / "plugin"))
     assert is_trusted_folder("plugin/inner")
     assert not is_trusted_folder(str(work))
-    assert forget("plugin") == [str(work / "plugin")]
+    assert untrust("plugin") == [str(work / "plugin")]
     assert not is_trusted_folder("plugin/inner")
 
 
