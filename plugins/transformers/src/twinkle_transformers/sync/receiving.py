@@ -14,8 +14,8 @@ from twinkle import remote_function
 from twinkle.checkpoint_engine import CheckpointEngine, CheckpointEngineMixin
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.sampling.adapters import arrived_version
-from twinkle_transformers.service import Service
-from twinkle_transformers.sources import OwnWeights, SharedModel, Source
+from twinkle_transformers.sampling.service import Service
+from twinkle_transformers.sampling.sources import OwnWeights, SharedModel, Source
 from twinkle_transformers.sync.base import base_weights, ties
 from twinkle_transformers.versions import AdapterVersion
 
