@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from twinkle_transformers.sampling.attention import CacheScope
-from twinkle_transformers.sampling.reach import Reach, Stretch
-from twinkle_transformers.sampling.store import LayerShape, Store
+from twinkle_transformers.sampling.attention import AttentionMetadata, CacheScope, Stretch
+from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -19,7 +18,7 @@ class NoSwitch:
 
 
 def store_of(slots, capacity, seed=0):
-    store = Store([LayerShape((GROUPS, SIZE), (GROUPS, SIZE - 2), torch.float32)], torch.device("cpu"))
+    store = KVCache([LayerShape((GROUPS, SIZE), (GROUPS, SIZE - 2), torch.float32)], torch.device("cpu"))
     store.resize(slots, capacity)
     generator = torch.Generator().manual_seed(seed)
     for pool in (store.keys[0], store.values[0]):
@@ -89,7 +88,7 @@ def test_a_step_attends_as_each_token_alone(name, rule):
     v = torch.randn(total, GROUPS, SIZE - 2, generator=generator)
     options = {"scale": 0.6, "window": None, "softcap": None, "sinks": None} | RULES[rule]
     before = store.keys[0].clone()
-    scope = CacheScope(Reach(stretches, total, torch.device("cpu")), store, NoSwitch(), None)
+    scope = CacheScope(AttentionMetadata(stretches, total, torch.device("cpu")), store, NoSwitch(), None)
     out = scope.attend(torch.nn.Identity(), q, k, v, **options, dropout=0.0)
     expected = by_hand(q, store.keys[0], store.values[0], stretches, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -103,7 +102,7 @@ def test_a_step_attends_as_each_token_alone(name, rule):
 
 def test_lengths_that_lie_far_apart_are_served_apart():
     stretches = [Stretch(*values) for values in case("very uneven decode")[0]]
-    spans = Reach(stretches, len(stretches), torch.device("cpu")).spans
+    spans = AttentionMetadata(stretches, len(stretches), torch.device("cpu")).spans
     assert [(span.slots.start, span.slots.stop) for span in spans] == [(0, 1), (1, 2), (2, 4), (4, 5)]
     assert max(span.longest for span in spans if span.slots.start != 1) <= 4
 

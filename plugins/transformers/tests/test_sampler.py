@@ -182,7 +182,7 @@ def test_max_tokens_zero_scores_the_prompt_only(sampler):
 def test_prompts_are_scored_in_small_batches_when_logits_are_large(sampler, monkeypatch):
     params = SamplingParams(max_tokens=3, seed=2, prompt_logprobs=1)
     expected = sampler.sample(rows(), params)
-    monkeypatch.setattr("twinkle_transformers.generation._SCORING_BYTES", 1)
+    monkeypatch.setattr("twinkle_transformers.sampling.decode_loop._SCORING_BYTES", 1)
     for ours, theirs in zip(sampler.sample(rows(), params), expected, strict=True):
         assert ours.sequences[0].tokens == theirs.sequences[0].tokens
         assert ours.prompt_logprobs[1:] == pytest.approx(theirs.prompt_logprobs[1:], abs=1e-5)

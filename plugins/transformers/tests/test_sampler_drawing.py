@@ -14,8 +14,15 @@ from transformers import (
 )
 
 from twinkle.testing import tiny_tokenizer
-from twinkle_transformers.drawing import draw, log_probs, penalize, sorted_distribution, uniform, with_logprobs
-from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.sampling.sampling_ops import (
+    draw,
+    log_probs,
+    penalize,
+    sorted_distribution,
+    uniform,
+    with_logprobs,
+)
+from twinkle_transformers.sampling.stopping import StopRule
 
 
 def logits_of(seed, rows=3, size=40):

@@ -15,8 +15,8 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import Unsupported
 from twinkle.sampler import TorchSampler
 from twinkle_torch.precision import RoundingNoise
-from twinkle_transformers.drawing import draw, drawn_log_probs
 from twinkle_transformers.sampling.runner import Runner
+from twinkle_transformers.sampling.sampling_ops import draw, drawn_log_probs
 
 DRAWN = [
     {"temperature": 1.0},

@@ -11,12 +11,10 @@ from samplers import folder, rows, sampler_of, tokens_of  # noqa: F401 - fixture
 from threads import one_thread  # noqa: F401 - a fixture
 
 from twinkle.data_format import SamplingParams
-from twinkle_transformers.generation import Prompt
-from twinkle_transformers.prompt_scores import PromptScores
-from twinkle_transformers.sampling.requests import Request
-from twinkle_transformers.sampling.room import Room
-from twinkle_transformers.sampling.store import LayerShape, Store
-from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.sampling.kv_cache import KVCache, KVCacheManager, LayerShape
+from twinkle_transformers.sampling.prompts import PromptScores
+from twinkle_transformers.sampling.requests import Prompt, Request
+from twinkle_transformers.sampling.stopping import StopRule
 
 GREEDY: dict[str, Any] = {"temperature": 0, "stop": []}
 CPU = torch.device("cpu")
@@ -102,7 +100,7 @@ def test_a_store_grows_at_once_for_all_that_wait(folder: Path, monkeypatch: pyte
 
 
 def test_a_sequence_without_keys_and_values_may_be_moved() -> None:
-    room = Room(Store([LayerShape((1, 2), (1, 2), torch.float32)], CPU), 1 << 20, 8)
+    room = KVCacheManager(KVCache([LayerShape((1, 2), (1, 2), torch.float32)], CPU), 1 << 20, 8)
     places = [room.take(a_request()) for _ in range(3)]
     room.prepare(5)
     room.store.keys[0][2] = 7
@@ -116,7 +114,7 @@ def test_a_sequence_without_keys_and_values_may_be_moved() -> None:
 
 
 def test_a_store_without_memory_for_all_its_layers_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store([LayerShape((2, 4), (1, 6), torch.float32)], CPU)
+    store = KVCache([LayerShape((2, 4), (1, 6), torch.float32)], CPU)
     store.resize(2, 8)
     store.keys[0].fill_(1)
     store.values[0].fill_(2)

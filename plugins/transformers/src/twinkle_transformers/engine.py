@@ -32,10 +32,10 @@ from twinkle_transformers.adapters import WEIGHTS
 from twinkle_transformers.options import PRECISION
 from twinkle_transformers.pool import snapshots
 from twinkle_transformers.pool.multi import MultiLoraTransformersModel
-from twinkle_transformers.prompts import context_of
 from twinkle_transformers.recompute import is_out_of_memory
 from twinkle_transformers.sampler import TorchSampler
-from twinkle_transformers.sampling.handle import SampleHandle
+from twinkle_transformers.sampling.prompts import context_of
+from twinkle_transformers.sampling.requests import SampleHandle
 from twinkle_transformers.versions import AdapterVersion
 
 UNLIMITED_CONTEXT: Final = 1 << 20

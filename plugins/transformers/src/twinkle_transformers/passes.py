@@ -18,8 +18,8 @@ from twinkle_transformers.components import Components
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.options import PRECISION
 from twinkle_transformers.packing import positions, without_padding
-from twinkle_transformers.prompts import context_of
 from twinkle_transformers.rows import as_rows, rows_together
+from twinkle_transformers.sampling.prompts import context_of
 from twinkle_transformers.sharing import sharing_prefixes
 
 

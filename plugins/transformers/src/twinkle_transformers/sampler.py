@@ -15,15 +15,12 @@ from twinkle.errors import ArgumentError, DataError, TrainingStateError
 from twinkle.platform import Platform
 from twinkle.sampler import Sampler
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.generation import Draft, Prompt
-from twinkle_transformers.prompt_scores import PromptScores
-from twinkle_transformers.prompts import as_list, context_of, end_tokens, rooms, token_ids
-from twinkle_transformers.sampling.handle import SampleHandle
-from twinkle_transformers.sampling.requests import Request
+from twinkle_transformers.sampling.prompts import PromptScores, as_list, context_of, end_tokens, rooms, token_ids
+from twinkle_transformers.sampling.requests import Prompt, Request, SampleHandle, SequenceState
 from twinkle_transformers.sampling.runner import Runner
-from twinkle_transformers.service import Limits, Service
-from twinkle_transformers.sources import OwnWeights, Pick, SharedModel, Source
-from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.sampling.service import Limits, SamplingService
+from twinkle_transformers.sampling.sources import OwnWeights, Pick, SharedModel, Source
+from twinkle_transformers.sampling.stopping import StopRule
 from twinkle_transformers.sync.receiving import ReceivesWeights
 from twinkle_transformers.versions import AdapterVersion
 
@@ -99,7 +96,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         if model_id is not None:
             device = device if device is not None else Platform.get_local_device()
             self._source = OwnWeights(model_id, adapter_path=adapter_path, dtype=dtype, device=device, **kwargs)
-            self._service = Service(self._source, limits)
+            self._service = SamplingService(self._source, limits)
             if adapter_path is not None:
                 self._source.pick("", None, self._service.runner)
             return
@@ -109,7 +106,7 @@ class TorchSampler(ReceivesWeights, Sampler):
                 f"TorchSampler: {', '.join(surplus)} belong to weights of its own (model_id=); a shared model has them"
             )
         self._source = SharedModel(model)
-        self._service = Service(self._source, limits)
+        self._service = SamplingService(self._source, limits)
 
     @property
     def model(self) -> nn.Module:
@@ -378,7 +375,9 @@ class TorchSampler(ReceivesWeights, Sampler):
             cached_tokens=request.known,
         )
 
-    def _sequence(self, feature: InputFeature, draft: Draft, params: SamplingParams, stop: StopRule) -> SampledSequence:
+    def _sequence(
+        self, feature: InputFeature, draft: SequenceState, params: SamplingParams, stop: StopRule
+    ) -> SampledSequence:
         readable = stop.tokenizer is not None
         return SampledSequence(
             stop_reason=draft.reason or "error",

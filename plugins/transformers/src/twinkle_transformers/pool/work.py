@@ -19,8 +19,8 @@ from twinkle_transformers.needs import Needs
 from twinkle_transformers.options import check_call, top_of_call
 from twinkle_transformers.packing import PackedBatch, without_padding
 from twinkle_transformers.pool.tenants import Tenant
-from twinkle_transformers.prompts import context_of
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
+from twinkle_transformers.sampling.prompts import context_of
 from twinkle_transformers.scores import IGNORE, has_targets
 from twinkle_transformers.scoring import check_loss_arguments, loss_name
 

@@ -1,9 +1,9 @@
-"""Adapters as an engine takes them: from PEFT's folders, and from the layers of a live model that PEFT wraps."""
+"""Adapters as sampling takes them: from PEFT's folders, from the layers of a live model, and stacked for a step."""
 
 import re
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -257,3 +257,26 @@ def _layers(model: PeftModel, name: str) -> list[tuple[str, LoraLayer]]:
 
 def _has(module: Any, name: str) -> bool:
     return any(name in getattr(module, kind, ()) for kind in module.adapter_layer_names)
+
+
+class Banks:
+    """Weights of several versions, stacked as a step needs them and kept for the next steps."""
+
+    def __init__(self, kept: int = 4) -> None:
+        """Keep so many stacks, the last ones used."""
+        self._kept = kept
+        self._stacks: dict[tuple[str | torch.dtype, ...], Tensor] = {}
+
+    def of(self, versions: Iterable[AdapterVersion], dtype: torch.dtype) -> Tensor:
+        """Return the versions' weights `[n, P]`."""
+        versions = list(versions)
+        key: tuple[str | torch.dtype, ...] = (dtype, *(version.key for version in versions))
+        found = self._stacks.pop(key, None)
+        if found is None:
+            flats = [version.flat for version in versions]
+            found = torch.empty(len(flats), flats[0].numel(), dtype=dtype, device=flats[0].device)
+            torch._foreach_copy_(list(found.unbind()), flats)
+        self._stacks[key] = found
+        while len(self._stacks) > self._kept:
+            del self._stacks[next(iter(self._stacks))]
+        return found

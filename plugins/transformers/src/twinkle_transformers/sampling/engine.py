@@ -1,21 +1,281 @@
 """Continuous batching: each step reads one token of every running sequence, and pieces of prompts beside them."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from threading import Condition
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from twinkle.errors import CapacityError
-from twinkle_transformers.sampling.prefixes import PrefixCache
-from twinkle_transformers.sampling.requests import Request
-from twinkle_transformers.sampling.room import Room
-from twinkle_transformers.sampling.runner import Runner
-from twinkle_transformers.sampling.steps import Batch
-from twinkle_transformers.sampling.store import Store
+from twinkle_transformers.sampling.decode_loop import broken_logits, more_logprobs
+from twinkle_transformers.sampling.kv_cache import KVCache, KVCacheManager
+from twinkle_transformers.sampling.prefix_cache import BLOCK, PrefixCache, SharedPrefix, shared_prefix, usable
+from twinkle_transformers.sampling.requests import Place, Request, Running, SequenceState
+from twinkle_transformers.sampling.runner import Piece, Read, Runner
+from twinkle_transformers.sampling.sampling_ops import draw, log_probs, most_probable, noise_of, penalize, with_logprobs
+
+Work = list[tuple[Request | Running, Piece]]
+"""What a step reads, and for whom."""
+
+_LOGIT_BYTES = 1 << 26  # logits of one dtype that are drawn from or scored at once
 
 
-class Engine:
+class StepPlanner:
+    """The requests that wait and run; one thread at a time takes steps.
+
+    A step that is broken off (by Ctrl-C, say) changes nothing that counts: the next one does it again.
+
+    Attributes:
+        runner: the model.
+        room: slots for keys and values.
+        prefixes: what was read of earlier prompts.
+        waiting: requests without a slot, in the order of their arrival.
+    """
+
+    def __init__(self, runner: Runner, room: KVCacheManager, prefixes: PrefixCache, prefill_tokens: int) -> None:
+        """Begin without requests.
+
+        Args:
+            runner: the model.
+            room: slots for keys and values.
+            prefixes: what was read of earlier prompts.
+            prefill_tokens: tokens of prompts that a step reads at most.
+        """
+        self.runner, self.room, self.prefixes = runner, room, prefixes
+        self._prefill_tokens = prefill_tokens
+        self.waiting: list[Request] = []
+        self._active: list[Request] = []
+        self._running: list[Running] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self._active)
+
+    def step(self) -> bool:
+        """Take one step; False if there was nothing to do."""
+        self.reap()
+        before = len(self.waiting)
+        self.room.expected = sum(request.params.num_samples for request in (*self._active, *self.waiting))
+        try:
+            self._begin()
+            self._start()
+            work = self._plan()
+            if work:
+                self._serve(work)
+                self._begin()  # before those that were read may end, and their slots with what others wait for
+        except (MemoryError, RuntimeError) as error:  # no memory for a larger store
+            self._give_up(error)
+            return True
+        self.reap()
+        if not self._active and not self.waiting:
+            self.room.release()
+        return bool(work) or before > len(self.waiting)
+
+    def forget(self) -> None:
+        """Let nothing that was read until now serve other prompts."""
+        self.prefixes.clear()
+        for request in self._active:
+            request.stale = True
+
+    def _begin(self) -> None:
+        """Give waiting requests a slot each, in their order.
+
+        One that begins like a prompt that is being read waits until that part is there. Its slot is kept for it, so
+        that nobody who came later is served in its place.
+        """
+        held: list[Request] = []
+        for request in list(self.waiting):
+            held.append(request)
+            if not self.room.fits(held):
+                return
+            invariant = self.runner.row_multiple > 1  # to what is beside it
+            head = SharedPrefix() if invariant else shared_prefix(request, self._active)
+            if head.grows:
+                continue
+            held.pop()
+            self.waiting.remove(request)
+            self._active.append(request)
+            request.places.append(self.room.take(request))
+            self._recall(request, head)
+
+    def _recall(self, request: Request, head: SharedPrefix) -> None:
+        """Begin with what is known of other prompts: of one that has a slot, or of those before it."""
+        blocks = self.prefixes.find(request.key, request.prompt.ids)[: usable(request) // BLOCK]
+        tokens = max(head.tokens, len(blocks) * BLOCK)
+        if not tokens:
+            return
+        self.room.prepare(tokens)
+        slot = request.places[0].slot
+        if head.source is not None and head.tokens == tokens:
+            self.room.store.copy(head.source.places[0].slot, slot, tokens)
+        else:
+            for number, block in enumerate(blocks):
+                self.room.store.put(slot, number * BLOCK, block.parts)
+        request.read = request.known = tokens
+
+    def _start(self) -> None:
+        """Give samples that have a first token their slots; a request that waits comes before a second sample."""
+        for request in self._active:
+            while request.pending and (request.idle or self.room.fits([*self.waiting, request])):
+                if not request.idle:
+                    self._copy_prompt(request)
+                self._running.append(Running(request, request.pending.popleft(), request.idle.pop()))
+            if not request.pending:
+                for place in request.idle:
+                    self._leave(request, place)
+                request.idle.clear()
+
+    def _copy_prompt(self, request: Request) -> None:
+        place, length = self.room.take(request), len(request.prompt.ids)
+        try:
+            self.room.prepare(length)
+            self.room.store.copy(request.places[0].slot, place.slot, length)
+        except BaseException:
+            self.room.leave(place)
+            raise
+        request.places.append(place)
+        request.idle.append(place)
+
+    def _plan(self) -> Work:
+        """Return what the next step reads, and for whom."""
+        left = self._prefill_tokens
+        parts = []
+        for request in self._active:
+            if request.reading and left:
+                stop = min(len(request.prompt.ids), request.read + left)
+                left -= stop - request.read
+                parts.append((request, stop))
+        lengths = [*(stop for _, stop in parts), *(running.length + 1 for running in self._running)]
+        if not lengths:
+            return []
+        self.room.prepare(max(lengths))
+        work: Work = [(r, Piece(r.place.slot, r.length, r.draft.tokens[-1:], r.request.version)) for r in self._running]
+        for request, stop in parts:
+            ids = request.prompt.ids[request.read : stop]
+            work.append((request, Piece(request.places[0].slot, request.read, ids, request.version)))
+        return work
+
+    def _serve(self, work: Work) -> None:
+        """Run a step; if it fails, run each request's part alone, so that only one that fails there fails."""
+        try:
+            read = self.runner.read([piece for _, piece in work], self.room.store)
+            self._take(work, read)
+        except Exception as error:  # whatever the model raises is the answer to somebody's request
+            mine: dict[Request, Work] = {}
+            for owner, piece in work:
+                mine.setdefault(owner.request if isinstance(owner, Running) else owner, []).append((owner, piece))
+            if len(mine) > 1:
+                for part in mine.values():
+                    if left := [(o, p) for o, p in part if not _taken(o, p)]:
+                        self._serve(left)
+            else:
+                for request in mine:
+                    request.error = request.error or error
+
+    def _take(self, work: Work, read: Read) -> None:
+        """Score what was read, and draw what comes next."""
+        rows: dict[int, Request | Running] = {}
+        for (owner, piece), first in zip(work, read.stream.firsts, strict=True):
+            past = first + len(piece.tokens)
+            if isinstance(owner, Request):
+                self._score(owner, piece, read, first)
+                stop = piece.start + len(piece.tokens)
+                if stop < len(owner.prompt.ids) or owner.prompt.room == 0:
+                    owner.read = stop
+                    continue
+            rows[past - 1] = owner
+        for part in self._portions(sorted(rows)):
+            logits = self.runner.logits(read, part)
+            owners = [rows[row] for row in part]
+            going = [(index, owner) for index, owner in enumerate(owners) if isinstance(owner, Running)]
+            if going:
+                mine = logits if len(going) == len(part) else logits[[index for index, _ in going]]
+                choose(mine, [(owner.request, owner.draft) for _, owner in going])
+            for index, owner in enumerate(owners):
+                if isinstance(owner, Request):
+                    self._draw_first(owner, logits[index : index + 1])
+
+    def _score(self, request: Request, piece: Piece, read: Read, first: int) -> None:
+        scores, begin = request.prompt.scores, first - piece.start
+        rows = range(max(piece.start, scores.first) + begin, min(first + len(piece.tokens), scores.past + begin))
+        for part in self._portions(rows):
+            logits = self.runner.logits(read, part)
+            if not scores.write(part[0] - begin, logits, request.seed, request.prompt.row):
+                request.error = request.error or broken_logits(request.prompt.row)
+
+    def _draw_first(self, request: Request, logits: Tensor) -> None:
+        """Draw the first token of every sample of a prompt that was read to its end."""
+        drafts = [draft for draft in request.result.drafts if not draft.tokens]
+        for part in self._portions(range(len(drafts))):
+            choose(logits, [(request, drafts[index]) for index in part])
+        if request.error is None:
+            self._keep(request, request.places[0], request.prompt.ids)
+        request.pending.extend(draft for draft in request.result.drafts if draft.reason is None)
+        request.idle.extend(request.places)
+        request.read = len(request.prompt.ids)
+
+    def _portions(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield rows in parts whose logits are not too large together."""
+        size = max(1, _LOGIT_BYTES // (4 * self.runner.vocabulary))
+        for first in range(0, len(rows), size):
+            yield rows[first : first + size]
+
+    # Ends
+
+    def reap(self) -> None:
+        """Let go of samples that ended, and of requests that failed, are finished, or are not wanted any more."""
+        for running in [r for r in self._running if r.draft.reason is not None or r.request.over]:
+            self._running.remove(running)
+            request = running.request
+            if request.over:
+                continue
+            self._keep(request, running.place, request.prompt.ids + running.draft.tokens[:-1])
+            if request.pending and (len(request.places) == 1 or not self.waiting):
+                request.idle.append(running.place)
+            else:
+                self._leave(request, running.place)
+        for requests in (self._active, self.waiting):
+            for request in [r for r in requests if r.over or r.finished]:
+                requests.remove(request)
+                self._close(request)
+
+    def _close(self, request: Request) -> None:
+        for place in list(request.places):
+            if request.over and place.slot < self.room.store.slots:
+                self.room.store.clear(place.slot)
+            self._leave(request, place)
+        self.room.forget(request)
+        for draft in request.result.drafts:
+            draft.reason = draft.reason or ("length" if request.prompt.room == 0 else "abort")
+        request.pending.clear()
+        request.done = True
+
+    def _keep(self, request: Request, place: Place, tokens: list[int]) -> None:
+        if not request.stale:
+            self.prefixes.add(request.key, tokens, self.room.store, place.slot)
+
+    def _leave(self, request: Request, place: Place) -> None:
+        request.places.remove(place)
+        self.room.leave(place)
+
+    def _give_up(self, error: Exception) -> None:
+        largest = max(self._active, key=lambda request: request.most)
+        largest.error = error
+        self.reap()
+
+
+def _taken(owner: Request | Running, piece: Piece) -> bool:
+    """Say whether a step that failed had come so far that this piece is not to be read again."""
+    if isinstance(owner, Running):
+        return owner.length > piece.start
+    return owner.read > piece.start
+
+
+class StepEngine:
     """Serves requests of any threads; whoever waits for one takes the steps.
 
     Attributes:
@@ -27,7 +287,7 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        store: Store,
+        store: KVCache,
         *,
         slots: int,
         budget: int,
@@ -47,8 +307,8 @@ class Engine:
             ready: the context in which the model runs.
         """
         self.runner, self.prefixes = runner, PrefixCache(prefix_bytes)
-        self.room = Room(store, budget, slots)
-        self._batch = Batch(runner, self.room, self.prefixes, prefill_tokens)
+        self.room = KVCacheManager(store, budget, slots)
+        self._batch = StepPlanner(runner, self.room, self.prefixes, prefill_tokens)
         self._ready = ready
         self._incoming: deque[Request] = deque()
         self._changed = Condition()
@@ -152,3 +412,67 @@ class Engine:
         with self._changed:
             self._driven = False
             self._changed.notify_all()
+
+
+Row = tuple[Request, SequenceState]
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Give each draft its next token; a request with NaN in a row gets its error instead.
+
+    Args:
+        logits: `[n, V]`; one row serves all where there are fewer than drafts.
+        rows: the drafts, and whose they are.
+    """
+    kinds: dict[tuple[float, ...], list[int]] = {}
+    for index, (request, _) in enumerate(rows):
+        kinds.setdefault(request.drawing, []).append(index)
+    for indices in kinds.values():
+        mine = [rows[index] for index in indices]
+        if len(logits) == 1:
+            _choose_alike(logits.expand(len(mine), -1), mine)
+        elif len(indices) == len(logits):
+            _choose_alike(logits, mine)
+        else:
+            _choose_alike(logits[torch.tensor(indices, device=logits.device)], mine)
+
+
+def _choose_alike(raw: Tensor, rows: Sequence[Row]) -> None:
+    params = rows[0][0].params
+    logits = raw
+    if params.repetition_penalty != 1:
+        logits = penalize(raw, torch.stack([_seen(*row, raw) for row in rows]), params.repetition_penalty)
+    if params.temperature == 0 and logits is raw:
+        highest, tokens = raw.max(-1)
+    else:
+        highest = raw.amax(-1)
+        places = [noise_of(r.seed, d.row, d.sample, len(d.tokens)) for r, d in rows] if params.temperature else None
+        noise = None if places is None else torch.tensor(places, dtype=torch.float64)
+        tokens = draw(logits, noise, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    broken = highest.isnan().tolist()  # NaN is the greatest of all numbers here
+    table = log_probs(raw, params.temperature) if params.logprobs or params.topk_logprobs else raw
+    pairs = with_logprobs(table, tokens, params.logprobs) if params.logprobs else None
+    best = most_probable(table, params.topk_logprobs) if params.topk_logprobs else None
+    sampled, own = more_logprobs(logits, raw, tokens, params)
+    for index, ((request, draft), token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+        if broken[index]:
+            request.error = request.error or broken_logits(request.prompt.row)
+            continue
+        if pairs is not None:
+            draft.logprobs.append(pairs[index])
+        if best is not None:
+            draft.topk.append(best[index])
+        if sampled is not None:
+            draft.sampled.append(sampled[index])
+        if own is not None:
+            draft.raw.append(own[index])
+        try:
+            draft.take(token)
+        except Exception as error:  # a tokenizer that fails on one request's text is no matter of the others
+            request.error = request.error or error
+
+
+def _seen(request: Request, draft: SequenceState, like: Tensor) -> Tensor:
+    seen = torch.zeros(like.shape[-1], dtype=torch.bool)
+    seen[torch.tensor([*request.prompt.ids, *draft.tokens])] = True
+    return seen.to(like.device)

@@ -1,13 +1,64 @@
-"""Requests of an engine, and their sequences while they run."""
+"""Requests, their sequences while they run, and what a caller holds of them."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from twinkle.data_format import SamplingParams
-from twinkle_transformers.generation import Draft, Generated, Prompt
-from twinkle_transformers.stopping import StopRule
+from twinkle.data_format import SampleResponse, SamplingParams, StopReason
+from twinkle.engine import SampledTokens
+from twinkle.errors import ArgumentError
+from twinkle_transformers.sampling.prompts import PromptScores
+from twinkle_transformers.sampling.stopping import StopRule, StopWatch, TextStream
 from twinkle_transformers.versions import AdapterVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a call.
+
+    Attributes:
+        row: its index in the call.
+        ids: its token ids.
+        room: how many tokens may be drawn; 0 for all prompts of a call or for none.
+        scores: what of it is scored.
+    """
+
+    row: int
+    ids: list[int]
+    room: int
+    scores: PromptScores
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One sequence in the making: its tokens, log-probabilities and alternatives where asked for, and why it ended."""
+
+    row: int
+    sample: int
+    room: int
+    watch: StopWatch
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    topk: list[list[tuple[int, float]]] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    reason: StopReason | None = None
+
+    def take(self, token: int) -> None:
+        """Append a token and note whether the sequence ends with it."""
+        self.tokens.append(token)
+        if self.watch.ends(token):
+            self.reason = "stop"
+        elif len(self.tokens) >= self.room:
+            self.reason = "length"
+
+
+@dataclass(slots=True)
+class Generated:
+    """All samples of one prompt; its scores are written where the prompt has them."""
+
+    drafts: list[SequenceState]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +100,7 @@ class Request:
     known: int = 0
     places: list[Place] = field(default_factory=list)
     idle: list[Place] = field(default_factory=list)
-    pending: deque[Draft] = field(default_factory=deque)
+    pending: deque[SequenceState] = field(default_factory=deque)
     error: Exception | None = None
     done: bool = False
     cancelled: bool = False
@@ -57,7 +108,9 @@ class Request:
 
     def __post_init__(self) -> None:
         row, room = self.prompt.row, self.prompt.room
-        self.result = Generated([Draft(row, n, room, self.stop.watch()) for n in range(self.params.num_samples)])
+        self.result = Generated(
+            [SequenceState(row, n, room, self.stop.watch()) for n in range(self.params.num_samples)]
+        )
 
     @property
     def reading(self) -> bool:
@@ -105,10 +158,130 @@ class Running:
     """
 
     request: Request
-    draft: Draft
+    draft: SequenceState
     place: Place
 
     @property
     def length(self) -> int:
         """Tokens that its slot has: all but the last that was drawn, which is the next to read."""
         return len(self.request.prompt.ids) + len(self.draft.tokens) - 1
+
+
+class Server(Protocol):
+    """Whoever serves requests."""
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Work, or wait, until something is so."""
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request."""
+
+
+class SampleHandle:
+    """One prompt that is being sampled. Whoever waits for it works for all requests of the sampler.
+
+    May be used from several threads. A handle that nobody waits for goes on only while somebody waits for another.
+    """
+
+    def __init__(self, request: Request, server: Server, respond: Callable[[Request], SampleResponse]) -> None:
+        self._request, self._server, self._respond = request, server, respond
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self._request.done
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, if it did."""
+        return self._request.error
+
+    def tokens(self, sample: int = 0) -> Iterator[int]:
+        """Yield the tokens of a sample as they are drawn.
+
+        Args:
+            sample: its number.
+
+        Raises:
+            ArgumentError: there is no such sample.
+            NonFiniteError: the model's logits are NaN.
+        """
+        for _, tokens, _ in self._grow(sample):
+            yield from tokens
+
+    def text(self, sample: int = 0) -> Iterator[tuple[str, StopReason | None]]:
+        """Yield what each token adds to the text of a sample, and why it ended with the last one (None before).
+
+        The pieces together are `decoded` of the result: without special tokens, and nothing of a stop string.
+
+        Args:
+            sample: its number.
+        """
+        stream = TextStream(self._request.stop)
+        for draft, tokens, reason in self._grow(sample):
+            added = "".join(stream.add(token) for token in tokens)
+            if reason is not None:
+                yield added + stream.finish(draft.tokens), reason
+            elif added:
+                yield added, None
+
+    def progress(self, sample: int = 0, start: int = 0) -> SampledTokens:
+        """Return what has been drawn so far, without computing anything.
+
+        Args:
+            sample: index of the sample.
+            start: number of tokens to leave out.
+
+        Raises:
+            ArgumentError: there is no such sample.
+            NonFiniteError: the model's logits are NaN.
+        """
+        self._check()
+        draft = self._draft(sample)
+        tokens = draft.tokens[start:]
+        logprobs = [pairs[0][1] for pairs in draft.logprobs[start : start + len(tokens)] if pairs]
+        return SampledTokens(tokens, logprobs, draft.reason)
+
+    def result(self) -> SampleResponse:
+        """Wait for all samples and return them; those that were cancelled end with the reason "abort".
+
+        Raises:
+            NonFiniteError: the model's logits are NaN.
+        """
+        self._server.drive(lambda: self._request.done)
+        self._check()
+        return self._respond(self._request)
+
+    def cancel(self) -> None:
+        """Stop; what was drawn stays. Does nothing when it is done."""
+        if not self._request.done:
+            self._server.cancel(self._request)
+
+    def _draft(self, sample: int) -> SequenceState:
+        drafts = self._request.result.drafts
+        if not 0 <= sample < len(drafts):
+            raise ArgumentError(f"sample {sample} of a request with {len(drafts)} samples; they count from 0")
+        return drafts[sample]
+
+    def _grow(self, sample: int) -> Iterator[tuple[SequenceState, list[int], StopReason | None]]:
+        """Yield the draft, its new tokens, and with the last of them why it ended."""
+        seen = 0
+
+        def more() -> bool:
+            draft = self._draft(sample)
+            return len(draft.tokens) > seen or draft.reason is not None or self._request.done
+
+        self._draft(sample)
+        while True:
+            self._server.drive(more)
+            self._check()
+            draft = self._draft(sample)
+            reason, tokens = draft.reason, draft.tokens[seen:]
+            seen += len(tokens)
+            yield draft, tokens, reason
+            if reason is not None:
+                return
+
+    def _check(self) -> None:
+        if self._request.error is not None:
+            raise self._request.error

@@ -1,7 +1,8 @@
 """Runs a model over a step's stream, with the adapters of its rows, against keys and values that it has."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,15 +16,114 @@ from twinkle_torch.head import is_plain, product_of, wide
 from twinkle_torch.numerics import Evidence, judge, probe_tokens, turned_off
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.lowrank import products as lowrank
-from twinkle_transformers.lowrank.products import Routing
-from twinkle_transformers.sampling.adapters import sites_of
-from twinkle_transformers.sampling.attention import CacheScope
-from twinkle_transformers.sampling.banks import Banks
-from twinkle_transformers.sampling.store import LayerShape, Store
-from twinkle_transformers.sampling.stream import Piece, Stream, lay_out, route
+from twinkle_transformers.lowrank.grouped import Groups, runs
+from twinkle_transformers.lowrank.products import Cohort, Routing
+from twinkle_transformers.sampling.adapters import Banks, sites_of
+from twinkle_transformers.sampling.attention import AttentionMetadata, CacheScope, Stretch
+from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
 from twinkle_transformers.segments import Scope, Switch, is_routed
 from twinkle_transformers.sites import Site, install
 from twinkle_transformers.versions import AdapterVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What a step reads of one sequence.
+
+    Attributes:
+        slot: where the sequence's keys and values are.
+        start: tokens that it has there already.
+        tokens: those to read, at least one.
+        version: the adapter, None for the base model.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    version: AdapterVersion | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """What a step computes.
+
+    Attributes:
+        ids: int64 `[1, T]`.
+        positions: int64 `[1, T]`.
+        reach: which tokens see what.
+        firsts: where each piece begins, in the order in which they were given.
+        owners: the adapter of each token, in the order of the stream; padding has none.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    reach: AttentionMetadata
+    firsts: list[int]
+    owners: list[AdapterVersion | None]
+
+
+def lay_out(pieces: Sequence[Piece], device: torch.device, multiple: int = 1) -> Stream:
+    """Put pieces one after the other: those of one adapter together, adapters of one layout too, the base last.
+
+    Args:
+        pieces: of a step.
+        device: where the model is.
+        multiple: the stream is padded to a multiple of so many tokens.
+    """
+    layouts: dict[object, int] = {}
+    keys: dict[str, int] = {}
+    for piece in pieces:
+        if piece.version is not None:
+            layouts.setdefault(piece.version.layout, len(layouts))
+            keys.setdefault(piece.version.key, len(keys))
+
+    def place(index: int) -> tuple[int, int, int]:
+        version = pieces[index].version
+        if version is None:
+            return len(layouts), 0, pieces[index].slot
+        return layouts[version.layout], keys[version.key], pieces[index].slot
+
+    order = sorted(range(len(pieces)), key=place)
+    firsts = [0] * len(pieces)
+    ids: list[int] = []
+    positions: list[int] = []
+    owners: list[AdapterVersion | None] = []
+    stretches = []
+    for index in order:
+        piece = pieces[index]
+        count = len(piece.tokens)
+        firsts[index] = len(ids)
+        stretches.append(Stretch(piece.slot, piece.start, len(ids), count))
+        ids += piece.tokens
+        positions += range(piece.start, piece.start + count)
+        owners += [piece.version] * count
+    spare = -len(ids) % multiple
+    both = torch.tensor([ids + [0] * spare, positions + [0] * spare], device=device)
+    return Stream(
+        both[:1], both[1:], AttentionMetadata(stretches, len(ids) + spare, device), firsts, owners + [None] * spare
+    )
+
+
+def route(owners: Sequence[AdapterVersion | None], weights: Callable[[list[AdapterVersion]], Tensor]) -> Routing | None:
+    """Return which rows belong to which adapter; None if none does.
+
+    Args:
+        owners: of each row; those of one adapter next to each other.
+        weights: stacks the weights of versions of one layout.
+    """
+    groups = [(owners[first], first, past - first) for first, past in runs(_keys(owners)) if owners[first] is not None]
+    cohorts = []
+    for first, past in runs([version.layout for version, _, _ in groups if version is not None]):
+        part = groups[first:past]
+        versions = [version for version, _, _ in part if version is not None]
+        lengths = Groups(part[0][1], tuple(count for _, _, count in part))
+        cohorts.append(Cohort(versions[0].layout, lengths, weights(versions)))
+    return Routing(cohorts, len(owners)) if cohorts else None
+
+
+def _keys(owners: Sequence[AdapterVersion | None]) -> list[str | None]:
+    return [None if version is None else version.key for version in owners]
+
 
 Texts = tuple[tuple[int, ...], ...]
 _LIVELY_ROPE = ("dynamic", "longrope")
@@ -99,7 +199,7 @@ class Runner:
         before, self._structure = self._structure, (*structure, *state)
         return before != self._structure
 
-    def store(self) -> Store:
+    def store(self) -> KVCache:
         """Measure whether steps compute what the model computes of whole sequences, and return an empty store.
 
         Raises:
@@ -124,13 +224,13 @@ class Runner:
             changes.append(((*texts[:number], part, *texts[number + 1 :]), rows))
         return judge("steps", self._in_steps, self._whole, texts, changes, routed=is_routed(self.model))
 
-    def _store(self) -> Store:
+    def _store(self) -> KVCache:
         """Return an empty store for what the layers keep of a token."""
         probe = _Probe(self._switch)
         self._body(probe_tokens(1, self.vocabulary), probe)
-        return Store(probe.layers, self.device)
+        return KVCache(probe.layers, self.device)
 
-    def read(self, pieces: Sequence[Piece], store: Store) -> Read:
+    def read(self, pieces: Sequence[Piece], store: KVCache) -> Read:
         """Read one step; keys and values go to the store, where nothing before a piece's start changes."""
         if any(piece.version is not None for piece in pieces):
             _ = self.sites  # installed

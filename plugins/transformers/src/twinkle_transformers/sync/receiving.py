@@ -14,8 +14,8 @@ from twinkle import remote_function
 from twinkle.checkpoint_engine import CheckpointEngine, CheckpointEngineMixin
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.sampling.adapters import arrived_version
-from twinkle_transformers.service import Service
-from twinkle_transformers.sources import OwnWeights, SharedModel, Source
+from twinkle_transformers.sampling.service import SamplingService
+from twinkle_transformers.sampling.sources import OwnWeights, SharedModel, Source
 from twinkle_transformers.sync.base import base_weights, ties
 from twinkle_transformers.versions import AdapterVersion
 
@@ -27,7 +27,7 @@ class ReceivesWeights(CheckpointEngineMixin):
     """What a sampler adds to `CheckpointEngineMixin`: it takes weights, all of them or none."""
 
     _source: Source
-    _service: Service
+    _service: SamplingService
     _base_writes: int = 0
 
     reset_prefix_cache: Callable[[], None]

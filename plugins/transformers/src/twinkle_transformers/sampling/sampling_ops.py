@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: pure tensor functions, one row a sequence, and noise that no generator's state enters."""
+"""Drawing tokens from logits: pure tensor functions, one row a sequence, and noise without a generator's state."""
 
 import hashlib
 import struct

@@ -3,6 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,11 +20,11 @@ from twinkle.hub import local_folder
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import evaluating
 from twinkle_transformers import adapters
+from twinkle_transformers.adapters import tuned_places
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.loading import load_model
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
 from twinkle_transformers.sampling.adapters import LiveAdapters, Spare, read_version, sites_of
-from twinkle_transformers.sampling.modes import active_adapters, has_adapters, silent, with_adapter
 from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.sites import Site
 from twinkle_transformers.versions import AdapterVersion
@@ -418,3 +420,56 @@ def _unknown(name: str, known: set[str], way: str) -> ArgumentError:
     near = nearest(name, known) or sorted(known)
     there = f"nearest: {', '.join(near)}" if near else "there are none"
     return ArgumentError(f"adapter {name!r} is unknown; {there}; {way}")
+
+
+@contextmanager
+def with_adapter(module: nn.Module, adapter: str | None) -> Iterator[None]:
+    """Let one adapter ("": none) answer for the duration of a block. PEFT's switches also change `requires_grad`."""
+    if adapter is None or not isinstance(module, PeftModel):
+        yield
+        return
+    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    tuner: Any = module.base_model
+    active, shown = list(tuner.active_adapters), module.active_adapter
+    try:
+        if adapter == "":
+            with module.disable_adapter():
+                yield
+        else:
+            module.set_adapter(adapter)
+            yield
+    finally:
+        tuner.set_adapter(active)
+        module.active_adapter = shown
+        for parameter, wanted in flags:
+            parameter.requires_grad_(wanted)
+
+
+@contextmanager
+def silent(module: nn.Module) -> Iterator[None]:
+    """Let no adapter of PEFT answer for the duration of a block, without touching what is trained."""
+    if not isinstance(module, PeftModel):
+        yield
+        return
+    layers: list[Any] = [part for _, part in tuned_places(module.get_base_model())]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def active_adapters(module: PeftModel) -> list[str]:
+    """Return the adapters that answer now."""
+    tuner: Any = module.base_model
+    layers = (part for _, part in tuned_places(module.get_base_model()) if isinstance(part, BaseTunerLayer))
+    silent = any(part.disable_adapters for part in layers)
+    return [] if silent else list(tuner.active_adapters)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Say whether layers of PEFT are inside."""
+    return any(isinstance(part, BaseTunerLayer) for part in module.modules())

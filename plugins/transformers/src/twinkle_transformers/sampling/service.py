@@ -1,4 +1,4 @@
-"""Serves the prompts of a sampler: by an engine where the model can run step by step, else call by call."""
+"""Serves the prompts of a sampler: step by step where the model can run so, else call by call."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +12,14 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.generation import Prompt
 from twinkle_transformers.patched import PatchWatch
-from twinkle_transformers.sampling.engine import Engine
-from twinkle_transformers.sampling.handle import Server
-from twinkle_transformers.sampling.requests import Request
-from twinkle_transformers.sampling.room import default_budget
+from twinkle_transformers.sampling.decode_loop import WholeCalls
+from twinkle_transformers.sampling.engine import StepEngine
+from twinkle_transformers.sampling.kv_cache import default_budget
+from twinkle_transformers.sampling.requests import Prompt, Request, Server
 from twinkle_transformers.sampling.runner import Runner
-from twinkle_transformers.sampling.whole import WholeCalls
-from twinkle_transformers.sources import Pick, Source
-from twinkle_transformers.stopping import StopRule
+from twinkle_transformers.sampling.sources import Pick, Source
+from twinkle_transformers.sampling.stopping import StopRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Limits:
                 raise ArgumentError(f"TorchSampler: {name} is {value!r}; it must be a whole number of at least {low}")
 
 
-class Service:
+class SamplingService:
     """What a sampler samples with.
 
     Attributes:
@@ -71,7 +69,7 @@ class Service:
         """
         self.source, self._limits = source, limits
         self.whole = WholeCalls(lambda: source.base, source.ready, limits.batch, self._bytes)
-        self._engine: Engine | None = None
+        self._engine: StepEngine | None = None
         self._model: Any = None
         self._judged: Runner | None = None
         self._patches: PatchWatch | None = None
@@ -79,7 +77,7 @@ class Service:
         self.gate = RLock()
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> StepEngine | None:
         """The engine, None where the model cannot run step by step; says so once.
 
         Another model, and one to which a patch was applied or on which one was undone, gets a new engine.
@@ -157,7 +155,7 @@ class Service:
             with self.source.alone():
                 yield
 
-    def _build(self, model: Any) -> Engine | None:
+    def _build(self, model: Any) -> StepEngine | None:
         runner = Runner(model, row_multiple=self._limits.row_multiple, backbone=self.source.backbone)
         self._judged = runner
         try:
@@ -172,7 +170,7 @@ class Service:
             )
             return None
         limits, budget = self._limits, self._bytes()
-        return Engine(
+        return StepEngine(
             runner,
             store,
             slots=limits.batch,

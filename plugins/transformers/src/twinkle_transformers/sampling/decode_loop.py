@@ -1,0 +1,511 @@
+"""The decode loop of models that cannot run step by step: the rows of a call together, to their end."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle.data_format import SamplingParams
+from twinkle.errors import CapacityError, NonFiniteError
+from twinkle_torch.segments import Segments
+from twinkle_transformers.lowrank.products import Routing
+from twinkle_transformers.sampling.requests import Generated, Prompt, Request, SequenceState
+from twinkle_transformers.sampling.runner import Runner
+from twinkle_transformers.sampling.sampling_ops import (
+    draw,
+    drawn_log_probs,
+    log_probs,
+    most_probable,
+    noise_of,
+    penalize,
+    with_logprobs,
+)
+from twinkle_transformers.sampling.stopping import StopRule
+from twinkle_transformers.segments import Scope
+from twinkle_transformers.sites import install
+from twinkle_transformers.versions import AdapterVersion
+
+Within = Callable[[int], AbstractContextManager[Any]]
+"""Gives the context of a call with so many tokens."""
+
+
+@dataclass(slots=True)
+class Frontier:
+    """Sequences that a model has read, ready for one more token each.
+
+    Attributes:
+        cache: the model's key-value cache of B sequences.
+        mask_BT: int64 `[B, T]`: 1 where a token is real; rows are padded on the left.
+        positions_B: int64 `[B]`: position of the next token.
+        logits_BV: `[B, V]`: of the next token.
+        seen_BV: bool `[B, V]`: tokens that occurred, where somebody needs to know.
+    """
+
+    cache: Any
+    mask_BT: Tensor
+    positions_B: Tensor
+    logits_BV: Tensor
+    seen_BV: Tensor | None = None
+
+    def repeated(self, count: int, *, last: bool) -> "Frontier":
+        """Return a frontier with each row `count` times in succession; with `last` this one may be used up."""
+        frontier = Frontier(
+            self.cache if last else copy.deepcopy(self.cache),
+            self.mask_BT,
+            self.positions_B,
+            self.logits_BV,
+            self.seen_BV,
+        )
+        if count > 1:
+            frontier.keep([row for row in range(len(self.mask_BT)) for _ in range(count)])
+        return frontier
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make these the rows, in place; one may come several times."""
+        index = torch.tensor(rows, device=self.mask_BT.device)
+        self.cache.reorder_cache(index)  # of all selections, the one that layers with a recurrent state know too
+        self.mask_BT, self.positions_B = self.mask_BT[index], self.positions_B[index]
+        self.logits_BV = self.logits_BV[index]
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV[index]
+
+
+class CachedModel:
+    """Runs a causal language model of transformers with its key-value cache."""
+
+    def __init__(self, module: nn.Module, base: nn.Module, within: Within | None = None) -> None:
+        """Wrap a module.
+
+        Args:
+            module: what is called: the model, or PEFT's wrapper around it.
+            base: the model itself.
+            within: gives the context in which it is called with so many tokens, padding included.
+        """
+        self.module = module
+        self._within = within or (lambda tokens: nullcontext())
+        embedding: Any = base.get_input_embeddings()  # type: ignore[operator]
+        self.device: torch.device = embedding.weight.device
+        self.vocabulary = int(embedding.weight.shape[0])
+        self._last_only = "logits_to_keep" in inspect.signature(base.forward).parameters
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, whole: bool = False, seen: bool = False
+    ) -> tuple[Frontier, Tensor]:
+        """Read prompts of any lengths, padded on the left.
+
+        Args:
+            prompts: token ids, at least one a row.
+            whole: compute the logits of every position.
+            seen: keep account of the tokens that occur.
+
+        Returns:
+            the frontier, and logits `[B, T, V]` of every position (of the last one only, T = 1, unless `whole`).
+        """
+        size = max(len(ids) for ids in prompts)
+        ids_BT = torch.tensor([[0] * (size - len(ids)) + list(ids) for ids in prompts], device=self.device)
+        mask_BT = torch.tensor([[0] * (size - len(ids)) + [1] * len(ids) for ids in prompts], device=self.device)
+        positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+        logits_BTV, cache = self._run(ids_BT, mask_BT, positions_BT, None, whole)
+        frontier = Frontier(cache, mask_BT, positions_BT[:, -1] + 1, logits_BTV[:, -1])
+        if seen:
+            counts = torch.zeros(frontier.logits_BV.shape, dtype=torch.int64, device=self.device)
+            frontier.seen_BV = counts.scatter_add(-1, ids_BT, mask_BT) > 0
+        return frontier, logits_BTV
+
+    def step(self, frontier: Frontier, tokens_B: Tensor) -> None:
+        """Read one more token a row, in place."""
+        frontier.mask_BT = torch.cat([frontier.mask_BT, torch.ones_like(frontier.mask_BT[:, :1])], dim=-1)
+        logits_BTV, frontier.cache = self._run(
+            tokens_B[:, None], frontier.mask_BT, frontier.positions_B[:, None], frontier.cache, False
+        )
+        frontier.positions_B = frontier.positions_B + 1
+        frontier.logits_BV = logits_BTV[:, -1]
+
+    def _run(
+        self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: Any, whole: bool
+    ) -> tuple[Tensor, Any]:
+        last = {"logits_to_keep": 1} if self._last_only and not whole else {}
+        with self._within(ids_BT.numel()):
+            output = self.module(
+                input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, past_key_values=cache,
+                use_cache=True, **last,
+            )  # fmt: skip
+        logits_BTV = output.logits if whole else output.logits[:, -1:]
+        return logits_BTV, output.past_key_values
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBytes:
+    """Bytes that a decode loop needs for a sequence: `fixed + per_token * tokens`, and what one step computes.
+
+    Attributes:
+        fixed: of states that do not grow.
+        per_token: of keys and values.
+        per_prompt_token: activations of one layer while a prompt is read.
+        step: logits, and what drawing makes of them.
+    """
+
+    fixed: int
+    per_token: int
+    per_prompt_token: int
+    step: int
+
+    @classmethod
+    def of(cls, model: CachedModel, hidden: int) -> "SequenceBytes":
+        """Measure a model on two short prompts; `hidden` is the size of its hidden states."""
+        sizes = [_cache_bytes(model.prefill([[1] * length])[0].cache) for length in _MEASURED]
+        per_token = max(0, sizes[1] - sizes[0]) // (_MEASURED[1] - _MEASURED[0])
+        # A layer with gates makes 12 to 16 numbers for each hidden one; drawing copies logits in float32 and int64.
+        return cls(max(0, sizes[0] - per_token * _MEASURED[0]), per_token, 64 * hidden, 32 * model.vocabulary)
+
+    def needed(self, tokens: int, prompt: int) -> int:
+        """Return the bytes for a sequence of so many tokens; its keys and values are copied as they grow."""
+        return 2 * (self.fixed + self.per_token * tokens) + self.per_prompt_token * prompt + self.step
+
+
+_MEASURED = (4, 8)
+
+
+def _cache_bytes(cache: Any) -> int:
+    layers = getattr(cache, "layers", None) or [cache]
+    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+_SCORING_BYTES = 1 << 30  # logits of whole prompts held at once, unless a single prompt needs more
+
+
+def generate(
+    model: CachedModel,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    stop: StopRule,
+    seed: int | Sequence[int],
+    max_batch_size: int,
+) -> list[Generated]:
+    """Draw `params.num_samples` sequences for each prompt.
+
+    The noise of a token is a function of (seed, row, sample, position), so neither neighbours in the batch nor its
+    size change what is drawn (but for the rounding of the model itself).
+
+    Args:
+        model: the model; the caller has put it into evaluation mode, without gradients.
+        prompts: at least one token each.
+        params: `max_tokens` and `seed` are not read here: `Prompt.room` and `seed` say the same, resolved.
+        stop: what ends a sequence.
+        seed: of the noise.
+        max_batch_size: sequences decoded at once.
+
+    Returns:
+        one result for each prompt, in order.
+
+    Raises:
+        NonFiniteError: the model returns logits that are NaN.
+    """
+    found: dict[int, Generated] = {}
+    for chunk in _chunks(model, prompts, params, max_batch_size):
+        found |= _generate_chunk(model, chunk, params, stop, seed, max_batch_size)
+    return [found[prompt.row] for prompt in prompts]
+
+
+def _chunks(
+    model: CachedModel, prompts: Sequence[Prompt], params: SamplingParams, max_batch_size: int
+) -> Iterator[list[Prompt]]:
+    """Yield prompts of similar length together, the longest first, so that too large a batch fails at once."""
+    most = max(1, max_batch_size // params.num_samples)
+    chunk: list[Prompt] = []
+    for prompt in sorted(prompts, key=lambda prompt: -len(prompt.ids)):
+        limit = most
+        if any(_scored(one) for one in (*chunk, prompt)):  # logits of all prompts are whole then
+            limit = min(most, max(1, _SCORING_BYTES // (4 * model.vocabulary * len((chunk or [prompt])[0].ids))))
+        if len(chunk) >= limit:
+            yield chunk
+            chunk = []
+        chunk.append(prompt)
+    if chunk:
+        yield chunk
+
+
+def scoring_bytes(prompts: Sequence[Prompt], vocabulary: int) -> int:
+    """Return the bytes that scores of prompts need: whole logits of a chunk, and what is computed from one prompt's."""
+    if not any(map(_scored, prompts)):
+        return 0
+    one = 4 * vocabulary * max(len(prompt.ids) for prompt in prompts)
+    return max(one, min(_SCORING_BYTES, one * len(prompts))) + 2 * one
+
+
+def _scored(prompt: Prompt) -> bool:
+    return prompt.scores.first < len(prompt.ids) or prompt.room == 0
+
+
+def _generate_chunk(
+    model: CachedModel,
+    chunk: list[Prompt],
+    params: SamplingParams,
+    stop: StopRule,
+    seed: int | Sequence[int],
+    max_batch_size: int,
+) -> dict[int, Generated]:
+    scored = any(_scored(prompt) for prompt in chunk)
+    frontier, logits_BTV = model.prefill(
+        [prompt.ids for prompt in chunk], whole=scored, seen=params.repetition_penalty != 1
+    )
+    found = {prompt.row: Generated([]) for prompt in chunk}
+    if scored:
+        for prompt, logits_TV in zip(chunk, logits_BTV, strict=True):
+            _score_prompt(prompt, logits_TV, seed)
+    del logits_BTV
+    if chunk[0].room == 0:
+        for prompt in chunk:
+            drafts = [SequenceState(prompt.row, n, 0, stop.watch(), reason="length") for n in range(params.num_samples)]
+            found[prompt.row].drafts = drafts
+        return found
+    at_once = max(1, max_batch_size // len(chunk))
+    for first in range(0, params.num_samples, at_once):
+        samples = range(first, min(first + at_once, params.num_samples))
+        drafts = [
+            SequenceState(prompt.row, sample, prompt.room, stop.watch()) for prompt in chunk for sample in samples
+        ]
+        _decode(
+            model, frontier.repeated(len(samples), last=samples[-1] + 1 == params.num_samples), drafts, params, seed
+        )
+        for draft in drafts:
+            found[draft.row].drafts.append(draft)
+    return found
+
+
+def _score_prompt(prompt: Prompt, logits_TV: Tensor, seed: int | Sequence[int]) -> None:
+    if not prompt.scores.write(0, logits_TV[-len(prompt.ids) :], seed, prompt.row):
+        raise broken_logits(prompt.row)
+
+
+def _decode(
+    model: CachedModel,
+    frontier: Frontier,
+    drafts: list[SequenceState],
+    params: SamplingParams,
+    seed: int | Sequence[int],
+) -> None:
+    """Draw until every draft has ended. Rows that ended are dropped once they are half of the batch."""
+    rows = drafts
+    while True:
+        going = [index for index, draft in enumerate(rows) if draft.reason is None]
+        if not going:
+            return
+        if 2 * len(going) <= len(rows):
+            frontier.keep(going)
+            rows = [rows[index] for index in going]
+        tokens_B = _draw_step(frontier, rows, params, seed)
+        if frontier.seen_BV is not None:
+            frontier.seen_BV.scatter_(-1, tokens_B[:, None], True)
+        if any(draft.reason is None for draft in rows):
+            model.step(frontier, tokens_B)
+
+
+def _draw_step(
+    frontier: Frontier, rows: list[SequenceState], params: SamplingParams, seed: int | Sequence[int]
+) -> Tensor:
+    logits_BV = raw_BV = frontier.logits_BV
+    _require_finite(raw_BV, [draft.row for draft in rows])
+    if frontier.seen_BV is not None:
+        logits_BV = penalize(logits_BV, frontier.seen_BV, params.repetition_penalty)
+    noise = [noise_of(seed, draft.row, draft.sample, len(draft.tokens)) for draft in rows]
+    noise_B = torch.tensor(noise, dtype=torch.float64)
+    tokens_B = draw(logits_BV, noise_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    for draft, token in zip(rows, tokens_B.tolist(), strict=True):
+        if draft.reason is None:
+            draft.take(token)
+    if params.logprobs or params.topk_logprobs:
+        _note(rows, log_probs(raw_BV, params.temperature), tokens_B, params)
+    sampled, raw = more_logprobs(logits_BV, raw_BV, tokens_B, params)
+    for row, draft in enumerate(rows):
+        for kept, values in ((draft.sampled, sampled), (draft.raw, raw)):
+            if values is not None and len(kept) < len(draft.tokens):
+                kept.append(values[row])
+    return tokens_B
+
+
+def more_logprobs(
+    logits_BV: Tensor, raw_BV: Tensor, tokens_B: Tensor, params: SamplingParams
+) -> tuple[list[float] | None, list[float] | None]:
+    """Return `sampled_logprobs` and `raw_logprobs` of tokens that were drawn, where they were asked for.
+
+    Args:
+        logits_BV: what they were drawn from.
+        raw_BV: the same before the repetition penalty.
+        tokens_B: what was drawn.
+        params: how.
+    """
+    sampled = raw = None
+    if params.sampled_logprobs:
+        sampled = drawn_log_probs(
+            logits_BV, tokens_B, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
+        )
+    if params.raw_logprobs:
+        raw = drawn_log_probs(raw_BV, tokens_B, temperature=1.0)
+    return sampled, raw
+
+
+def _note(rows: list[SequenceState], table_BV: Tensor, tokens_B: Tensor, params: SamplingParams) -> None:
+    """Give drafts the log-probabilities of their last tokens; not those that had ended before."""
+    if params.logprobs:
+        for draft, pairs in zip(rows, with_logprobs(table_BV, tokens_B, params.logprobs), strict=True):
+            if len(draft.logprobs) < len(draft.tokens):
+                draft.logprobs.append(pairs)
+    if params.topk_logprobs:
+        for draft, best in zip(rows, most_probable(table_BV, params.topk_logprobs), strict=True):
+            if len(draft.topk) < len(draft.tokens):
+                draft.topk.append(best)
+
+
+def _require_finite(logits: Tensor, rows: list[int]) -> None:
+    """Refuse NaN, row by row of the first dimension; -inf is a model's way to forbid a token."""
+    broken = logits.isnan().flatten(1).any(-1)
+    if bool(broken.any()):
+        raise broken_logits(min(rows[index] for index in broken.nonzero().flatten().tolist()))
+
+
+def broken_logits(row: int) -> NonFiniteError:
+    """Return the error of a row whose logits are NaN."""
+    return NonFiniteError(
+        f"row {row}: the model's logits are NaN; its weights are broken (a diverged run?) or its dtype overflows"
+    )
+
+
+Ready = Callable[[str | None], AbstractContextManager[nn.Module]]
+
+
+class WholeCalls:
+    """The slower path: a decode loop with the cache of transformers; what arrives meanwhile waits."""
+
+    def __init__(
+        self, base: Callable[[], Any], ready: Ready, max_batch_size: int, budget: Callable[[], int]
+    ) -> None:  # fmt: skip
+        """Begin without requests.
+
+        Args:
+            base: returns the Hugging Face model.
+            ready: gives the module to call with an adapter of PEFT's chosen.
+            max_batch_size: sequences decoded at once, as far as memory allows.
+            budget: returns the bytes that a call may take.
+        """
+        self._base, self._ready, self._most, self._budget = base, ready, max_batch_size, budget
+        self._bytes: tuple[Any, SequenceBytes] | None = None
+        self._waiting: list[tuple[Request, str | None]] = []
+        self._known: Runner | None = None
+        self._lock = RLock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits."""
+        return not self._waiting
+
+    def admit(self, request: Request, adapter: str | None) -> None:
+        """Take a request; somebody has to `drive`.
+
+        Args:
+            request: those of one call have the same parameters, stop rule and seed.
+            adapter: PEFT's name of it, "" for the base model, None for what is active.
+        """
+        self._waiting.append((request, adapter))
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request that has not begun; one that runs, runs to its end."""
+        with self._lock:
+            if not request.done:
+                self._waiting = [pair for pair in self._waiting if pair[0] is not request]
+                for draft in request.result.drafts:
+                    draft.reason = draft.reason or "abort"
+                request.done = True
+
+    def drive(self, until: Callable[[], bool]) -> None:
+        """Serve calls in their order until something is so."""
+        while not until():
+            with self._lock:
+                if not until():
+                    self._next_call()
+
+    def step(self) -> bool:
+        """Serve the next call to its end; False if none waits."""
+        with self._lock:
+            if self._waiting:
+                self._next_call()
+                return True
+            return False
+
+    def _next_call(self) -> None:
+        first, adapter = self._waiting[0]
+        mine = [r for r, a in self._waiting if a == adapter and _same_call(r, first)]
+        try:
+            with self._ready(adapter) as module:
+                model = CachedModel(module, self._base(), self._within(first.version))
+                prompts = [request.prompt for request in mine]
+                found = generate(
+                    model, prompts, first.params, stop=first.stop, seed=first.seed,
+                    max_batch_size=self._at_once(model, prompts),
+                )  # fmt: skip
+            for request, result in zip(mine, found, strict=True):
+                request.result = result
+        except Exception as error:  # raised to whoever waits for one of them
+            for request in mine:
+                request.error = error
+        for request in mine:
+            request.done = True
+        self._waiting = [pair for pair in self._waiting if not pair[0].done]
+
+    def _at_once(self, model: CachedModel, prompts: Sequence[Prompt]) -> int:
+        """Return how many sequences may be decoded at once.
+
+        Raises:
+            CapacityError: one of them is too long for what is free.
+        """
+        base = self._base()
+        if self._bytes is None or self._bytes[0] is not base:
+            hidden = getattr(base.config.get_text_config(), "hidden_size", None) or 0
+            self._bytes = base, SequenceBytes.of(model, hidden)
+        longest = max(prompts, key=lambda prompt: len(prompt.ids) + prompt.room)
+        tokens, widest = len(longest.ids) + longest.room, max(len(prompt.ids) for prompt in prompts)
+        needed, budget = self._bytes[1].needed(tokens, widest), self._budget()
+        scores = scoring_bytes(prompts, model.vocabulary)
+        if needed + scores > budget:
+            what = f"{tokens} tokens{' and the scores of their prompt' if scores else ''}"
+            raise CapacityError(
+                f"row {longest.row}: {what} need about {(needed + scores) / 2**20:.1f} MiB, and the sampler may take "
+                f"{budget / 2**20:.1f} MiB; ask for fewer (max_tokens), or give it more (cache_bytes)"
+            )
+        return min(self._most, (budget - scores) // needed)
+
+    def _within(self, version: AdapterVersion | None) -> Within | None:
+        """Return the context in which all rows have one adapter that is not PEFT's."""
+        if version is None:
+            return None
+        runner = self._runner()
+        sites = runner.sites  # installed
+        if head := [site for site in sites.values() if site.head]:
+            install(head, head=True)  # each time: a pool whose model is patched gives its head back its own forward
+
+        def route(rows: int) -> Routing | None:
+            return runner.route([version] * rows)
+
+        return lambda tokens: Scope(_ONE, None, route(tokens), route)
+
+    def _runner(self) -> Runner:
+        model = self._base()
+        if self._known is None or self._known.model is not model:
+            self._known = Runner(model)
+        return self._known
+
+
+_ONE = Segments.of([1])
+"""What nobody looks at where the model's own attention is in place."""
+
+
+def _same_call(one: Request, other: Request) -> bool:
+    return one.stop is other.stop and one.params is other.params and one.version is other.version
