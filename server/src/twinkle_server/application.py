@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from twinkle_server.checkpoints.links import Links
 from twinkle_server.errors import Busy, SequenceConflict, ServiceError
 from twinkle_server.ports import Service
+from twinkle_server.routing import add_routes
 from twinkle_server.settings import Settings
 from twinkle_server.tinker.answers import answer
 from twinkle_server.tinker.app_state import AppState, Records
@@ -41,9 +42,10 @@ def create_application(
         openapi_url=None,
         redirect_slashes=False,
         default_response_class=Response,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # the service has its own
     )
     application.state.state = AppState(service, store, settings, links)
-    application.include_router(router or tinker_routes())
+    add_routes(application.router, router or tinker_routes())
     application.add_exception_handler(ServiceError, _service_error)
     application.add_exception_handler(RequestValidationError, _invalid)
     application.add_exception_handler(StarletteHTTPException, _http_error)

@@ -4,8 +4,8 @@ from typing import Any
 
 from twinkle_server.application import create_application
 from twinkle_server.checkpoints.links import Links, download_routes
-from twinkle_server.direct import Direct
 from twinkle_server.limits.middleware import ArrivalMiddleware, BodyLimitMiddleware, RequestHeadMiddleware
+from twinkle_server.routing import add_routes
 from twinkle_server.runtime.service import Service
 from twinkle_server.settings import Settings
 from twinkle_server.store.opening import Store
@@ -17,7 +17,6 @@ from twinkle_server.tenancy.auth import Authentication
 from twinkle_server.tenancy.keys import Keyring
 from twinkle_server.tenancy.limited import Limited
 from twinkle_server.tenancy.quotas import Meter
-from twinkle_server.tinker.routes import tinker_routes
 
 
 def assemble(settings: Settings, store: Store, service: Service, metrics: Metrics) -> Any:
@@ -32,16 +31,15 @@ def assemble(settings: Settings, store: Store, service: Service, metrics: Metric
     keys = Keyring(store.keys.all) if settings.auth else None
     links = Links(settings.data, store.secret)
     meter = Meter(service.queued)
-    router = tinker_routes()
-    faces = create_application(Limited(service, meter), store, settings, links, router)
-    faces.include_router(download_routes(links))
+    faces = create_application(Limited(service, meter), store, settings, links)
+    add_routes(faces.router, download_routes(links))
 
     async def status() -> dict[str, Any]:
         return await service.status()
 
     access = Access(keys, folder_token(store.secret), settings.local_metrics)
-    faces.include_router(health_routes(service.ready, status, metrics, access))
-    bodies = BodyLimitMiddleware(AuditMiddleware(Direct(faces, router.routes), store.audit), settings.limits)
+    add_routes(faces.router, health_routes(service.ready, status, metrics, access))
+    bodies = BodyLimitMiddleware(AuditMiddleware(faces, store.audit), settings.limits)
     metrics.watch("body_bytes", "Bytes of requests in memory.", lambda: float(bodies.budget.used))
     guarded = Authentication(ArrivalMiddleware(bodies, service.arrivals), keys, PROBES | INSIDE)
     return RequestHeadMiddleware(TelemetryMiddleware(guarded, metrics))

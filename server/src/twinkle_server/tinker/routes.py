@@ -1,8 +1,8 @@
 """All endpoints of the Tinker protocol."""
 
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
 
+from twinkle_server.routing import add_routes
 from twinkle_server.tinker import (
     accounts,
     client,
@@ -24,12 +24,7 @@ MODULES = (futures, training, sampling, sessions, models, saves, client, runs, c
 
 def tinker_routes() -> APIRouter:
     """Return the endpoints of the Tinker protocol."""
-    router = APIRouter(prefix=PREFIX)
+    router = APIRouter()
     for module in MODULES:
-        for route in module.router.routes:
-            if isinstance(route, APIRoute):  # one flat list: each router in a router is searched on its own
-                extra = route.openapi_extra
-                router.add_api_route(
-                    route.path, route.endpoint, methods=sorted(route.methods or ()), openapi_extra=extra
-                )
+        add_routes(router, module.router, PREFIX)
     return router

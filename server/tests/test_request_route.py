@@ -1,4 +1,4 @@
-"""The short way to endpoints answers as FastAPI does, and gives what it does not know to FastAPI."""
+"""Endpoints that take the request alone are called directly, and answer as FastAPI would."""
 
 import asyncio
 from typing import Any
@@ -7,8 +7,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from twinkle_server.application import create_application
-from twinkle_server.direct import Direct
-from twinkle_server.errors import Busy, SequenceConflict, ServiceError
+from twinkle_server.errors import Busy, SequenceConflict
 
 router = APIRouter()
 
@@ -80,18 +79,22 @@ def ask(application: Any, method: str, path: str) -> tuple[int, dict[bytes, byte
         ("POST", "/nothing", 404),
     ],
 )
-def test_both_ways_give_the_same_answer(application: FastAPI, method: str, path: str, status: int) -> None:
-    answer = ask(Direct(application, router.routes), method, path)
+def test_the_answer_is_that_of_fastapi(application: FastAPI, method: str, path: str, status: int) -> None:
+    plain = create_application(None, None, None, router=APIRouter())  # type: ignore[arg-type]
+    plain.include_router(router)
+    answer = ask(application, method, path)
     assert answer[0] == status
-    assert answer == ask(application, method, path)
+    assert answer == ask(plain, method, path)
 
 
-def test_what_is_known_passes_the_framework_by(application: FastAPI) -> None:
-    async def refuse(*_: Any) -> None:
-        raise ServiceError("asked the framework")
+def test_no_dependency_is_solved_for_the_request_alone(application: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
 
-    direct = Direct(application, router.routes)
-    application.middleware_stack = refuse
-    assert ask(direct, "POST", "/body")[0] == 201
-    with pytest.raises(ServiceError):
-        ask(direct, "GET", "/things/a")
+    async def solve(*, request: Request, **_: Any) -> Any:
+        solved.append(request.url.path)
+        raise Busy("solved")
+
+    monkeypatch.setattr("fastapi.routing.solve_dependencies", solve)
+    assert ask(application, "POST", "/body")[0] == 201
+    assert ask(application, "GET", "/things/a")[0] == 429
+    assert solved == ["/things/a"]
