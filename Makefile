@@ -48,11 +48,12 @@ gpu: install  ## Run the tests and benchmarks that need an accelerator
 	$(PYTEST) -m gpu $(TESTS)
 	@set -e; for script in $(wildcard benchmarks/gpu/[a-z]*.py); do (set -x; $(BIN)/python $$script); done
 
-lint: install  ## Check format, style, types and the floors of the house
+lint: install  ## Check format, style, types, layers and the rules of the repository
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/rules.py
 
 format: install  ## Format the code, mend what ruff can mend, renew generated blocks
 	$(BIN)/python scripts/type_stubs.py

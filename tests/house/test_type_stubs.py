@@ -3,15 +3,7 @@
 import subprocess
 import sys
 
-from house import ROOT
-
 from twinkle_cli.types import stubs
-
-
-def test_the_stubs_are_up_to_date() -> None:
-    script = ROOT / "scripts" / "type_stubs.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_a_name_that_is_not_its_attribute_is_assigned_since_a_stub_would_not_export_it() -> None:

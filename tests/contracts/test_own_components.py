@@ -1,19 +1,14 @@
 """Every component of our own plugins keeps the contract of its kind; what cannot be checked here says why."""
 
 from collections.abc import Iterator
-from importlib import import_module
 
 import pytest
 import torch
 from house import MEMBERS
 
 import twinkle
-from twinkle.kinds import KINDS
-from twinkle.testing import checks_for
 from twinkle_registry import ComponentSpec, missing_requirements
 from twinkle_testing.contracts import examine
-from twinkle_testing.contracts.case import example_keys
-from twinkle_testing.contracts.running import about
 
 OURS = {member.name for member in MEMBERS}
 SPECS = [
@@ -35,23 +30,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_checks_that_say_what_they_are(kind: str) -> None:
-    checks = checks_for(kind)
-    assert len(checks) >= 5
-    assert len({check.name for check in checks}) == len(checks)
-    for check in checks:
-        assert check.statement.endswith("."), check.name
-        assert len(check.statement) < 140, check.name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_key_of_an_example_is_explained(kind: str) -> None:
-    case = import_module(f"twinkle_testing.contracts.{kind}").CASE
-    assert case.kind == kind
-    assert {*about(kind), "kwargs", "skip"} == set(example_keys(case))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}:{spec.name}")
