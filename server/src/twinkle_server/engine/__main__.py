@@ -7,7 +7,7 @@ import sys
 
 from twinkle import registry
 from twinkle.engine import Engine
-from twinkle.errors import TwinkleError
+from twinkle.errors import ConfigError, TwinkleError
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.host import Host
 from twinkle_server.engine.losses.catalog import Losses
@@ -48,10 +48,10 @@ def make_executor(settings: Settings) -> Executor:
     losses = Losses(  # their worker processes start while the model is loaded
         settings.losses, _worker_limits(settings), settings.in_process_losses, strict=settings.strict_losses
     )
-    engine: Engine = registry().build(
-        engine_name(settings.backend), "engine", model_id=settings.model, pass_tokens=settings.pass_tokens,
-        **settings.extra,
-    )  # fmt: skip
+    options = {"model_id": settings.model, "pass_tokens": settings.pass_tokens}
+    if twice := sorted(options.keys() & settings.extra.keys()):
+        raise ConfigError(f"extra must not contain {', '.join(twice)}: these are settings of the service itself")
+    engine: Engine = registry().build(engine_name(settings.backend), "engine", **options, **settings.extra)
     return Executor(
         engine, settings.served_name, losses,
         custom_losses=settings.custom_losses, custom_seconds=settings.limits.graph_seconds,

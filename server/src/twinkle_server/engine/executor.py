@@ -82,14 +82,14 @@ class Executor:
         self.engine = engine
         about = engine.describe()
         self._losses = Losses() if losses is None else losses
-        self._losses.native = about.losses
+        self._native_losses = about.losses
         self._info = ModelInfo(
             name=name,
             context=about.context,
             vocabulary=about.vocabulary,
             architecture=about.architecture,
             tokenizer="" if about.tokenizer is None else str(about.tokenizer),
-            losses=self._losses.names(),
+            losses=self._losses.names(about.losses),
             paths=about.paths,
         )
         self._custom_losses, self._custom_seconds = custom_losses, custom_seconds
@@ -154,7 +154,7 @@ class Executor:
 
             rows = read_rows(request, context, vocabulary, ())
             loss = custom.build(config, rows, self._custom_seconds)
-        elif request.loss_fn in self._losses.native:
+        elif request.loss_fn in self._native_losses:
             rows = read_rows(request, context, vocabulary, ())
             loss, options = request.loss_fn, config
         else:

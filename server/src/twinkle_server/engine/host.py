@@ -51,7 +51,7 @@ class Host:
         self._lanes = Lanes()
         self._scheduler = Scheduler(self._lanes)
         pieces = _PIECES if executor.interruptible else 1
-        self._turn_tokens = pieces * (settings.pass_tokens or executor.pass_tokens)
+        self._turn_tokens = pieces * executor.pass_tokens
         sources = Sources(settings.data)
         self._snapshots = Snapshots(
             executor=executor,

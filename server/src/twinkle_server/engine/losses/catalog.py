@@ -4,7 +4,7 @@ Those that ship with Twinkle are computed in the engine; those of other plugins 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Final
 
 from twinkle import registry
@@ -47,7 +47,6 @@ class Losses:
 
     Attributes:
         workers: the worker processes; None where no loss needs one.
-        native: names of losses that the engine computes itself.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Losses:
         self._allowed = None if allowed is None else frozenset(allowed) | frozenset(PUBLISHED) | frozenset(OWN)
         self._strict = strict
         self._in_process = frozenset(in_process)
-        self.native: frozenset[str] = frozenset()
         self.workers: LossWorkers | None = None
         remote = [spec for spec in self._specs().values() if limits is not None and self._is_remote(spec)]
         if limits is not None and remote:
@@ -66,9 +64,13 @@ class Losses:
             self.workers = workers.LossWorkers(limits)
             self.workers.prepare(remote)
 
-    def names(self) -> tuple[str, ...]:
-        """Return what a request may name, the published ones first."""
-        names = self._specs().keys() | self.native
+    def names(self, native: Set[str] = frozenset()) -> tuple[str, ...]:
+        """Return what a request may name, the published ones first.
+
+        Args:
+            native: names of further losses, which the engine computes itself.
+        """
+        names = self._specs().keys() | native
         first = (*PUBLISHED, *OWN)
         return (*(name for name in first if name in names), *sorted(names - set(first)))
 
