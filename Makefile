@@ -35,10 +35,10 @@ grpo-demo: .venv/members  ## Let a small real model learn to add from rewards al
 	$(DEMO)/twinkle run grpo --config examples/grpo_demo.yaml
 
 test: install  ## Run all tests that this machine can run
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not soak and not full" $(TESTS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not soak and not full" $(TESTS)
 
 test-all: install  ## Run the tests that take long, then the numeric ones as other processors compute them
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "full and not gpu and not soak"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "full and not gpu and not soak"
 	$(BIN)/python scripts/instruction_sets.py
 
 soak: install  ## Run the tests with larger numbers

@@ -60,6 +60,7 @@ print(json.dumps(told))
 WAIT = "async def wait(upload):\n    return await upload\n"
 
 
+@pytest.mark.full
 def test_the_ids_of_hubs_stand_wherever_a_model_or_rows_are_named(hub: FakeHub, run: Any, name: str) -> None:
     org = name.replace("acme/", "org-")
     hub.add(f"{org}/rows", {"train.jsonl": ROWS}, repo_type="dataset")

@@ -50,6 +50,7 @@ def test_there_is_a_scaffold_for_every_kind_that_people_write() -> None:
     assert {path.name for path in (SCAFFOLD / "kinds").iterdir()} == set(scaffolds())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", scaffolds())
 def test_nothing_of_the_scaffold_is_left(kind: str, baked: dict[str, Path]) -> None:
     for name, text in texts(baked[kind]).items():

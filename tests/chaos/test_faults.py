@@ -16,6 +16,8 @@ POISON, ONCE, HANGING, GOOD = 66, 67, 68, 5
 # Behind a commit that worked nothing is written: a disk that fails there is no disk that there is.
 NO_DISKS = ("outcomes.", "secret.", "store.after_commit")
 DISKS = [name for name in served_failpoints() if not name.startswith(NO_DISKS)]
+FIRST = {name.partition(".")[0]: name for name in reversed(DISKS)}.values()
+"""The first failpoint of each part of the service; `make test-all` goes through all of them."""
 
 
 @contextmanager
@@ -36,6 +38,7 @@ def state_of(model: RawModel) -> tuple[list[int], list[int]]:
     return [number >> 32 for number in pending], [number >> 32 for number in applied]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("token", "option"), [(POISON, "die"), (HANGING, "hang")])
 def test_work_that_ends_the_engine_twice_fails_and_is_never_run_again(tmp_path: Path, token: int, option: str) -> None:
     with served(tmp_path, {option: [token]}) as service, Raw(service.url) as raw:
@@ -67,7 +70,9 @@ def test_work_during_which_the_engine_died_by_chance_is_done(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("error", ["enospc", pytest.param("eio", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", DISKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.full) for name in DISKS]
+)
 def test_a_disk_that_refuses_one_write_harms_that_write_at_most(tmp_path: Path, name: str, error: str) -> None:
     with served(tmp_path, FAILPOINT=f"{name}:{30 if name.startswith('store') else 1}:{error}") as service:
         raw = Raw(service.url)

@@ -253,6 +253,7 @@ def survives_overload(folder: Path, seconds: float) -> None:
         assert service.stop() == 0
 
 
+@pytest.mark.full
 def test_ten_times_too_much_is_turned_away_and_shared_fairly_while_memory_runs_out(tmp_path: Path) -> None:
     survives_overload(tmp_path, 10.0)
 

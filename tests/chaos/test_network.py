@@ -47,6 +47,7 @@ def test_every_operation_is_done_once_in_order_and_for_its_model_alone(
     asyncio.run(survive(counting, programs, Fate(), bad, ahead))
 
 
+@pytest.mark.full
 def test_a_bad_network_before_a_service_that_is_killed_changes_nothing(tmp_path: Path) -> None:
     chosen = [["train", "step", "save", "copy", "big", "sample", "train", "step", "load", "read"] * 2] * 3
     with counting_service(tmp_path) as service:

@@ -53,6 +53,7 @@ class Ordered(Fate):
         done.set()
 
 
+@pytest.mark.full
 def test_a_kill_while_saving_leaves_checkpoints_whole_and_exact(tmp_path: Path) -> None:
     kill_while_saving(tmp_path, 0, 6)
 

@@ -18,6 +18,8 @@ from serving import Served, pool
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 STEPS = 10
 RANKS = (4, 8, 8)
 """Of the models that learn at once."""

@@ -17,6 +17,8 @@ from serving import Served, pool
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("tinker_cookbook", reason="make install brings it")
 
 

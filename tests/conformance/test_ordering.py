@@ -109,6 +109,7 @@ def test_line_58_a_request_that_comes_after_its_number_was_given_up_is_told_so_a
     assert ledger_of(model) == ([], [])
 
 
+@pytest.mark.full
 def test_line_58_the_sdk_goes_on_after_a_request_that_failed_in_the_client(served: Served, tiny: Path) -> None:
     image = sdk.tinker.types.ImageAssetPointerChunk(format="png", location="file:///none.png", expected_tokens=2)
     broken = sdk.row(ROWS[0])

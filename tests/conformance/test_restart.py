@@ -10,6 +10,7 @@ from serving import pool
 TOKENS = list(range(5, 25))
 
 
+@pytest.mark.full
 def test_line_101_models_and_checkpoints_survive_a_restart_and_a_kill(tiny: Path, tmp_path: Path) -> None:
     service = pool(tmp_path / "data", tiny, {"snapshot_steps": 2}).start()
     try:

@@ -86,6 +86,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 def test_line_115_a_client_that_is_killed_between_a_pass_and_its_step_leaves_a_healthy_service(hasty: Served) -> None:
     with Raw(hasty.url) as raw:
         swaps = raw.figures().get(LEFT, 0.0)

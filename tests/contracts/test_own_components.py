@@ -1,6 +1,7 @@
 """Every component of our own plugins keeps the contract of its kind; what cannot be checked here says why."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}:{spec.name}")
+HEAVY = {("model", "MultiLoraTransformersModel"), ("optimizer", "LBFGS")}
+"""Components whose checks take longer than ten seconds."""
+
+
+def marked(spec: ComponentSpec) -> Any:
+    marks = [pytest.mark.full] if (spec.kind, spec.name) in HEAVY else []
+    return pytest.param(spec, id=f"{spec.kind}:{spec.name}", marks=marks)
+
+
+@pytest.mark.parametrize("spec", [marked(spec) for spec in SPECS])
 def test_it_keeps_its_contract(spec: ComponentSpec) -> None:
     report = examine(spec, spec.kind)
     assert report.ok, report.text()

@@ -9,6 +9,8 @@ from ranks import torchrun
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 WORKER = Path(__file__).with_name("calls_worker.py")
 NAMES = ("one_alone", "nan_on_one", "nan_in_a_shard", "odd_order", "groups", "buffers")
 

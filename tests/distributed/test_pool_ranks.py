@@ -11,6 +11,8 @@ from ranks import torchrun
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 HERE = Path(__file__).parent
 
 

@@ -82,6 +82,7 @@ def alone(folder: Path) -> dict[str, tuple[float, dict[str, list[float]], float]
     return found
 
 
+@pytest.mark.full
 def test_an_optimizer_over_some_parameters_finds_their_shards(folder: Path, two: dict[str, list[Any]]) -> None:
     plain, sharded = (two["parts"][0][way] for way in WAYS)
     assert plain["left"] == sharded["left"] == []
@@ -93,6 +94,7 @@ def test_an_optimizer_over_some_parameters_finds_their_shards(folder: Path, two:
     assert changed == {"model.embed_tokens.weight"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "way"), [(2, "DDP"), (2, "FSDP2"), (4, "DDP"), (4, "FSDP2"), (4, "HSDP")])
 def test_clipping_uses_the_true_global_norm(
@@ -144,6 +146,7 @@ def test_a_resumed_model_goes_on_bit_for_bit(way: str, kind: str, two: dict[str,
         assert seen[f"{way} {kind}"]["cur_step"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_of_two_ranks_is_the_same_on_one(
@@ -247,6 +250,7 @@ def test_ranks_at_different_calls_are_told_who_is_where(two: dict[str, list[Any]
         assert "rank 1 at \"step 1 of adapter 'default'\"" in seen["message"]
 
 
+@pytest.mark.full
 def test_unequal_numbers_of_steps_end_with_a_message(folder: Path, two: dict[str, list[Any]]) -> None:
     done = torchrun(WORKER, "unequal", folder, ranks=2)
     assert done.returncode != 0
@@ -254,6 +258,7 @@ def test_unequal_numbers_of_steps_end_with_a_message(folder: Path, two: dict[str
     assert "the ranks made unequal numbers of calls, for example of steps" in done.stderr
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_stops_the_others(folder: Path) -> None:
     with subprocess.Popen(
         command(WORKER, "killed", folder, ranks=2),

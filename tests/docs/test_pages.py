@@ -223,6 +223,7 @@ def test_the_versions_that_pages_name_are_those_that_the_tests_run() -> None:
     assert f"older SDKs, from {older[0]} on" in (DOCS / "serving.md").read_text("utf-8")
 
 
+@pytest.mark.full
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]

@@ -10,6 +10,8 @@ from environments import Environment
 
 from twinkle.testing import FakeHub
 
+pytestmark = pytest.mark.full
+
 NAME = "acme/focal-on-a-hub"
 
 

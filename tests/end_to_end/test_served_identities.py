@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from twinkle.hub import local_model
 
-pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
+pytestmark = [pytest.mark.full, pytest.mark.model, pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
 
 DEMO = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "serve_demo.py")))
 NAMES = {tenant: name for tenant, (name, _) in DEMO.TENANTS.items()}

@@ -135,6 +135,7 @@ def test_what_is_wrong_is_said_and_the_model_stays_usable(
     training.optim_step(tinker.AdamParams()).result(timeout=60)
 
 
+@pytest.mark.full
 def test_a_loss_that_hangs_fails_its_own_operation_and_no_other(service: Served, model: Path) -> None:
     engine = service.engine()
     with opened(service.url, service.key) as client:
@@ -161,6 +162,7 @@ def test_a_loss_that_hangs_fails_its_own_operation_and_no_other(service: Served,
     assert service.engine() == engine, "the engine was not started again"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("loss", "words"),
     [

@@ -92,6 +92,7 @@ def test_a_loop_learns_evaluates_saves_and_samples_what_it_learned(tiny: Path, t
     assert sequence.tokens == wanted.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_real_small_model_is_encoded_sampled_and_scored_alike() -> None:
     folder = local_model(REAL)

@@ -26,6 +26,7 @@ def core_alone(environment: EnvironmentMaker, wheels: Path) -> Environment:
     return made
 
 
+@pytest.mark.full
 def test_all_wheels_install_together(environment: EnvironmentMaker, wheels: Path) -> None:
     made = environment(PLAIN)
     made.install(wheels, *(member.name for member in MEMBERS))
@@ -37,6 +38,7 @@ def test_all_wheels_install_together(environment: EnvironmentMaker, wheels: Path
     )
 
 
+@pytest.mark.full
 def test_a_checkout_installs_with_all_members(environment: EnvironmentMaker) -> None:
     """As `pip install .` does it, but with what is needed from outside already there."""
     made = environment([*PLAIN, "hatchling"])

@@ -16,6 +16,8 @@ from serving import Served
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 PAGE = (ROOT / "docs" / "serving.md").read_text("utf-8")
 WORKBENCH = "twinkle-workbench"
 FLOORS = ("twinkle-registry", "twinkle-core")

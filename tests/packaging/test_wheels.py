@@ -19,7 +19,14 @@ GUESTS = {"torch", "transformers", "vllm"}
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=str)
 
 
-@each_member
+@pytest.mark.parametrize(
+    "member",
+    [
+        pytest.param(each, marks=() if each.name in (*FLOORS, "twinkle-losses") else pytest.mark.full)
+        for each in MEMBERS
+    ],
+    ids=str,
+)
 def test_all_modules_import_beside_declared_dependencies_alone(
     member: Member, unpacked: dict[str, Path], view: View, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_rank_that_raises_stops_all_and_its_error_is_the_summarys(tmp_path: Pa
     assert 'raise ValueError("the disk of rank one is full")' in summary(done)
 
 
+@pytest.mark.full
 def test_a_world_of_another_size_is_told_by_every_rank(tmp_path: Path) -> None:
     code = """
     import twinkle
@@ -66,6 +67,7 @@ def test_a_world_of_another_size_is_told_by_every_rank(tmp_path: Path) -> None:
     assert text in summary(done)
 
 
+@pytest.mark.full
 def test_ranks_wait_as_long_as_they_are_told(tmp_path: Path) -> None:
     code = (
         BEGIN
@@ -230,6 +232,7 @@ def test_an_error_of_the_command_is_reported_too(errors: Path) -> None:
     assert "ComponentNotFound" in json.loads(errors.read_text())["message"]["message"]
 
 
+@pytest.mark.full
 def test_ranks_whose_torchrun_is_killed_end_by_themselves(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # One write a rank: where Python is unbuffered, `print` writes the line's end apart, and two ranks' lines may mix.

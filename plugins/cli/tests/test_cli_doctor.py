@@ -27,6 +27,7 @@ def info_of(folder: Path, package: str) -> Path:
     return folder.parent / f"{package}-1.0.dist-info"
 
 
+@pytest.mark.full
 def test_an_editable_install_whose_folder_is_gone_is_one_problem(make_plugin: Make, tmp_path: Path) -> None:
     folder = make_plugin("acme_moved", None)
     gone = tmp_path / "gone away"
@@ -56,6 +57,7 @@ def test_a_path_file_that_leads_nowhere_is_told(monkeypatch: pytest.MonkeyPatch,
     ]
 
 
+@pytest.mark.full
 def test_packages_that_clash_with_ours_or_a_plugins_are_told(make_plugin: Make) -> None:
     folder = make_plugin("acme_first", "")
     kit = make_plugin("other_kit", "", record="twinkle/__init__.py,,\ntwinkle/loss.py,,\nacme_first/__init__.py,,\n")
@@ -92,6 +94,7 @@ def test_a_missing_requirement_names_the_extra_that_brings_it(make_plugin: Make)
     ]
 
 
+@pytest.mark.full
 def test_an_extra_that_is_not_installed_is_no_problem_and_a_wrong_version_is(make_plugin: Make) -> None:
     folder = make_plugin("acme_choice", NEEDY.replace("{name}", "A").replace("{requires}", "click>=99"))
     with (info_of(folder, "acme_choice") / "METADATA").open("a") as file:
@@ -112,6 +115,7 @@ def test_an_extra_that_is_not_installed_is_no_problem_and_a_wrong_version_is(mak
     assert done.stdout.endswith(f"{len(others)} problem{'' if len(others) == 1 else 's'} found\n")
 
 
+@pytest.mark.full
 def test_the_lock_is_verified_where_there_is_one(
     make_plugin: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,6 +241,7 @@ def texts(*values: str) -> IterableDataset:
     return dataset
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=30)
 @given(st.integers(2, 200), st.sampled_from([1, 2, 4, 5]), st.sampled_from([1, 7, 64, 1000]), st.integers(1, 4))
 def test_steps_give_what_a_data_set_gives_for_any_number_of_workers(

@@ -138,6 +138,7 @@ def test_aliases_lead_to_models():
     assert set(models.ALIASES.values()) <= set(models.MODELS)
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_real_model_is_fetched_converted_and_speaks():
     torch = pytest.importorskip("torch")

@@ -9,6 +9,8 @@ from ranks import torchrun
 
 from twinkle.testing import tiny_model
 
+pytestmark = pytest.mark.full
+
 WORKER = Path(__file__).with_name("kernels_worker.py")
 
 

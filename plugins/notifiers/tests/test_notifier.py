@@ -481,6 +481,7 @@ with Run('trial'):
 SOAK = pytest.mark.soak
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "first"),
     [

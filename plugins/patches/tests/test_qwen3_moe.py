@@ -85,6 +85,7 @@ def test_every_expert_runs_whatever_the_tokens() -> None:
     assert calls(model) == [[0], [12, 12], [12, 12], [0]]
 
 
+@pytest.mark.full
 def test_two_ranks_with_other_experts_each_go_on_under_fsdp2(tmp_path: Path) -> None:
     done = torchrun(HERE / "moe_ranks.py", REPOSITORY, tmp_path / "out.json", ranks=2, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

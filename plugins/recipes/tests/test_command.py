@@ -59,6 +59,7 @@ def twinkle(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
     )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("config")
 def test_ctrl_c_ends_with_130_and_the_printed_command_finishes_the_run(tmp_path: Path) -> None:
     stopped = twinkle(tmp_path, "run", "sft", "--config", "sft.yaml")

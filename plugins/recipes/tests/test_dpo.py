@@ -50,6 +50,7 @@ def test_margins_grow_on_pairs_that_were_never_trained_on(values: dict[str, Any]
     assert Path(summary["path"]) == folder / "adapter"
 
 
+@pytest.mark.full
 def test_every_reference_and_every_batch_in_memory_give_the_same_run(values: dict[str, Any], model: Path) -> None:
     plain = {**values, "lora": {"rank": 4}, "max_steps": 2, "eval_every": 0, "save_every": 0}
     own, _ = run_recipe("dpo", plain)

@@ -132,6 +132,7 @@ def test_reward_rises(values: dict[str, Any]) -> None:
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
 
 
+@pytest.mark.full
 def test_own_weights_synced_each_step_make_the_same_run_as_shared_ones(values: dict[str, Any]) -> None:
     shared, _ = train(values)
     for merge in (True, False):
@@ -156,6 +157,7 @@ def test_mini_batches_and_iterations_are_updates(values: dict[str, Any]) -> None
     assert any(name.startswith("train/") for name in steps[0])  # a metric named in the configuration
 
 
+@pytest.mark.full
 def test_the_batch_size_in_memory_changes_no_number(values: dict[str, Any]) -> None:
     whole, _ = train(values)
     parts, _ = train(values, micro_batch_size=3)

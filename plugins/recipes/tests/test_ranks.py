@@ -232,6 +232,7 @@ TRAINED = {"lora": (), "full": ("--lora", "null")}
 KILLS = {"step": ("step", 5), "save": ("save", 4), "pointer": ("pointer", 4)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "trained", "kills"),
     [
@@ -283,6 +284,7 @@ def test_two_ranks_make_the_numbers_of_one(house: House) -> None:
             assert two[name] == pytest.approx(one[name], rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_another_number_of_ranks_from_the_same_state(house: House) -> None:
     for name, first, second in (("up", 1, 2), ("down", 2, 1)):
         assert house.begin(name, "--save_every", "3", ranks=first, event=("step", 5))[0] == KILLED
@@ -328,6 +330,7 @@ def test_a_run_that_is_refused_on_ranks_leaves_no_folder(house: House) -> None:
     assert "torchrun has started 2 processes" in house.output
 
 
+@pytest.mark.full
 def test_torchrun_itself_starts_the_ranks(house: House) -> None:
     (house.folder / "event.json").write_text('["", 0]')
     command = [sys.executable, "-m", "twinkle.cli", "run", "sft", "--config", "sft.yaml", "--nproc", "2"]

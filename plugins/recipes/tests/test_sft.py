@@ -225,6 +225,7 @@ def test_an_interrupted_run_goes_on_in_the_same_numbers(
         assert (stopped / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.full
 def test_a_run_may_start_afresh_from_a_checkpoint(values: dict[str, Any]) -> None:
     whole, _ = train(values)
     other, _ = train(values, save_every=4)
@@ -256,6 +257,7 @@ def test_a_run_goes_on_only_as_it_began_and_nothing_is_touched(values: dict[str,
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.full
 def test_stopping_earlier_this_time_shortens_neither_the_run_nor_its_schedule(values: dict[str, Any]) -> None:
     whole, _ = train(values)
     parts, _ = train(values, save_every=2, save_total_limit=None)

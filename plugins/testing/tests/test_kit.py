@@ -345,6 +345,7 @@ def pytest_of(folder: Path, text: str, *arguments: str) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 
+@pytest.mark.full
 def test_pytest_skips_what_was_only_skipped_and_tells_every_reason(tmp_path: Path) -> None:
     text = (
         "from twinkle.testing import check_component\n\n"

@@ -84,6 +84,7 @@ def advantages_of(rewards: list[float], values: list[float], gamma: float = 0.9,
     return found[::-1]
 
 
+@pytest.mark.full
 def test_ppo_with_a_critic_raises_the_reward_and_the_critic_foresees_it(folder: Path) -> None:
     """A token is worth 1 if it is one of the first half of the vocabulary."""
     torch.manual_seed(0)

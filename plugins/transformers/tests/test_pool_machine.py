@@ -283,6 +283,7 @@ def run(machine: type[Pool], examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.full
 def test_adapters_are_what_each_would_be_alone(machine: type[Pool]) -> None:
     run(machine, 12, 25)
 

@@ -222,6 +222,7 @@ def test_after_five_updates_adapters_of_equal_lengths_have_the_bits_that_each_ha
     compare_equal_lengths(folder, 8, length, share_prefixes=False)
 
 
+@pytest.mark.full
 def test_sixteen_adapters_in_one_pass_have_the_bits_that_each_has_alone(folder: Path) -> None:
     compare_equal_lengths(folder, 16, 11)
 
@@ -230,6 +231,7 @@ def test_rows_of_fewer_than_eight_tokens_have_the_bits_that_they_have_alone(fold
     compare_equal_lengths(folder, 4, 3)
 
 
+@pytest.mark.full
 def test_packed_rows_of_mixed_lengths_are_as_near_to_those_alone_as_rounding_allows(folder: Path) -> None:
     compare_with_alone(folder, 5, (5, 31, 2, 9, 17))
 

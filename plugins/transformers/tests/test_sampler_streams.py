@@ -64,6 +64,7 @@ def test_limits_that_make_no_sense_are_refused(folder, arguments, text):
         TorchSampler(folder, **arguments)
 
 
+@pytest.mark.full
 def test_random_arrivals_cancels_and_sizes_leave_every_request_as_it_is_alone(folder, adapters):
     target, _ = adapters
     alone = sampler_of(folder, max_batch_size=1, prefix_cache_bytes=0)

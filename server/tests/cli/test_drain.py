@@ -46,6 +46,7 @@ def begin(client: httpx.Client) -> tuple[str, str]:
     return model, early.json()["request_id"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_who_waits_is_answered_and_is_served_after_the_next_start(tmp_path: Path, number: signal.Signals) -> None:
     process = Process(tmp_path / "data").start()

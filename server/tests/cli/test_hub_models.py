@@ -34,6 +34,7 @@ def command(data: Path, model: str) -> list[str]:
     return [sys.executable, "-m", "twinkle.cli", "serve", model, "--data", str(data), "--port", "0", "--no-auth"]
 
 
+@pytest.mark.full
 def test_clients_of_another_machine_use_the_id(tmp_path: Path) -> None:
     """The client has caches of its own, as it would elsewhere; all it knows is address and name."""
     folder = tiny_model(tmp_path / "model", "qwen3")

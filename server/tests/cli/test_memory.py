@@ -81,6 +81,7 @@ async def growth(service: Served, before: int, after: int) -> list[float]:
     return [last - first for first, last in zip(*sizes, strict=True)]
 
 
+@pytest.mark.full
 def test_three_thousand_operations_leave_little_behind(service: Served) -> None:
     assert max(uvloop.run(growth(service, WARM, 3000))) <= 16
 
@@ -131,6 +132,7 @@ def peak(service: Served, names: Iterable[str]) -> float:
     return memory(service.process.pid, "VmHWM") - before
 
 
+@pytest.mark.full
 def test_no_body_takes_more_than_twice_the_bound(service: Served) -> None:
     assert peak(service, ["a bomb", "rows", "lists"]) <= BOUND
     assert service.alive

@@ -47,6 +47,7 @@ def send(model: RawModel, number: int, tokens: int = 1) -> httpx.Response:
     return model.raw.send("/forward_backward", pass_body(model.id, number, [row([5] * (tokens + 1))]))
 
 
+@pytest.mark.full
 def test_tokens_that_come_too_fast_come_again_under_their_number(tenant: Callable[..., Raw]) -> None:
     model = tenant("--tokens-per-second", "20").model()
     first, second = send(model, 1, 190), send(model, 2, 120)  # what ten seconds bring may come at once

@@ -126,6 +126,7 @@ def full_disk(service: Served) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.full
 def test_a_disk_that_takes_nothing_is_told_until_it_does(tmp_path: Path) -> None:
     service = ledger(tmp_path / "data", {"times": {"poll": 2.0}})
     try:

@@ -55,6 +55,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_a_revoked_loss_is_dropped_from_a_running_service(tmp_path: Path, environment: dict[str, str]) -> None:
     def twinkle(*arguments: str) -> str:
         command = [sys.executable, "-m", "twinkle.cli", "plugins", *arguments]

@@ -191,6 +191,7 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
     assert "thesis.tex" in str(error)
 
 
+@pytest.mark.full
 def test_a_folder_of_another_machine_is_taken_only_on_request(tmp_path: Path) -> None:
     process = Process(tmp_path / "data").start()
     assert process.stop() == 0

@@ -64,6 +64,7 @@ def test_an_address_that_is_none_of_this_machine_is_told_as_such(tmp_path: Path,
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.full
 def test_what_was_trained_belongs_to_the_name_of_its_model(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with running(data, "one") as url, Raw(url) as raw:
@@ -94,6 +95,7 @@ def test_a_loss_that_nobody_offers_is_told_at_the_start(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.full
 def test_a_model_without_tokenizer_is_told_at_the_start(tmp_path: Path) -> None:
     base = tiny_model(tmp_path / "base", "qwen3")
     for file in (base / "tokenizer.json", base / "tokenizer_config.json"):

@@ -355,6 +355,7 @@ def test_nothing_that_a_loss_started_outlives_the_workers(base, tmp_path):
     assert set(processes("sleep 3600")) == before
 
 
+@pytest.mark.full
 def test_processes_that_are_killed_from_outside_are_replaced(base, tmp_path):
     bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
     bench.create("a")
@@ -416,6 +417,7 @@ def test_an_answer_may_not_be_much_larger_than_what_was_sent():
     answering.join(60.0)
 
 
+@pytest.mark.full
 def test_want_of_descriptors_costs_an_operation_and_no_process(base, tmp_path, monkeypatch):
     bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
     for lane in "ab":
@@ -441,6 +443,7 @@ HANGS = "import time\ntime.sleep(3600)\n"
 RAISES = "raise ValueError('broken on purpose')\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "words"),
     [

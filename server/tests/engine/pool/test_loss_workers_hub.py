@@ -80,6 +80,7 @@ def test_a_worker_imports_it_from_the_store(spec: ComponentSpec, workers: LossWo
     assert not [name for name in sys.modules if name.startswith("twinkle_registry.code.acme_hub")]
 
 
+@pytest.mark.full
 def test_a_file_that_was_changed_in_the_store_is_refused_there_too(
     spec: ComponentSpec, workers: LossWorkers, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def run(house, flights, seeds):
         house.shake(LANES[seed % 8], seed=seed)
 
 
+@pytest.mark.full
 def test_random_mixes_of_eight_tenants_are_as_if_each_were_alone(house, flights):
     run(house, flights, range(8))
 

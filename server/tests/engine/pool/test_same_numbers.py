@@ -139,6 +139,7 @@ def equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
+@pytest.mark.full
 def test_twenty_five_steps_of_a_model_alone_are_equal_to_the_bit_on_a_quiet_and_a_busy_machine(
     process: Callable[[int], Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def remade(made: Process, old: Process, lanes: str) -> Process:
     return made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lanes", ["a", "abc"])
 def test_models_that_are_made_again_are_equal_to_the_bit(process: Callable[[int], Process], lanes: str) -> None:
     """One of them has a snapshot that is newer than passes which it shared with the others."""
@@ -224,6 +226,7 @@ def test_an_update_is_the_same_to_the_bit_whoever_steps_with_it(fresh: Callable[
     assert equal(*found)
 
 
+@pytest.mark.full
 def test_a_record_costs_little(process: Callable[[int], Process]) -> None:
     """A model alone: a few dozen bytes an operation; a pass of three: some hundred."""
     alone = process(CUT)

@@ -99,6 +99,7 @@ def inside(fresh: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> Iter
     gc.unfreeze()
 
 
+@pytest.mark.full
 def test_a_request_that_comes_in_the_middle_of_a_long_operation_waits_for_a_piece_of_it(inside: Inside) -> None:
     inside.work(inside.create("m"), inside.train("m", 1, 8))  # how fast it is is known
     whole = inside.work(inside.train("m", 2, 200))
@@ -112,6 +113,7 @@ def test_a_request_that_comes_in_the_middle_of_a_long_operation_waits_for_a_piec
     inside.work(sample)
 
 
+@pytest.mark.full
 def test_a_request_has_its_turn_among_the_steps_and_checkpoints_of_many_tenants(inside: Inside) -> None:
     lanes = [f"m{at}" for at in range(24)]
     inside.work(*[inside.create(lane) for lane in lanes])
