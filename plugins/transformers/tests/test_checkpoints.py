@@ -240,7 +240,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
         save_file(*args, **kwargs)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("twinkle_transformers.saving.save_file", full_disk)
+    monkeypatch.setattr("twinkle_transformers.checkpoints.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         model.save("same", str(tmp_path))
     assert (saved / "adapter_model.safetensors").read_bytes() == before

@@ -69,7 +69,7 @@ def test_logps_are_the_log_softmax_of_the_models_own_logits(
 ) -> None:
     folder = tiny_model(tmp_path, architecture)
     model = TransformersModel(model_id=str(folder), mixed_precision="no")
-    assert model._backbone.splits  # whole logits are not needed for any of these
+    assert model.backbone.splits  # whole logits are not needed for any of these
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     logps = model.forward_only(inputs=ROWS, temperature=temperature)["logps"]
     for row, ours in zip(ROWS, logps, strict=True):

@@ -271,7 +271,7 @@ def test_a_sampler_that_shares_the_model_follows_its_patches(folder: Path, kind:
     shared = TorchSampler(model=model)
     before = scores(shared)
     assert [str(found) for found in shared.evidence() if not found.exact] == []
-    assert shared._service.runner.backbone is model._backbone, "nothing is measured twice"
+    assert shared._service.runner.backbone is model.backbone, "nothing is measured twice"
     model.apply_patch(Running) if by == "the model" else apply_patch(model.model, Running)
     assert scores(shared) == pytest.approx(scores(TorchSampler(model=model.model)), rel=0, abs=1e-5)
     assert scores(shared) != pytest.approx(before, rel=0, abs=1e-2)

@@ -130,9 +130,12 @@ def strong(cls: Any, config: Any, dtype: torch.dtype) -> Any:
 
 def pool_of(model: Any, recompute: bool = False, dtype: torch.dtype | None = None) -> LoraPool:
     cpu = torch.device("cpu")
-    again = Recompute(model, recompute, cpu, recompute_contexts)
+
+    def new_recompute(forward: Any) -> Recompute:
+        return Recompute(model, recompute, cpu, recompute_contexts, forward=forward)
+
     return LoraPool(
-        Backbone.of(model), cpu, contextlib.nullcontext, dtype or model.dtype, again, new_group, lambda row: row
+        Backbone.of(model), cpu, contextlib.nullcontext, dtype or model.dtype, new_recompute, new_group, lambda row: row
     )
 
 

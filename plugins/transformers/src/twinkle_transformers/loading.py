@@ -1,8 +1,7 @@
 """Loads a causal language model from a model id, whole or not at all, and without a word to the terminal."""
 
 import copy
-import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ def load_model(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     skeleton: torch.dtype | None = None,
+    other_arguments: Collection[str] = (),
     **from_pretrained_kwargs: Any,
 ) -> tuple[Any, Path]:
     """Load a model in evaluation mode, and return it with the local folder it came from.
@@ -52,6 +52,7 @@ def load_model(
         trust_remote_code: run Python code that lies in the model's folder.
         skeleton: build the model without weights, on the meta device and in this dtype, for weights that come from
             elsewhere.
+        other_arguments: names of the caller's own arguments, which the error about an unknown one may suggest.
         **from_pretrained_kwargs: `attn_implementation` and the like, and fields of the configuration to change;
             `revision` and `token` go to the hub.
 
@@ -68,7 +69,7 @@ def load_model(
     _check_files(folder)
     with quiet_transformers():
         config = _config(folder, config, trust_remote_code)
-        config, options = _with_fields(config, from_pretrained_kwargs)
+        config, options = _with_fields(config, from_pretrained_kwargs, other_arguments)
         cls = _model_class(model_cls, config, trust_remote_code)
         if "classifier_dropout" in from_pretrained_kwargs and "Classification" not in cls.__name__:
             raise ArgumentError(
@@ -158,7 +159,7 @@ def _config_problem(folder: Path, error: Exception) -> str:
     )
 
 
-def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_fields(config: Any, given: Mapping[str, Any], others: Collection[str]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration with the fields among `given` changed, and the options among them."""
     options = {name: value for name, value in given.items() if name in _OPTIONS}
     fields = [name for name in config.to_dict() if not name.startswith("_")]
@@ -167,10 +168,8 @@ def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, 
     for name in given.keys() - options.keys():
         if name not in fields:
             from twinkle_registry import nearest
-            from twinkle_transformers.model import TransformersModel
 
-            own = set(inspect.signature(TransformersModel).parameters) - {"kwargs"}
-            near = nearest(name, [*own, *_OPTIONS, *fields])
+            near = nearest(name, [*others, *_OPTIONS, *fields])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(
                 f"the model takes no argument {name!r}, its loading has no such option ({', '.join(_OPTIONS)}), and "

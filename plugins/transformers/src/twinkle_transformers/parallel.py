@@ -79,6 +79,19 @@ class Replicated:
         """Return whether any rank wishes something."""
         return bool(self.ranks.agree("recomputation", wish).any())
 
+    def idle_passes(self, call: str, passes: int) -> int:
+        """Return how many passes without rows this rank must add so that ranks in lockstep make equally many.
+
+        Args:
+            call: name of the method; ranks in lockstep that are at different calls raise an error.
+            passes: number of passes with rows.
+        """
+        return 0
+
+    def all_usable(self, usable: bool) -> bool:
+        """Return whether a pass is counted; ranks in lockstep count a pass only if all of them can."""
+        return usable
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum gradients over ranks; a parameter that got none on some rank counts as zero there."""
         if self.ranks.alone:
@@ -163,6 +176,14 @@ class Sharded(Replicated):
         if not self.options["reshard_after_forward"]:
             for unit in self._units:
                 unit.reshard()
+
+    def idle_passes(self, call: str, passes: int) -> int:
+        """Return how many passes without rows this rank must add."""
+        return int(self.ranks.agree(call, passes).max()) - passes
+
+    def all_usable(self, usable: bool) -> bool:
+        """Return whether the pass is usable on every rank."""
+        return bool(self.ranks.agree("losses are finite", usable).all())
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do nothing: every backward summed them."""

@@ -53,7 +53,6 @@ class Recompute:
 
     Attributes:
         on: whether a pass recomputes now.
-        forward: the argument of that name; whoever changes what a pass is changes it, and calls `forget`.
 
     Raises:
         ArgumentError: another mode.

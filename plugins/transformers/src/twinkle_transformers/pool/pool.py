@@ -24,10 +24,11 @@ from twinkle.engine import (
     StepResult,
     Usage,
 )
-from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers import loop
+from twinkle_transformers.adapters import read_config as read_adapter_config
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
@@ -54,6 +55,7 @@ from twinkle_transformers.scoring import loss_name
 from twinkle_transformers.sites import check_places, find_sites, install, uninstall
 from twinkle_transformers.versions import AdapterVersion
 
+Probe = Callable[[dict[str, Tensor]], object]
 TOKENS_PER_PASS = 16_384
 _ROUNDS = "numbers may differ from the earlier run's in the last places"
 _FULL_ON_CPU = 1_024
@@ -69,7 +71,7 @@ class LoraPool:
         device: where it is.
         autocast: the context in which forwards run.
         dtype: of the low-rank products.
-        recompute: decides whether activations are recomputed.
+        new_recompute: returns what decides on recomputation of activations, given a function that runs one row.
         new_group: makes the state of a new adapter.
         encode: encodes trajectories of an adapter (or of the base) that has no template of its own.
         tokens_per_pass: a pass has at most so many tokens, unless one row has more.
@@ -77,6 +79,8 @@ class LoraPool:
         adapter_memory: bytes that adapters may take where the model is; who was idle longest is paged out.
         host_memory: bytes that those may take in host memory, beyond which they go to disk; see `Paging`.
         parallel: the ranks that hold the same adapters; by default this process is alone.
+        share_prefixes: compute a prompt that several rows of an operation begin with once. True is an error on a model
+            that cannot; "auto" computes rows whole there.
 
     Attributes:
         between: called between two passes of one call, when nothing of either is in memory: a sampler may take a step
@@ -88,9 +92,10 @@ class LoraPool:
 
     def __init__(
         self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
-        dtype: torch.dtype, recompute: Recompute, new_group: Callable[[str], OptimizerGroup],
+        dtype: torch.dtype, new_recompute: Callable[[Probe], Recompute], new_group: Callable[[str], OptimizerGroup],
         encode: Callable[[Any], Any], *, tokens_per_pass: int = TOKENS_PER_PASS, on_nonfinite: str = "raise",
         adapter_memory: int | None = None, host_memory: int | None = None, parallel: Replicated | None = None,
+        share_prefixes: bool | str = False,
     ) -> None:  # fmt: skip
         if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
             raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
@@ -104,11 +109,10 @@ class LoraPool:
         install_experts(self.experts.values())
         self.sites = drop_partial(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
-        self.passes = Passes(backbone, device, autocast, dtype, recompute, head, alone=alone)
+        self._widest: dict[str, Shape] = {}
+        self.passes = Passes(backbone, device, autocast, dtype, new_recompute(self._probe), head, alone=alone)
         self.passes.judge(self.sites)
         self.admission, self.costs = Admission(self.passes), Costs(backbone.model)
-        recompute.forward = self._probe
-        self._widest: dict[str, Shape] = {}
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
@@ -119,8 +123,17 @@ class LoraPool:
         self._new_group, self._encode = new_group, encode
         self.between: Callable[[], None] = _nothing
         self._reads = count(1)
+        self._share_prefixes = share_prefixes
+        self._settle_prefixes()
 
-    def look_again(self, backbone: Backbone) -> None:
+    def _settle_prefixes(self) -> None:
+        """Decide whether passes share prefixes, from what was asked and what the model can do."""
+        refusal = self.backbone.segmenter.check_prefixes() if self._share_prefixes else "not asked for"
+        if refusal is not None and self._share_prefixes is True:
+            raise Unsupported(f'{refusal}, or use share_prefixes="auto", which computes rows whole here')
+        self.passes.share_prefixes = refusal is None
+
+    def rebind(self, backbone: Backbone) -> None:
         """Go on with a model to which a patch was applied, or on which one was undone.
 
         Raises:
@@ -135,6 +148,7 @@ class LoraPool:
         uninstall(head)
         install(head, head=not backbone.splits)
         self.backbone = backbone
+        self._settle_prefixes()
 
     def _check_patches(self) -> None:
         """Look at the model again if somebody patched it without its owner's knowledge: its module, or a part of it."""
@@ -142,7 +156,7 @@ class LoraPool:
             return
         replaced = "forward" in vars(self.backbone.model)  # what lies between body and head is the patch's affair
         try:
-            self.look_again(replace(self.backbone, splits=False) if replaced else self.backbone)
+            self.rebind(replace(self.backbone, splits=False) if replaced else self.backbone)
         except BaseException:
             self._patches.forget()
             raise
@@ -180,7 +194,7 @@ class LoraPool:
             CheckpointError: it is missing or damaged, or belongs to another model.
             Unsupported: a pool cannot honour its configuration.
         """
-        plan = self._plan(folder.name, files.read_config_of(folder))
+        plan = self._plan(folder.name, read_adapter_config(folder))
         flat = files.read_flat(plan, folder, self.sites).to(self.device)
         return AdapterVersion(plan.layout, flat, f"{folder.resolve()}@{next(self._reads)}")
 
@@ -313,14 +327,16 @@ class LoraPool:
         if tenant is not None and operation.kind == "forward_backward":
             group.begin_backward()
             self.paging.use(tenant, trained=True)
-        work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group), evaluates)
+        work = prepare(index, operation, tenant, self.backbone, group.processor, self.encoder(group), evaluates)
         if not staged:
             cuts = cuts_of(operation, len(work.parts[0].rows))
             split(work, group.processor, self.backbone, self.tokens_per_pass, rows, cuts)
         return work
 
-    def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
-        return self._encode if group.template is None else group.template.encode
+    def encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
+        """Return what encodes trajectories of an adapter: its template, or the pool's default."""
+        encode: Callable[[Any], Any] = self._encode if group.template is None else group.template.encode
+        return encode
 
     def _compute(self, parts: list[Part], free: int | None = None) -> None:
         """Do one pass; if it cannot be done, find out whose fault it is by doing smaller ones."""
