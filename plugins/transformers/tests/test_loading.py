@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from twinkle.errors import ArgumentError, ModelLoadError
 from twinkle.testing import tiny_model
-from twinkle_transformers.loading import dtype_of, load_model
-from twinkle_transformers.weights import read_header
+from twinkle_transformers.loading import dtype_of, load_model, read_header
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from twinkle.model import TransformersModel
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers import memory
-from twinkle_transformers.budget import Group
-from twinkle_transformers.loop import needs_of
+from twinkle_transformers.batches import positions
+from twinkle_transformers.budget import PassKind
+from twinkle_transformers.losses import needs_of
 from twinkle_transformers.memory import free_host_bytes, own_limit, saved_bytes
-from twinkle_transformers.packing import positions
 from twinkle_transformers.sampling.runner import Runner
 
 ROWS = make_rows(12, (9, 30, 17, 24), seed=3)
@@ -62,11 +62,11 @@ def watched(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]
     return found
 
 
-def common(model: Any, *, training: bool) -> Group:
+def common(model: Any, *, training: bool) -> PassKind:
     group = model.optimizer_group["a"]
     group.loss()
     status = group.train_status if training else group.eval_status
-    return Group("a", needs_of(group, status, False), training)
+    return PassKind("a", needs_of(group, status, False), training)
 
 
 def needed(model: Any, rows: Any, *, training: bool, recomputed: bool = True) -> int:

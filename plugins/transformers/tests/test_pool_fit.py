@@ -19,8 +19,8 @@ from twinkle.patch import Patch, apply_patch, undo_patch
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.compatibility import check_model_kind
 from twinkle_transformers.pool.config import read_config
-from twinkle_transformers.pool.fit import check_kind
 from twinkle_transformers.sites import find_sites, install
 
 SMALL: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_quantised_layers_are_refused() -> None:
     model = llama()
     model.model.layers[1].mlp.up_proj = Int8Linear(model.model.layers[1].mlp.up_proj)
     with pytest.raises(Unsupported, match=r"layers.1.mlp.up_proj is quantised \(Int8Linear with weights of torch.int8"):
-        check_kind(Backbone.of(model))
+        check_model_kind(Backbone.of(model))
 
 
 def test_layers_whose_forward_was_replaced_are_refused() -> None:

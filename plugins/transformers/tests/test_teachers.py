@@ -14,8 +14,7 @@ from twinkle.errors import ArgumentError, OperationsFailed
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.needs import Needs
-from twinkle_transformers.scores import score_logits
+from twinkle_transformers.token_scores import Needs, score_logits
 
 LENGTHS = (5, 9, 12, 7, 3)
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}

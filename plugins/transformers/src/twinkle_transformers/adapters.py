@@ -19,9 +19,9 @@ from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
-from twinkle_transformers import single
-from twinkle_transformers.reading import read_tensors
-from twinkle_transformers.sharding import copy_into
+from twinkle_transformers import lora_linear
+from twinkle_transformers.parallel import copy_into
+from twinkle_transformers.training_state import read_tensors
 from twinkle_transformers.value_heads import leave_head, peft_task
 
 WEIGHTS = "adapter_model.safetensors"
@@ -93,7 +93,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         _take_back(model, wrapped, name, trainable)
         raise
     wrapped.set_adapter(name)
-    single.install(wrapped)
+    lora_linear.install(wrapped)
     return wrapped, config
 
 

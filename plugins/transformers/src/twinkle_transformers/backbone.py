@@ -15,12 +15,9 @@ from twinkle_torch.head import wide
 from twinkle_torch.logits import LogitTransform, transform_of
 from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens
 from twinkle_torch.pooling import embed, pool
-from twinkle_transformers.needs import Needs
-from twinkle_transformers.packing import PackedBatch
-from twinkle_transformers.scores import IGNORE, check_top, has_targets, score_hidden, score_logits
+from twinkle_transformers.batches import PackedBatch
 from twinkle_transformers.segments import Segmenter, body_of
-
-__all__ = ["IGNORE", "Backbone", "Needs", "check_batch"]
+from twinkle_transformers.token_scores import IGNORE, Needs, check_top, has_targets, score_hidden, score_logits
 
 _NOT_DATA = frozenset(
     {
@@ -152,7 +149,7 @@ class Backbone:
     def _hidden(self, arguments: dict[str, Any], batch: dict[str, Any]) -> Tensor:
         with self._seeing(batch, arguments):
             hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
-        return batch.spread(hidden) if isinstance(batch, PackedBatch) else hidden
+        return batch.pad_rows(hidden) if isinstance(batch, PackedBatch) else hidden
 
     def _seeing(self, batch: dict[str, Any], arguments: dict[str, Any]) -> AbstractContextManager[None]:
         if not isinstance(batch, PackedBatch):
@@ -166,7 +163,7 @@ class Backbone:
             raise Unsupported(
                 f"{type(self.model).__name__} has no head; use task='embedding', or load a class that has one"
             )
-        logits = batch.spread(made.logits) if isinstance(batch, PackedBatch) else made.logits
+        logits = batch.pad_rows(made.logits) if isinstance(batch, PackedBatch) else made.logits
         if temperature != 1.0:
             logits = logits / temperature
         output: ModelOutput = {}

@@ -9,16 +9,15 @@ from twinkle.errors import CapacityError
 from twinkle.logging import get_logger
 from twinkle_torch.head import CHUNK_TOKENS
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.needs import Needs
-from twinkle_transformers.packing import Size, positions
+from twinkle_transformers.batches import Size, positions
 from twinkle_transformers.recompute import SHARE, Recompute
-from twinkle_transformers.scores import IGNORE, has_targets
+from twinkle_transformers.token_scores import IGNORE, Needs, has_targets
 
 Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PassKind:
     """What the rows of a call have in common.
 
     Attributes:
@@ -56,7 +55,7 @@ class Budget:
         self.backbone, self.recompute = backbone, recompute
 
     def plan(
-        self, parts: Sequence[Sequence[Any]], build: Callable[[Sequence[Any]], Batch], group: Group
+        self, parts: Sequence[Sequence[Any]], build: Callable[[Sequence[Any]], Batch], group: PassKind
     ) -> tuple[list[Sequence[Any]], list[Batch]]:
         """Return the rows of each pass and their batches; what fits already stays as it is.
 
@@ -91,7 +90,7 @@ class Budget:
             )  # fmt: skip
         return [rows for rows, _ in found], [batch for _, batch in found]
 
-    def fitting(self, batch: Batch, group: Group, held: int = 0) -> tuple[int, int] | None:
+    def fitting(self, batch: Batch, group: PassKind, held: int = 0) -> tuple[int, int] | None:
         """Return None where the pass of a batch fits; else the bytes that it needs at least and those that are free.
 
         Args:
@@ -120,12 +119,12 @@ class Budget:
         model = self.backbone.model
         return int(model.config.get_text_config().vocab_size) * max(4, int(model.dtype.itemsize))
 
-    def _ways(self, group: Group) -> list[bool]:
+    def _ways(self, group: PassKind) -> list[bool]:
         if not group.training or not self.recompute.possible:
             return [False]
         return [True] if self.recompute.mode is True else [False, True]
 
-    def _kept(self, size: Size, group: Group, recomputed: bool) -> int | None:
+    def _kept(self, size: Size, group: PassKind, recomputed: bool) -> int | None:
         """Return the bytes of activations and gradients: what is kept, and what one layer has on the way back."""
         if not group.training:
             return self.recompute.passing_bytes(size.tokens, size.width, size.masked, packed=size.packed)
@@ -133,7 +132,7 @@ class Budget:
             size.tokens, size.width, group.adapter, size.masked, packed=size.packed, recomputed=recomputed, transient=1
         )
 
-    def beside(self, batch: Batch, group: Group) -> int:
+    def beside(self, batch: Batch, group: PassKind) -> int:
         """Return the bytes of the head's results that stay, and of the logits that exist at one time."""
         needs, model = group.needs, self.backbone.model
         config, labels = model.config.get_text_config(), batch.get("labels")
@@ -148,7 +147,7 @@ class Budget:
         copies = 4 if needs.entropies or needs.uniform_logps or needs.top or self.backbone.transform.softcap else 2
         return 2 * scored * hidden + copies * min(scored, needs.chunk_tokens or CHUNK_TOKENS) * logits
 
-    def _refusal(self, rows: Sequence[Any], batch: Batch, needed: tuple[int, int], group: Group) -> CapacityError:
+    def _refusal(self, rows: Sequence[Any], batch: Batch, needed: tuple[int, int], group: PassKind) -> CapacityError:
         size = positions(batch)
         what = f"{len(rows)} row{'s' * (len(rows) > 1)} of up to {size.width} tokens"
         whose = f"adapter {group.adapter!r}: " if group.adapter else ""

@@ -1,4 +1,4 @@
-"""Checkpoints of a model: weights, tokenizer files and training state in one folder that is written atomically."""
+"""ModelCheckpoints of a model: weights, tokenizer files and training state in one folder that is written atomically."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from twinkle.hub import local_folder
 from twinkle.hub.local import reference_of
 from twinkle.hub.quiet import quiet_transformers
 from twinkle.paths import new_directory, recovered
-from twinkle_transformers import adapters, checkpoint
+from twinkle_transformers import adapters, training_state
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.loaded_model import LoadedModel
 from twinkle_transformers.options import check_name, plain_state
+from twinkle_transformers.parallel import copy_into, local
 from twinkle_transformers.peft_adapters import Adapters
-from twinkle_transformers.reading import read_tensors
-from twinkle_transformers.sharding import copy_into, local
+from twinkle_transformers.training_state import read_tensors
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,7 +36,7 @@ _TOKENIZER_FILES = (
 )
 
 
-class Checkpoints:
+class ModelCheckpoints:
     """Saves, loads and resumes the adapters of a model, or the full model.
 
     Args:
@@ -76,8 +76,8 @@ class Checkpoints:
         weights = self._adapters.weights(group)
         # A full model that is whole on this rank is written by transformers from the module itself, without a copy.
         sharded_or_small = bool(group.adapter_name) or loaded.parallel.in_lockstep
-        tensors = checkpoint.gathered(weights, ranks.is_first) if sharded_or_small else None
-        snapshot = checkpoint.take_snapshot(
+        tensors = training_state.gathered(weights, ranks.is_first) if sharded_or_small else None
+        snapshot = training_state.take_snapshot(
             group, self._adapters.parameters(group), loaded.parallel, consumed_train_samples=consumed_train_samples,
             optimizer=optimizer,
         )  # fmt: skip
@@ -143,11 +143,11 @@ class Checkpoints:
         parallel.settle()
         names = self._adapters.parameters(group)
 
-        def read() -> tuple[dict[str, Any], checkpoint.Training | None]:
-            state = checkpoint.read_state(folder)
+        def read() -> tuple[dict[str, Any], training_state.SavedTraining | None]:
+            state = training_state.read_state(folder)
             if group.adapter_name:
-                checkpoint.compare_bases(folder, state.get("base"), self._loaded.base)
-            return state, None if only_model else checkpoint.read_training(folder, state, group, names, ranks)
+                training_state.compare_bases(folder, state.get("base"), self._loaded.base)
+            return state, None if only_model else training_state.read_training(folder, state, group, names, ranks)
 
         # Everything is read and compared before the first change, so that an error leaves the model as it was.
         state, training = ranks.together(f"reading {folder}", read)
@@ -218,11 +218,11 @@ def _load_full_model(own: Mapping[str, Any], folder: Path) -> None:
 
 def _check_target(target: Path) -> None:
     """Refuse to replace anything but a checkpoint or an empty folder."""
-    if target.is_dir() and (not any(target.iterdir()) or (target / checkpoint.STATE).is_file()):
+    if target.is_dir() and (not any(target.iterdir()) or (target / training_state.STATE).is_file()):
         return
     if target.exists() or target.is_symlink():
         raise OutputError(
-            f"cannot save to {target}: it exists and is not a checkpoint ({checkpoint.STATE} is missing); "
+            f"cannot save to {target}: it exists and is not a checkpoint ({training_state.STATE} is missing); "
             "choose another name or move it away"
         )
 

@@ -16,13 +16,13 @@ from twinkle.model.base import Inputs
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers import adapters
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.checkpoints import Checkpoints
+from twinkle_transformers.checkpoints import ModelCheckpoints
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup
 from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.parallel import whole
 from twinkle_transformers.passes import Passes
 from twinkle_transformers.peft_adapters import PeftAdapters
-from twinkle_transformers.sharding import whole
 from twinkle_transformers.sync.sending import outgoing_weights
 from twinkle_transformers.training import AdapterTraining
 
@@ -109,7 +109,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         self._adapters = PeftAdapters(loaded)
         self._training = AdapterTraining(loaded, self._adapters)
         self._passes = Passes(loaded, self._adapters, self._training, share_prefixes)
-        self._checkpoints = Checkpoints(loaded, self._adapters)
+        self._checkpoints = ModelCheckpoints(loaded, self._adapters)
 
     @property
     def model(self) -> Any:
@@ -400,7 +400,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         """Return the adapter's PEFT configuration as a dict, or None for the full model."""
         return self._training.peft_config(adapter_name)
 
-    # Checkpoints and weight transfer
+    # ModelCheckpoints and weight transfer
 
     @remote_function(collect="first")
     def save(

@@ -1,6 +1,8 @@
-"""How a model's parameters lie on its data ranks: whole on each (DDP), or in shards (FSDP2)."""
+"""How a model's parameters are distributed over data ranks: whole on each (DDP), or in shards (FSDP2)."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
@@ -25,7 +27,82 @@ from twinkle.mesh.ranks import Ranks, group_of
 from twinkle.platform import Platform
 from twinkle_registry import nearest
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.reduce import BUCKET_BYTES, sum_over_ranks
+
+BUCKET_BYTES = 16 << 20
+"""Above 32 MiB the host's allocator asks the kernel for fresh pages each time, which takes longer than the message."""
+
+
+@torch.no_grad()
+def sum_over_ranks(tensors: Sequence[Tensor], group: Any = None, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Replace each tensor by its sum over the ranks of `group`.
+
+    Tensors of one dtype are copied into flat buffers of at most `bucket_bytes` (one tensor may be larger), so that
+    hundreds of small gradients cost one message; while one buffer travels the next is filled.
+
+    Args:
+        tensors: contiguous or not, on one device; the same shapes and dtypes in the same order on every rank.
+        group: process group; None is the world.
+        bucket_bytes: size of a buffer.
+    """
+    waiting: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
+    for bucket in _buckets(tensors, bucket_bytes):
+        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        waiting.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
+        if len(waiting) > 1:  # all buffers at once would be a second copy of a model's gradients
+            _take_back(*waiting.popleft())
+    while waiting:
+        _take_back(*waiting.popleft())
+
+
+def _take_back(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
+    """Wait for a buffer and copy it to where it came from."""
+    work.wait()
+    parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+
+
+def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
+    order = sorted(tensors, key=lambda tensor: str(tensor.dtype))  # stable: the same order on every rank
+    for _, same in groupby(order, key=lambda tensor: tensor.dtype):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; changes to it are changes to the tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor on this rank; collective if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        full: Tensor = tensor.full_tensor()
+    return full
+
+
+def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return `tensor`, whole on every rank, on the device and in the shards of `other`, which has its shape."""
+    if not isinstance(other, DTensor):
+        return tensor.to(other.device)
+    device = local(other).device
+    return distribute_tensor(tensor.to(device), other.device_mesh, other.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, tensor: Tensor) -> None:
+    """Copy `tensor`, whole on every rank, into `target`."""
+    local(target).copy_(local(placed_like(tensor, target)))
+
 
 _RUN = "twinkle_run"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

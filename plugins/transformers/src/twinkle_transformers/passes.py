@@ -12,18 +12,18 @@ from twinkle.data_format import ModelOutput
 from twinkle.errors import TrainingStateError
 from twinkle.model.base import Inputs
 from twinkle_torch.segments import Segments
-from twinkle_transformers import adapters, loop
-from twinkle_transformers.backbone import IGNORE, check_batch
-from twinkle_transformers.budget import Budget, Group
+from twinkle_transformers import adapters, losses
+from twinkle_transformers.backbone import check_batch
+from twinkle_transformers.batches import check_sharing, positions, sharing_prefixes, without_padding
+from twinkle_transformers.budget import Budget, PassKind
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
 from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.losses import check_loss_arguments, check_rows_for
 from twinkle_transformers.options import check_call, top_of_call
-from twinkle_transformers.packing import positions, without_padding
 from twinkle_transformers.peft_adapters import PeftAdapters
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_together, share_arguments, split_rows
 from twinkle_transformers.sampling.prompts import context_of
-from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
-from twinkle_transformers.sharing import check_sharing, sharing_prefixes
+from twinkle_transformers.token_scores import IGNORE
 from twinkle_transformers.training import AdapterTraining
 
 
@@ -93,7 +93,7 @@ class Passes:
             for _ in range(idle):
                 self._idle_pass(group, status, task)
         status.idle = not parts
-        return loop.join([item.outputs for item in status.passes], left=group.pads_left()) if parts else {}
+        return losses.join([item.outputs for item in status.passes], left=group.pads_left()) if parts else {}
 
     def backward(self, name: str | None) -> None:
         """Add the gradients of the last calculated loss."""
@@ -107,8 +107,8 @@ class Passes:
         usable = [item for item in status.passes if item.usable]
         self._loaded.parallel.idle_passes("backward", len(usable))
         for item in usable:
-            loop.backward(group, item)
-        group.count_backward(loop.settled(usable))
+            losses.backward(group, item)
+        group.count_backward(losses.settled(usable))
 
     def forward_backward(
         self, name: str | None, inputs: Inputs, micro_batch_size: int | None, temperature: float, return_logits: bool,
@@ -134,26 +134,30 @@ class Passes:
         try:
             for part, batch, share in zip(parts, batches, shares, strict=True):
                 item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
-                loop.score(
-                    group.loss_instance, item, split=len(parts) > 1, spread=not parallel.ranks.alone, loss_kwargs=share
+                losses.score(
+                    group.loss_instance,
+                    item,
+                    split=len(parts) > 1,
+                    several_ranks=not parallel.ranks.alone,
+                    loss_kwargs=share,
                 )
-                loop.check_finite(group, item, self._loaded.on_nonfinite, parallel.all_usable)
+                losses.check_finite(group, item, self._loaded.on_nonfinite, parallel.all_usable)
                 if item.usable:
                     added_gradient = True
-                    loop.backward(group, item)
+                    losses.backward(group, item)
                     done.append(item)
-                loop.detach(item, logits=return_logits)
+                losses.detach(item, logits=return_logits)
             for _ in range(idle):
                 self._idle_pass(group, group.train_status, task)
         except BaseException:
             if added_gradient:
                 group.drop_passes()  # the gradient of a part of a batch must not reach an update
             raise
-        group.count_backward(loop.settled(done))
+        group.count_backward(losses.settled(done))
         outputs = [item.outputs for item in done]
         if not done:
             return {"loss": float("nan") if parts else 0.0, "num_tokens": 0.0}
-        return loop.join(outputs, left=left)
+        return losses.join(outputs, left=left)
 
     # Passes
 
@@ -174,7 +178,7 @@ class Passes:
             roots = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
             (torch.stack([v.sum() for v in roots]).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         else:
-            loop.leave_to_others(group, self._loaded.on_nonfinite)
+            losses.leave_to_others(group, self._loaded.on_nonfinite)
 
     def batch(self, group: OptimizerGroup, rows: Sequence[Any]) -> Any:
         """Return rows as the module sees them: collated, packed, or with their shared prefixes joined."""
@@ -199,7 +203,7 @@ class Passes:
     ) -> Pass:  # fmt: skip
         loaded, training = self._loaded, status is group.train_status
         loaded.module.train(training)
-        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
+        needs = replace(losses.needs_of(group, status, return_logits, task), top=top)
 
         def forward() -> ModelOutput:
             with loaded.autocast():
@@ -210,7 +214,7 @@ class Passes:
             return Pass(batch, forward(), list(rows))
         size = positions(batch)
         masked = loaded.parallel.in_lockstep or size.masked  # sharded ranks must measure the same kind of pass
-        beside = self.budget.beside(batch, Group(group.adapter_name, needs, training=True))
+        beside = self.budget.beside(batch, PassKind(group.adapter_name, needs, training=True))
         self.recompute.prepare(size.tokens, size.width, group.adapter_name, masked, packed=size.packed, beside=beside)
         return Pass(batch, self.recompute.run(forward), list(rows))
 
@@ -232,10 +236,10 @@ class Passes:
         common = replace(common, splittable=False, advice=advice)
         return self.budget.plan([rows], lambda part: self.batch(group, part), common)[1][0]
 
-    def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> Group:
-        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
+    def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> PassKind:
+        needs = replace(losses.needs_of(group, status, return_logits, task), top=top)
         training = status is group.train_status
-        return Group(
+        return PassKind(
             group.adapter_name, needs, training=training, keeps_logits=needs.logits and (return_logits or not training)
         )
 

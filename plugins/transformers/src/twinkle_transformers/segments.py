@@ -21,9 +21,8 @@ from twinkle.errors import TrainingStateError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
 from twinkle_torch.segments import Segments, by_segment, segment_attention
-from twinkle_transformers.lowrank.excerpts import excerpt
-from twinkle_transformers.lowrank.products import Routing
-from twinkle_transformers.patched import PatchWatch
+from twinkle_transformers.lowrank.products import Routing, excerpt
+from twinkle_transformers.patch_watch import PatchWatch
 
 NAME = "twinkle_segments"
 _PACKED = (5, 3, 5)

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.flat_step import measure
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
-from twinkle_transformers.parallel import Replicated
-from twinkle_transformers.sharding import local
+from twinkle_transformers.parallel import Replicated, local
 
 
 def clip_group(group: OptimizerGroup, parallel: Replicated, max_norm: float, norm_type: float, policy: str) -> float:
@@ -71,7 +70,7 @@ def step_group(
         parallel.settle()
         group.optimizer.step()
         group.updates += 1
-    loop.feed_metrics(group, group.train_status)
+    losses.feed_metrics(group, group.train_status)
     group.stepped = True
 
 

@@ -7,15 +7,15 @@ import torch
 
 from twinkle import get_logger, registry
 from twinkle.errors import TrainingStateError
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.group import build_for_ranks, build_metric
 from twinkle_transformers.loaded_model import LoadedModel
 from twinkle_transformers.loss_scaler import LossScaler
+from twinkle_transformers.losses import check_loss_arguments
 from twinkle_transformers.optimizers import build_scheduler
 from twinkle_transformers.options import check_clipping
 from twinkle_transformers.peft_adapters import Adapters
 from twinkle_transformers.rows import batch_size, row_inputs, share_arguments
-from twinkle_transformers.scoring import check_loss_arguments
 from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
 
 
@@ -105,18 +105,18 @@ class AdapterTraining:
         shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=group.pads_left())
         with torch.set_grad_enabled(group.training):
             for item, share in zip(status.passes, shares, strict=True):
-                loop.score(
-                    group.loss_instance, item, split=len(status.passes) > 1, spread=not parallel.ranks.alone,
+                losses.score(
+                    group.loss_instance, item, split=len(status.passes) > 1, several_ranks=not parallel.ranks.alone,
                     loss_kwargs=share,
                 )  # fmt: skip
                 if group.training:
-                    loop.check_finite(group, item, self._loaded.on_nonfinite, parallel.all_usable)
+                    losses.check_finite(group, item, self._loaded.on_nonfinite, parallel.all_usable)
         if not group.training:
-            status.unseen += loop.settled(item for item in status.passes if not item.counted)
+            status.unseen += losses.settled(item for item in status.passes if not item.counted)
             for item in status.passes:
                 item.counted = True  # a second score of the same forward is not a second evaluation
-            loop.feed_metrics(group, status)
-        return float(loop.join([item.outputs for item in status.passes])["loss"])
+            losses.feed_metrics(group, status)
+        return float(losses.join([item.outputs for item in status.passes])["loss"])
 
     # Step
 
@@ -158,7 +158,7 @@ class AdapterTraining:
         """Return the values of all metrics since the last call, and reset them."""
         group = self._adapters.group(name)
         status = group.train_status if is_training else group.eval_status
-        loop.feed_metrics(group, status)
+        losses.feed_metrics(group, status)
         ranks = self._loaded.parallel.ranks
         skipped = ranks.agree(f"calculate_metric({is_training})", status.skipped).sum()
         values: dict[str, float] = {}

@@ -12,7 +12,7 @@ from twinkle.errors import Unsupported
 from twinkle_torch.layout import Entry
 from twinkle_transformers.lowrank.dispatch import Dispatch
 from twinkle_transformers.lowrank.grouped import has_kernel
-from twinkle_transformers.lowrank.products import Cohort, Routing
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 
 
 def linear(
@@ -50,8 +50,8 @@ def linear(
     if not transposed:
         weight = weight.mT
     terms = routing.at(name)
-    for cohort, _ in terms:
-        if cohort.dropout is not None:
+    for adapter_group, _ in terms:
+        if adapter_group.dropout is not None:
             raise Unsupported(f"dropout on {name}: adapters on experts have none, as in PEFT; set lora_dropout to 0")
     if routing.trained and torch.is_grad_enabled():
         out: Tensor = _Experts.apply(x, routing.anchor, weight, bias, dispatch, terms, shared)  # type: ignore[no-untyped-call]
@@ -61,15 +61,20 @@ def linear(
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch, terms: list[tuple[Cohort, Entry]], shared: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dispatch: Dispatch,
+    terms: list[tuple[AdapterGroup, Entry]],
+    shared: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     rows = x.index_select(0, dispatch.tokens) if shared else x
     y = _multiply(rows, weight, bias, dispatch)
     inner = []
-    for cohort, entry in terms:
-        pieces = dispatch.pieces(cohort)
-        hidden = pieces.collect(rows, entry.down_of(cohort.weights))
-        pieces.spread(y, hidden, entry.up_of(cohort.weights), entry.scale)
+    for adapter_group, entry in terms:
+        pieces = dispatch.pieces(adapter_group)
+        hidden = pieces.collect(rows, entry.down_of(adapter_group.weights))
+        pieces.add_products(y, hidden, entry.up_of(adapter_group.weights), entry.scale)
         inner.append(hidden)
     return y, inner
 
@@ -94,7 +99,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch,
-        terms: list[tuple[Cohort, Entry]], shared: bool,
+        terms: list[tuple[AdapterGroup, Entry]], shared: bool,
     ) -> Tensor:  # fmt: skip
         y, inner = _forward(x, weight, bias, dispatch, terms, shared)
         ctx.save_for_backward(x if terms else None, weight, *inner)
@@ -110,9 +115,9 @@ class _Experts(torch.autograd.Function):
         rows = x
         if ctx.shared and x is not None:
             rows = x.index_select(0, dispatch.tokens)
-        for (cohort, entry), hidden in zip(ctx.terms, inner, strict=True):
-            if cohort.grads is not None:
-                _add_term(cohort, entry, dispatch, g, rows, hidden, dx)
+        for (adapter_group, entry), hidden in zip(ctx.terms, inner, strict=True):
+            if adapter_group.grads is not None:
+                _add_term(adapter_group, entry, dispatch, g, rows, hidden, dx)
         if dx is not None and ctx.shared:
             dx = dispatch.sum(dx)
         return dx, *[None] * 6
@@ -138,12 +143,18 @@ def _back_through(g: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _add_term(
-    cohort: Cohort, entry: Entry, dispatch: Dispatch, g: Tensor, rows: Tensor, hidden: Tensor, dx: Tensor | None
+    adapter_group: AdapterGroup,
+    entry: Entry,
+    dispatch: Dispatch,
+    g: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    dx: Tensor | None,
 ) -> None:
-    pieces, weights, totals = dispatch.pieces(cohort), cohort.weights, cohort.grads
+    pieces, weights, totals = dispatch.pieces(adapter_group), adapter_group.weights, adapter_group.grads
     assert totals is not None
     inner = pieces.collect(g, entry.up_of(weights)).mul_(entry.scale)
     pieces.outer(entry.up_of(totals), hidden, g, entry.scale)
     pieces.outer(entry.down_of(totals), inner, rows)
     if dx is not None:
-        pieces.spread(dx, inner, entry.down_of(weights))
+        pieces.add_products(dx, inner, entry.down_of(weights))

@@ -6,22 +6,23 @@ grouped products of its parts. Gradients go straight into one buffer an operatio
 so that what an operation adds is known before any adapter has it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from twinkle_torch.layout import Entry, Layout
-from twinkle_transformers.lowrank.grouped import Groups
+from twinkle_transformers.lowrank.grouped import Groups, runs
 
 Mask = Callable[[str, int, torch.dtype], Tensor]
 """Returns the dropout factors `[L, features]` of a place, by its name, the number of features and the dtype."""
 
 
 @dataclass(slots=True)
-class Cohort:
+class AdapterGroup:
     """Operations of adapters with one layout, which lie next to each other in the stream.
 
     Attributes:
@@ -44,12 +45,12 @@ class Routing:
     """Which part of a pass's stream belongs to which adapter.
 
     Attributes:
-        cohorts: in the order of the stream; rows that are in none of them see the base model alone.
+        adapter_groups: in the order of the stream; rows that are in none of them see the base model alone.
         total: rows of the stream.
         trained: rows at its beginning that a gradient flows through; 0 for a pass without training.
     """
 
-    cohorts: Sequence[Cohort]
+    adapter_groups: Sequence[AdapterGroup]
     total: int
     trained: int = 0
     anchor: Tensor | None = field(default=None)
@@ -59,9 +60,9 @@ class Routing:
         if self.trained and self.anchor is None:
             self.anchor = torch.zeros((), requires_grad=True)
 
-    def at(self, name: str) -> list[tuple[Cohort, Entry]]:
-        """Return the cohorts that adapt this place."""
-        return [(c, entry) for c in self.cohorts if (entry := c.layout.entries.get(name)) is not None]
+    def at(self, name: str) -> list[tuple[AdapterGroup, Entry]]:
+        """Return the adapter groups that adapt this place."""
+        return [(c, entry) for c in self.adapter_groups if (entry := c.layout.entries.get(name)) is not None]
 
 
 def stack(weights: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -105,23 +106,25 @@ def linear(
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, terms: list[tuple[Cohort, Entry]], name: str, transposed: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, terms: list[tuple[AdapterGroup, Entry]], name: str, transposed: bool
 ) -> tuple[Tensor, list[Tensor]]:
     y = nn.functional.linear(x, weight.t() if transposed else weight, bias)
     rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
     inner = []
-    for cohort, entry in terms:
-        into = _into(cohort, entry, rows, name)
-        hidden = cohort.groups.multiply(into, entry.down_of(cohort.weights).mT)
-        cohort.groups.add_products(cohort.groups.cut(out), hidden, entry.up_of(cohort.weights), entry.scale)
+    for adapter_group, entry in terms:
+        into = _into(adapter_group, entry, rows, name)
+        hidden = adapter_group.groups.multiply(into, entry.down_of(adapter_group.weights).mT)
+        adapter_group.groups.add_products(
+            adapter_group.groups.cut(out), hidden, entry.up_of(adapter_group.weights), entry.scale
+        )
         inner.append(hidden)
     return y, inner
 
 
-def _into(cohort: Cohort, entry: Entry, rows: Tensor, name: str) -> Tensor:
-    """Return what goes into A: the cohort's rows, after dropout."""
-    cut = cohort.groups.cut(rows)
-    return cut if cohort.dropout is None else cut * cohort.dropout(name, entry.fan_in, cut.dtype)
+def _into(adapter_group: AdapterGroup, entry: Entry, rows: Tensor, name: str) -> Tensor:
+    """Return what goes into A: the adapter group's rows, after dropout."""
+    cut = adapter_group.groups.cut(rows)
+    return cut if adapter_group.dropout is None else cut * adapter_group.dropout(name, entry.fan_in, cut.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -133,7 +136,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing,
-        terms: list[tuple[Cohort, Entry]], name: str, transposed: bool,
+        terms: list[tuple[AdapterGroup, Entry]], name: str, transposed: bool,
     ) -> Tensor:  # fmt: skip
         y, inner = _forward(x, weight, bias, terms, name, transposed)
         ctx.save_for_backward(x if terms else None, weight, *inner)
@@ -148,9 +151,9 @@ class _Linear(torch.autograd.Function):
         dx = (
             _back_through(g, weight.t() if ctx.transposed else weight, ctx.routing) if ctx.needs_input_grad[0] else None
         )
-        for (cohort, entry), hidden in zip(ctx.terms, inner, strict=True):
-            if cohort.grads is not None:
-                _add_term(cohort, entry, g, rows, hidden, dx, ctx.name)
+        for (adapter_group, entry), hidden in zip(ctx.terms, inner, strict=True):
+            if adapter_group.grads is not None:
+                _add_term(adapter_group, entry, g, rows, hidden, dx, ctx.name)
         return None if dx is None else dx.view(ctx.shape), *[None] * 7
 
 
@@ -163,17 +166,78 @@ def _back_through(g: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     return dx
 
 
-def _add_term(cohort: Cohort, entry: Entry, g: Tensor, rows: Any, hidden: Tensor, dx: Tensor | None, name: str) -> None:
-    groups, weights, totals = cohort.groups, cohort.weights, cohort.grads
+def _add_term(
+    adapter_group: AdapterGroup, entry: Entry, g: Tensor, rows: Any, hidden: Tensor, dx: Tensor | None, name: str
+) -> None:
+    groups, weights, totals = adapter_group.groups, adapter_group.weights, adapter_group.grads
     assert totals is not None
     mine = groups.cut(g)
     inner = groups.multiply(mine, entry.up_of(weights).mT).mul_(entry.scale)
     groups.add_outer(entry.up_of(totals), hidden, mine, entry.scale)
-    groups.add_outer(entry.down_of(totals), inner, _into(cohort, entry, rows, name))
+    groups.add_outer(entry.down_of(totals), inner, _into(adapter_group, entry, rows, name))
     if dx is None:
         return
-    if cohort.dropout is None:
+    if adapter_group.dropout is None:
         groups.add_products(groups.cut(dx), inner, entry.down_of(weights))
     else:
         back = groups.multiply(inner, entry.down_of(weights))
-        groups.cut(dx).add_(back.mul_(cohort.dropout(name, entry.fan_in, back.dtype)))
+        groups.cut(dx).add_(back.mul_(adapter_group.dropout(name, entry.fan_in, back.dtype)))
+
+
+Spans = Sequence[tuple[int, int]]
+"""First row, and one past the last, of each sequence."""
+
+
+def excerpt(routing: Routing, spans: Spans) -> Routing:
+    """Return the routing of some rows of a stream, put one after the other.
+
+    Weights and gradients are views of the buffers of the whole, so that what an operation adds lands in its own.
+
+    Args:
+        routing: of the whole stream.
+        spans: ascending and apart.
+    """
+    total = sum(stop - start for start, stop in spans)
+    trained = sum(_common(span, (0, routing.trained)) for span in spans)
+    adapter_groups = [part for adapter_group in routing.adapter_groups for part in _parts(adapter_group, spans)]
+    return Routing(adapter_groups, total, trained, routing.anchor if trained else None)
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _parts(adapter_group: AdapterGroup, spans: Spans) -> Iterator[AdapterGroup]:
+    """Yield an adapter group for each run of operations that have rows in the spans."""
+    start = adapter_group.groups.start
+    owners = list(pairwise(accumulate(adapter_group.groups.lengths, initial=start)))
+    counts = [sum(_common(span, owner) for span in spans) for owner in owners]
+    at = sum(_common(span, (0, start)) for span in spans)
+    for first, last in runs([count > 0 for count in counts]):
+        if not counts[first]:
+            continue
+        lengths = tuple(counts[first:last])
+        grads = None if adapter_group.grads is None else adapter_group.grads[first:last]
+        dropout = adapter_group.dropout
+        if dropout is not None:
+            dropout = _Rows(dropout, _places(spans, owners[first][0], owners[last - 1][1]) - start)
+        yield AdapterGroup(adapter_group.layout, Groups(at, lengths), adapter_group.weights[first:last], grads, dropout)
+        at += sum(lengths)
+
+
+def _places(spans: Spans, start: int, stop: int) -> Tensor:
+    """Return the rows of the stream, from `start` to `stop`, that lie in the spans."""
+    inside = [(max(a, start), min(b, stop)) for a, b in spans]
+    return torch.cat([torch.arange(a, b) for a, b in inside if a < b])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The dropout factors of some rows of an adapter_group."""
+
+    mask: Mask
+    rows: Tensor
+
+    def __call__(self, name: str, features: int, dtype: torch.dtype) -> Tensor:
+        whole = self.mask(name, features, dtype)
+        return whole[self.rows.to(whole.device)]

@@ -24,7 +24,7 @@ from twinkle_transformers.sync.terms import Changes, terms_of
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PoolLimits:
     """What a model refuses although its pool could do it; None is no limit.
 
     Attributes:
@@ -92,7 +92,7 @@ class PooledAdapters:
         active: the adapter that was added last; calls must nevertheless name theirs.
     """
 
-    def __init__(self, pool: LoraPool, limits: Limits, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, pool: LoraPool, limits: PoolLimits, defaults: Mapping[str, Any]) -> None:
         self._pool, self._limits, self._defaults = pool, limits, dict(defaults)
         self.groups: dict[str, OptimizerGroup] = {}
         self.active = ""

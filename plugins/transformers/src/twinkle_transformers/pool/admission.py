@@ -1,10 +1,10 @@
-"""Passes that fit into memory: what one needs is estimated before it is made."""
+"""FusedPasses that fit into memory: what one needs is estimated before it is made."""
 
 from collections.abc import Iterator, Sequence
 
 from twinkle.errors import CapacityError
-from twinkle_transformers.pool.passes import Passes
-from twinkle_transformers.pool.work import Part, Work, halves
+from twinkle_transformers.pool.passes import FusedPasses
+from twinkle_transformers.pool.work import MicroBatch, WorkItem, split_in_half
 from twinkle_transformers.recompute import SHARE
 
 
@@ -19,10 +19,10 @@ class Admission:
         passes: how parts are computed.
     """
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: FusedPasses) -> None:
         self.passes = passes
 
-    def sort(self, works: Sequence[Work], budget: int) -> Iterator[tuple[list[Part], int | None]]:
+    def sort(self, works: Sequence[WorkItem], budget: int) -> Iterator[tuple[list[MicroBatch], int | None]]:
         """Yield the parts of each pass and the bytes that are free; training parts come first.
 
         Args:
@@ -38,7 +38,7 @@ class Admission:
             while not self.fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
-                elif cut := halves(taken[0], self.passes.backbone):
+                elif cut := split_in_half(taken[0], self.passes.backbone):
                     waiting[:1], taken = cut, cut[:1]  # the first that waits is always taken
                 else:
                     taken[0].work.error = self._refusal(taken[0], free or 0)
@@ -48,7 +48,7 @@ class Admission:
                 waiting = [part for part in waiting if id(part) not in gone]
                 yield taken, free
 
-    def needed(self, parts: Sequence[Part], *, recomputed: bool) -> int | None:
+    def needed(self, parts: Sequence[MicroBatch], *, recomputed: bool) -> int | None:
         """Return the bytes that a pass needs; None if activations could not be measured."""
         load = self.passes.load(parts)
         recompute = self.passes.recompute
@@ -56,17 +56,17 @@ class Admission:
         if kept is None:
             return None
         if not any(part.work.training for part in parts):
-            kept //= self.passes.scales.layers  # a layer's, then the next
+            kept //= self.passes.estimator.layers  # a layer's, then the next
         return kept + load.beside
 
-    def free_for(self, parts: Sequence[Part]) -> int | None:
+    def free_for(self, parts: Sequence[MicroBatch]) -> int | None:
         """Return the bytes that are free for a pass over parts; None if unknown."""
         recompute = self.passes.recompute
         if recompute.available() is None:
             return None
         return recompute.free_for(self.needed(parts, recomputed=recompute.mode is True) or 0)
 
-    def fits(self, parts: Sequence[Part], free: int | None) -> bool:
+    def fits(self, parts: Sequence[MicroBatch], free: int | None) -> bool:
         """Say whether a pass fits into so many bytes; what cannot be measured does."""
         if free is None:
             return True
@@ -77,25 +77,25 @@ class Admission:
         needed = (self.needed(parts, recomputed=recomputed) for recomputed in ways or [False])
         return any(size is None or size <= SHARE * free for size in needed)
 
-    def _refusal(self, part: Part, free: int) -> CapacityError:
+    def _refusal(self, part: MicroBatch, free: int) -> CapacityError:
         size = self.needed([part], recomputed=part.work.training and self.passes.recompute.possible) or 0
         return no_room(part, f"needs about {size:,} bytes, and {free:,} are free, of which it may take 80 %")
 
 
-def no_room(part: Part, why: str) -> CapacityError:
+def no_room(part: MicroBatch, why: str) -> CapacityError:
     """Return the error of an operation whose part cannot be computed and not be cut."""
     whose = "the base model" if part.work.name is None else f"adapter {part.work.name!r}"
     rows = f"{len(part.rows)} row{'s' if len(part.rows) > 1 else ''} of {part.tokens} tokens"
     return CapacityError(f"{whose}: a pass over {rows} {why}; give shorter rows, or free memory")
 
 
-def _within(waiting: Sequence[Part], budget: int) -> list[Part]:
+def _within(waiting: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
     """Return the first parts whose tokens are within the budget; at least one, and of each adapter one operation.
 
     How many operations of an adapter wait is a matter of when they came, and its numbers must not depend on that.
     """
-    size, taken = 0, list[Part]()
-    works: dict[int, Work] = {}
+    size, taken = 0, list[MicroBatch]()
+    works: dict[int, WorkItem] = {}
     for part in waiting:
         if part.work.tenant is not None and works.setdefault(id(part.work.tenant), part.work) is not part.work:
             continue

@@ -12,14 +12,14 @@ from twinkle.engine import Operation, OperationError, OperationResult
 from twinkle.errors import ArgumentError, DataError, OperationsFailed, TrainingStateError
 from twinkle_registry import check_keywords
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.pool.adapters import Limits, PooledAdapters
-from twinkle_transformers.pool.passes import Flight
+from twinkle_transformers.losses import check_loss_arguments, loss_name
+from twinkle_transformers.pool.adapters import PooledAdapters, PoolLimits
+from twinkle_transformers.pool.passes import ForwardPass
 from twinkle_transformers.pool.pool import LoraPool
 from twinkle_transformers.pool.stepping import step_together
 from twinkle_transformers.pool.tenants import Tenant
-from twinkle_transformers.pool.work import Work, asks_for_base
+from twinkle_transformers.pool.work import WorkItem, asks_for_base
 from twinkle_transformers.rows import as_rows, row_count, row_inputs
-from twinkle_transformers.scoring import check_loss_arguments, loss_name
 from twinkle_transformers.training import AdapterTraining
 
 Options = Mapping[str, Any]
@@ -38,8 +38,8 @@ class _StagedForward:
     """
 
     tenant: Tenant
-    item: Work
-    forward: Flight
+    item: WorkItem
+    forward: ForwardPass
     state: tuple[int, int]
 
 
@@ -55,7 +55,7 @@ class PoolCalls:
     """
 
     def __init__(
-        self, pool: LoraPool, adapters: PooledAdapters, training: AdapterTraining, limits: Limits, on_nonfinite: str
+        self, pool: LoraPool, adapters: PooledAdapters, training: AdapterTraining, limits: PoolLimits, on_nonfinite: str
     ) -> None:
         self._pool, self._adapters, self._training, self._limits = pool, adapters, training, limits
         self._on_nonfinite = on_nonfinite
@@ -162,8 +162,8 @@ class PoolCalls:
 
     def _run(
         self, operations: Sequence[Operation | OperationError], rows: int | None, evaluates: Tenant | None = None
-    ) -> list[tuple[Work | None, OperationResult | OperationError]]:
-        prepared: list[tuple[Work | None, Any]] = []
+    ) -> list[tuple[WorkItem | None, OperationResult | OperationError]]:
+        prepared: list[tuple[WorkItem | None, Any]] = []
         for index, operation in enumerate(operations):
             if isinstance(operation, OperationError):
                 prepared.append((None, operation))
@@ -182,13 +182,13 @@ class PoolCalls:
     ) -> list[ModelOutput]:  # fmt: skip
         """Run one operation for the rows of each adapter, and return one output for each row in the caller's order."""
         names = check_names(names, inputs)
-        rows = sort_rows(names)
+        rows = rows_by_adapter(names)
         tenants = {name: self._adapters.tenant(name) for name in rows if name is not None}
         losses: dict[str | None, Any] = {}
         for name, tenant in tenants.items() if training else ():
             self._training.prepare(name, training=True)
             losses[name] = tenant.group.loss()
-        shares = share(loss_kwargs, losses, rows) if loss_kwargs else {}
+        shares = split_arguments(loss_kwargs, losses, rows) if loss_kwargs else {}
         operations: list[Operation | OperationError] = []
         for name, indices in rows.items():
             group = self._pool.base if name is None else tenants[name].group
@@ -208,16 +208,16 @@ class PoolCalls:
         for tenant in tenants.values():  # calculate_loss must not score an earlier forward
             tenant.group.training = training
             (tenant.group.train_status if training else tenant.group.eval_status).passes = []
-        return answers(rows, results, len(names))
+        return outputs_by_row(rows, results, len(names))
 
 
 def _joined_or_raised(group: OptimizerGroup, result: OperationResult | OperationError) -> ModelOutput:
     if isinstance(result, OperationError):
         raise result.error
-    return joined(result, left=group.pads_left())
+    return join_outputs(result, left=group.pads_left())
 
 
-def sort_rows(names: Sequence[str | None]) -> dict[str | None, list[int]]:
+def rows_by_adapter(names: Sequence[str | None]) -> dict[str | None, list[int]]:
     """Return the numbers of each adapter's rows, adapters in the order in which they first come."""
     found: dict[str | None, list[int]] = {}
     for row, name in enumerate(names):
@@ -264,9 +264,9 @@ def encode_each(rows: Sequence[Any], encode: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def share(arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: Mapping[str | None, list[int]]) -> dict[
-    str | None, dict[str, Any]
-]:  # fmt: skip
+def split_arguments(
+    arguments: Mapping[str, Any], losses: Mapping[str | None, Any], rows: Mapping[str | None, list[int]]
+) -> dict[str | None, dict[str, Any]]:
     """Return each adapter's share of a call's loss arguments.
 
     What has one entry a row is cut; entries of None mean that these rows have none. The rest goes whole to every loss
@@ -339,7 +339,7 @@ def _rows_of(value: Any, rows: list[int], what: str) -> Any:
     return part
 
 
-def answers(
+def outputs_by_row(
     rows: Mapping[str | None, list[int]], results: Sequence[OperationResult | OperationError], total: int
 ) -> list[ModelOutput]:
     """Return one output a row, in the caller's order.
@@ -366,7 +366,7 @@ def answers(
     return found  # type: ignore[return-value]
 
 
-def joined(result: OperationResult, *, left: bool) -> ModelOutput:
+def join_outputs(result: OperationResult, *, left: bool) -> ModelOutput:
     """Return the outputs of all rows as tensors `[B, T, ...]`, padded on the right or on the left, and the loss."""
     output: dict[str, Any] = {}
     width = max((len(row["logps"]) for row in result.outputs if "logps" in row), default=0)

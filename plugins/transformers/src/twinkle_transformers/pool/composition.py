@@ -17,13 +17,13 @@ from twinkle.engine import AdapterRef, Operation
 from twinkle.errors import ArgumentError
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.needs import Needs
 from twinkle_transformers.pool.config import AdapterPlan
 from twinkle_transformers.pool.experts import ExpertSite
-from twinkle_transformers.pool.stream import Pieces
+from twinkle_transformers.pool.stream import TokenPieces
 from twinkle_transformers.pool.tenants import Tenant
-from twinkle_transformers.pool.work import Part, Scoring, Work
+from twinkle_transformers.pool.work import MicroBatch, Scoring, WorkItem
 from twinkle_transformers.sites import Site
+from twinkle_transformers.token_scores import Needs
 
 PASS, PARTS, ROWS = "pass", "parts", "rows"
 
@@ -46,7 +46,7 @@ class Compositions:
         self._code = lru_cache(maxsize=256)(self._coded)
         self._layout = lru_cache(maxsize=256)(self._decoded)
 
-    def note(self, parts: Sequence[Part], number: int) -> None:
+    def note(self, parts: Sequence[MicroBatch], number: int) -> None:
         """Add a pass that succeeded to the composition of each of its operations.
 
         Args:
@@ -54,7 +54,7 @@ class Compositions:
             number: of the pass, larger than those before it.
         """
         shapes = [self._shape(part) for part in parts]
-        places: dict[Work, list[int]] = {}
+        places: dict[WorkItem, list[int]] = {}
         for place, part in enumerate(parts):
             if not part.placeholder:
                 places.setdefault(part.work, []).append(place)
@@ -64,7 +64,7 @@ class Compositions:
                 entries[place] = {ROWS: [parts[place].first, len(parts[place].rows)]}
             work.composition.append({PASS: number, PARTS: entries})
 
-    def passes(self, works: Sequence[Work]) -> Iterator[list[Part]]:
+    def passes(self, works: Sequence[WorkItem]) -> Iterator[list[MicroBatch]]:
         """Yield the parts of each pass that operations were computed in, with placeholders for what is not here.
 
         Args:
@@ -79,10 +79,10 @@ class Compositions:
                     if ROWS in slot:
                         slots[place] = parts[slot[ROWS][0]]
         for number in sorted(found):
-            yield [slot if isinstance(slot, Part) else self._placeholder(slot) for slot in found[number]]
+            yield [slot if isinstance(slot, MicroBatch) else self._placeholder(slot) for slot in found[number]]
 
-    def _shape(self, part: Part) -> dict[str, Any]:
-        pieces: Pieces = part.pieces
+    def _shape(self, part: MicroBatch) -> dict[str, Any]:
+        pieces: TokenPieces = part.pieces
         found: dict[str, Any] = {"lengths": [len(ids) for ids in pieces.ids]}
         if max(pieces.parents, default=-1) >= 0:
             found |= {"starts": pieces.starts, "parents": pieces.parents, "tokens": part.tokens}
@@ -98,18 +98,18 @@ class Compositions:
             found["base"] = self._shape(part.twin)
         return found
 
-    def _placeholder(self, shape: Mapping[str, Any]) -> Part:
+    def _placeholder(self, shape: Mapping[str, Any]) -> MicroBatch:
         lengths, training = shape["lengths"], bool(shape.get("trained"))
         ids = [torch.zeros(length, dtype=torch.int64) for length in lengths]
         count = sum(lengths)
         tenant = None if "adapter" not in shape else self._tenant(shape["adapter"], float(shape.get("dropout", 0.0)))
         scoring = None if "scores" not in shape else _read_scoring(shape["scores"])
         needs, temperature = (Needs(), 1.0) if scoring is None else (scoring.needs, scoring.temperature)
-        work = Work(-1, Operation(None, "forward", ()), tenant, None, needs, temperature, training, 0)
-        part = Part(work, (), {}, torch.empty(shape.get("tokens", count), dtype=torch.int64), ids)
+        work = WorkItem(-1, Operation(None, "forward", ()), tenant, None, needs, temperature, training, 0)
+        part = MicroBatch(work, (), {}, torch.empty(shape.get("tokens", count), dtype=torch.int64), ids)
         part.placeholder, part.scoring = True, scoring
         starts, parents = shape.get("starts", [0] * len(ids)), shape.get("parents", [-1] * len(ids))
-        part.pieces = Pieces(ids, starts, parents, torch.arange(count))
+        part.pieces = TokenPieces(ids, starts, parents, torch.arange(count))
         work.parts = [part]
         if "base" in shape:
             part.twin = self._placeholder(shape["base"])

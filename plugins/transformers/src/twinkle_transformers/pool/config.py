@@ -17,9 +17,8 @@ from torch import Tensor
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
 from twinkle_torch.layout import Layout, Shape
-from twinkle_transformers.pool.expert_files import as_peft_reads, match_experts
-from twinkle_transformers.pool.experts import ExpertSite
-from twinkle_transformers.pool.memory import host_zeros
+from twinkle_transformers.memory import host_zeros
+from twinkle_transformers.pool.experts import ExpertSite, as_peft_reads, match_experts
 from twinkle_transformers.sites import Site
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})

@@ -11,8 +11,8 @@ from twinkle.errors import CheckpointError
 from twinkle_transformers import adapters
 from twinkle_transformers.pool.config import AdapterPlan
 from twinkle_transformers.pool.tenants import Tenant, matrices_of
-from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sites import Site
+from twinkle_transformers.training_state import read_tensors
 
 
 def weights_of(plan: AdapterPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -16,14 +16,14 @@ from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
 from twinkle_torch.numerics import Evidence
 from twinkle_transformers.backbone import Backbone
-from twinkle_transformers.checkpoints import Checkpoints
+from twinkle_transformers.batches import check_sharing
+from twinkle_transformers.checkpoints import ModelCheckpoints
 from twinkle_transformers.describe import describe
 from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup
 from twinkle_transformers.loaded_model import LoadedModel
-from twinkle_transformers.pool.adapters import Limits, PooledAdapters
+from twinkle_transformers.pool.adapters import PooledAdapters, PoolLimits
 from twinkle_transformers.pool.calls import PoolCalls
 from twinkle_transformers.pool.pool import TOKENS_PER_PASS, LoraPool
-from twinkle_transformers.sharing import check_sharing
 from twinkle_transformers.sync.sending import outgoing_weights
 from twinkle_transformers.training import AdapterTraining
 from twinkle_transformers.versions import AdapterVersion
@@ -83,7 +83,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
                 f"MultiLoraTransformersModel: mixed_precision must be 'bf16' or 'no', got {mixed_precision!r}"
             )
         share_prefixes = check_sharing(share_prefixes)
-        limits = Limits(max_loras, max_r, max_length, target_modules)
+        limits = PoolLimits(max_loras, max_r, max_length, target_modules)
         loaded = LoadedModel(model_cls, model_id, config, device_mesh, mixed_precision, **kwargs)
         if loaded.parallel.in_lockstep:
             raise Unsupported("MultiLoraTransformersModel: a mesh with fsdp shards the base model; use dp alone")
@@ -100,7 +100,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         self._adapters = PooledAdapters(self.pool, limits, lora_config or {})
         self._training = AdapterTraining(loaded, self._adapters)
         self._calls = PoolCalls(self.pool, self._adapters, self._training, limits, loaded.on_nonfinite)
-        self._checkpoints = Checkpoints(loaded, self._adapters)
+        self._checkpoints = ModelCheckpoints(loaded, self._adapters)
 
     @property
     def model(self) -> Any:
@@ -393,7 +393,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         """See `TransformersModel.get_peft_config_dict`."""
         return self._training.peft_config(adapter_name)
 
-    # Checkpoints and weight transfer
+    # ModelCheckpoints and weight transfer
 
     @remote_function(collect="first")
     def save(

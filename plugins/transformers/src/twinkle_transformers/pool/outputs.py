@@ -17,11 +17,18 @@ from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import Pass
 from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.grouped import Groups
-from twinkle_transformers.lowrank.products import Cohort, Routing
-from twinkle_transformers.needs import Needs
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
-from twinkle_transformers.pool.work import Part, Scoring
-from twinkle_transformers.scores import check_top, has_targets, score_logits, spread, targets_at, trained_places
+from twinkle_transformers.pool.work import MicroBatch, Scoring
+from twinkle_transformers.token_scores import (
+    Needs,
+    check_top,
+    has_targets,
+    scatter_scores,
+    score_logits,
+    targets_at,
+    trained_places,
+)
 
 
 class Outputs:
@@ -36,7 +43,7 @@ class Outputs:
     def __init__(self, backbone: Backbone, device: torch.device, head: str | None) -> None:
         self.backbone, self.device, self.head = backbone, device, head
 
-    def write(self, parts: Sequence[Part], stream: Stream, hidden: Tensor) -> None:
+    def write(self, parts: Sequence[MicroBatch], stream: Stream, hidden: Tensor) -> None:
         """Give each part its outputs; parts that want the same of the same head are scored together.
 
         Args:
@@ -44,8 +51,12 @@ class Outputs:
             stream: what was computed.
             hidden: `[T, H]` hidden states, or `[T, V]` logits of a model whose head cannot be told apart.
         """
-        rows = {id(part): (cohort, row) for cohort, mine in stream.cohorts for row, part in enumerate(mine)}
-        together: dict[Any, list[Part]] = {}
+        rows = {
+            id(part): (adapter_group, row)
+            for adapter_group, mine in stream.adapter_groups
+            for row, part in enumerate(mine)
+        }
+        together: dict[Any, list[MicroBatch]] = {}
         for part in parts:
             if part.placeholder:
                 if part.scoring is not None:
@@ -63,7 +74,7 @@ class Outputs:
             self._try(group, partial(self._score, group, hidden, self.backbone.head))
 
     @staticmethod
-    def _try(parts: list[Part], call: Callable[[], None]) -> None:
+    def _try(parts: list[MicroBatch], call: Callable[[], None]) -> None:
         """Keep what goes wrong with the operations that it goes wrong for."""
         try:
             call()
@@ -71,7 +82,7 @@ class Outputs:
             for part in parts:
                 part.work.error = error
 
-    def _score(self, parts: list[Part], hidden: Tensor, head: Any) -> None:
+    def _score(self, parts: list[MicroBatch], hidden: Tensor, head: Any) -> None:
         """Score the trained positions of parts with equal needs by one product with the head."""
         needs, temperature = parts[0].work.needs, parts[0].work.temperature
         chosen = [_scored_places(part, needs) for part in parts]
@@ -106,13 +117,13 @@ class Outputs:
                 continue
             if isinstance(head, nn.Module):
                 part.scoring = Scoring(needs, temperature, tuple(part.batch["labels"].shape[2:]), len(where))
-            self._set(part, spread(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
+            self._set(part, scatter_scores(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
 
-    def _whole(self, part: Part, hidden: Tensor, head: Any) -> None:
+    def _whole(self, part: MicroBatch, hidden: Tensor, head: Any) -> None:
         """Compute what only one part wants: whole logits, or one vector a row."""
         self._set(part, self._made(part, hidden, head))
 
-    def _made(self, part: Part, hidden: Tensor, head: Any) -> ModelOutput:
+    def _made(self, part: MicroBatch, hidden: Tensor, head: Any) -> ModelOutput:
         needs, temperature, batch = part.work.needs, part.work.temperature, part.batch
         scored = has_targets(batch.get("labels"))
         check_top(needs, scored and not needs.embeddings)
@@ -131,7 +142,7 @@ class Outputs:
             outputs["logits"] = logits
         return outputs
 
-    def _head_of(self, part: Part, rows: dict[int, tuple[Cohort, int]]) -> Any:
+    def _head_of(self, part: MicroBatch, rows: dict[int, tuple[AdapterGroup, int]]) -> Any:
         """Return the head that a part sees; None where logits come out of the model whole."""
         if not self.backbone.splits:
             return None
@@ -140,7 +151,7 @@ class Outputs:
             return self.backbone.head
         return _AdaptedHead(self.backbone.head, self.head, *rows[id(part)])
 
-    def _transform(self, part: Part, temperature: float) -> LogitTransform:
+    def _transform(self, part: MicroBatch, temperature: float) -> LogitTransform:
         mine, softcap = self.backbone.transform, part.work.needs.softcap
         if softcap is not None and softcap != mine.softcap:
             raise ArgumentError(
@@ -150,49 +161,49 @@ class Outputs:
         return LogitTransform(mine.scale, mine.softcap, temperature)
 
     @staticmethod
-    def _set(part: Part, outputs: ModelOutput) -> None:
+    def _set(part: MicroBatch, outputs: ModelOutput) -> None:
         part.item = Pass(part.batch, outputs, list(part.rows))  # type: ignore[arg-type]
 
 
 class _AdaptedHead:
     """The output projection with one adapter's low-rank term."""
 
-    def __init__(self, head: Any, name: str, cohort: Cohort, row: int) -> None:
-        self.head, self.name, self.cohort, self.row = head, name, cohort, slice(row, row + 1)
+    def __init__(self, head: Any, name: str, adapter_group: AdapterGroup, row: int) -> None:
+        self.head, self.name, self.adapter_group, self.row = head, name, adapter_group, slice(row, row + 1)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits `[n, V]` of hidden states `[n, H]`."""
-        cohort, count = self.cohort, len(hidden)
-        grads = None if cohort.grads is None else cohort.grads[self.row]
-        mine = Cohort(cohort.layout, Groups(0, (count,)), cohort.weights[self.row], grads)
+        adapter_group, count = self.adapter_group, len(hidden)
+        grads = None if adapter_group.grads is None else adapter_group.grads[self.row]
+        mine = AdapterGroup(adapter_group.layout, Groups(0, (count,)), adapter_group.weights[self.row], grads)
         routing = Routing([mine], count, 0 if grads is None else count)
         return lowrank.linear(hidden, self.head.weight, self.head.bias, routing, self.name)
 
 
-def _key(part: Part, targets: tuple[int, ...]) -> Any:
+def _key(part: MicroBatch, targets: tuple[int, ...]) -> Any:
     """Return what parts have in common that are scored together."""
     return part.work.needs, part.work.temperature, part.work.training, targets
 
 
-def _scored_places(part: Part, needs: Needs) -> Tensor:
+def _scored_places(part: MicroBatch, needs: Needs) -> Tensor:
     if part.placeholder and part.scoring is not None:
         return torch.arange(part.scoring.count)
     return trained_places(part.batch, needs)
 
 
-def _in_stream(part: Part, places: Tensor) -> Tensor:
+def _in_stream(part: MicroBatch, places: Tensor) -> Tensor:
     if part.placeholder:
         return part.stream[places % max(1, len(part.stream))]
     return part.stream[torch.searchsorted(part.places, places)]
 
 
-def _targets(part: Part, places: Tensor) -> Tensor:
+def _targets(part: MicroBatch, places: Tensor) -> Tensor:
     if part.placeholder and part.scoring is not None:
         return torch.zeros(len(places), *part.scoring.targets, dtype=torch.int64)
     return targets_at(part.batch["labels"], places)
 
 
-def _padded(part: Part, rows: Tensor) -> Tensor:
+def _padded(part: MicroBatch, rows: Tensor) -> Tensor:
     """Return `[B, T, ...]` of `[S, ...]`, with 0 where nothing was computed."""
     shape = part.batch["input_ids"].shape[:2]
     out = rows.new_zeros((shape.numel(), *rows.shape[1:]))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twinkle.errors import CheckpointError, OutputError
-from twinkle_transformers.pool.memory import dense_stride, host_copy, host_empty, in_memory_order
+from twinkle_transformers.memory import dense_stride, host_copy, host_empty, in_memory_order
 from twinkle_transformers.pool.tenants import Tenant
 
 BLANK = torch.full((), torch.nan)

@@ -27,31 +27,30 @@ from twinkle.engine import (
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.layout import Layout, Shape
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.adapters import read_config as read_adapter_config
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.losses import loss_name
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.options import check_adapter, check_clipping
 from twinkle_transformers.parallel import Replicated, parallel_of
-from twinkle_transformers.patched import PatchWatch
-from twinkle_transformers.pool import files, state
-from twinkle_transformers.pool.accounting import Costs
+from twinkle_transformers.patch_watch import PatchWatch
+from twinkle_transformers.pool import files
 from twinkle_transformers.pool.admission import Admission, no_room
+from twinkle_transformers.pool.compatibility import check_model_kind, drop_partial_sites, needs_separate_sequences
 from twinkle_transformers.pool.composition import Compositions, cuts_of
 from twinkle_transformers.pool.config import AdapterPlan, first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
-from twinkle_transformers.pool.fit import check_kind, drop_partial
 from twinkle_transformers.pool.pages import BLANK
 from twinkle_transformers.pool.paging import Paging
-from twinkle_transformers.pool.passes import Flight, Passes
-from twinkle_transformers.pool.results import by_row
-from twinkle_transformers.pool.slow import goes_alone
+from twinkle_transformers.pool.passes import ForwardPass, FusedPasses
+from twinkle_transformers.pool.snapshots import restore_snapshot, take_snapshot
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import Tenant, Tenants
-from twinkle_transformers.pool.work import Part, Work, halves, prepare, split
+from twinkle_transformers.pool.usage import UsageMeter
+from twinkle_transformers.pool.work import MicroBatch, WorkItem, by_row, prepare, split, split_in_half
 from twinkle_transformers.recompute import Recompute, is_out_of_memory
-from twinkle_transformers.scoring import loss_name
 from twinkle_transformers.sites import check_places, find_sites, install, uninstall
 from twinkle_transformers.versions import AdapterVersion
 
@@ -100,19 +99,19 @@ class LoraPool:
         if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
             raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
         self.backbone, self.device = backbone, device
-        check_kind(backbone)
+        check_model_kind(backbone)
         backbone.model.requires_grad_(False).eval()
         self._patches = PatchWatch(backbone.model)
-        alone = goes_alone(backbone)
+        alone = needs_separate_sequences(backbone)
         sites, self.experts = find_sites(backbone.model), find_expert_sites(backbone.model)
         install(list(sites.values()), head=not backbone.splits)
         install_experts(self.experts.values())
-        self.sites = drop_partial(backbone, sites, alone)
+        self.sites = drop_partial_sites(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
         self._widest: dict[str, Shape] = {}
-        self.passes = Passes(backbone, device, autocast, dtype, new_recompute(self._probe), head, alone=alone)
-        self.passes.judge(self.sites)
-        self.admission, self.costs = Admission(self.passes), Costs(backbone.model)
+        self.passes = FusedPasses(backbone, device, autocast, dtype, new_recompute(self._probe), head, alone=alone)
+        self.passes.measure(self.sites)
+        self.admission, self.costs = Admission(self.passes), UsageMeter(backbone.model)
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
@@ -142,8 +141,8 @@ class LoraPool:
         self._patches.changed()  # what there was until now is looked at here
         check_places(self.sites.values())
         install_experts(self.experts.values())
-        self.passes.change(backbone, goes_alone(backbone))
-        self.passes.judge(self.sites)
+        self.passes.change(backbone, needs_separate_sequences(backbone))
+        self.passes.measure(self.sites)
         head = [site for site in self.sites.values() if site.head]
         uninstall(head)
         install(head, head=not backbone.splits)
@@ -225,7 +224,7 @@ class LoraPool:
             return self._run(operations)
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
-        works: list[Work | OperationError] = []
+        works: list[WorkItem | OperationError] = []
         earlier: Counter[AdapterRef] = Counter()
         for index, operation in enumerate(operations):
             try:
@@ -236,7 +235,7 @@ class LoraPool:
                 works.append(work)
             except Exception as error:  # a loss or processor may raise anything, and the others go on
                 works.append(OperationError(error, _name(operation.adapter), index))
-        self.execute([work for work in works if isinstance(work, Work)])
+        self.execute([work for work in works if isinstance(work, WorkItem)])
         return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
@@ -284,7 +283,7 @@ class LoraPool:
             tenant.add_gradient(torch.zeros_like(tenant.flat.detach()))
         return tenant
 
-    def execute(self, works: Sequence[Work]) -> None:
+    def execute(self, works: Sequence[WorkItem]) -> None:
         """Compute prepared operations, in as many passes as that takes."""
         full = min(self.tokens_per_pass, _FULL_ON_CPU) if self.device.type == "cpu" else self.tokens_per_pass
         passes = chain(
@@ -296,7 +295,7 @@ class LoraPool:
                 self.between()
             self._compute(parts, free)
 
-    def _again(self, works: Sequence[Work]) -> Iterator[tuple[list[Part], int | None]]:
+    def _again(self, works: Sequence[WorkItem]) -> Iterator[tuple[list[MicroBatch], int | None]]:
         """Yield passes as they were composed when operations were computed before, as far as they fit into memory."""
         for parts in self.compositions.passes(works):
             free = self.admission.free_for(parts)
@@ -311,7 +310,7 @@ class LoraPool:
     def prepare(
         self, index: int, operation: Operation, *, rows: int | None = None, staged: bool = False,
         evaluates: Tenant | None = None,
-    ) -> Work:  # fmt: skip
+    ) -> WorkItem:  # fmt: skip
         """Read an operation and cut it into parts.
 
         Args:
@@ -338,47 +337,49 @@ class LoraPool:
         encode: Callable[[Any], Any] = self._encode if group.template is None else group.template.encode
         return encode
 
-    def _compute(self, parts: list[Part], free: int | None = None) -> None:
+    def _compute(self, parts: list[MicroBatch], free: int | None = None) -> None:
         """Do one pass; if it cannot be done, find out whose fault it is by doing smaller ones."""
         if parts and (error := self._attempt(parts, free)) is not None:
             for smaller in self._smaller(parts, error):
                 self._compute([part for part in smaller if part.work.error is None])
 
-    def _attempt(self, parts: list[Part], free: int | None) -> Exception | None:
+    def _attempt(self, parts: list[MicroBatch], free: int | None) -> Exception | None:
         """Do one pass, or return why not; nothing of a failed one is left."""
-        flight: Flight | None = None
+        forward_pass: ForwardPass | None = None
         try:
-            flight = self.passes.forward(parts, free)
-            self.score(flight)
-            self.passes.backward(flight)
+            forward_pass = self.passes.forward(parts, free)
+            self.score(forward_pass)
+            self.passes.backward(forward_pass)
             for part in parts:
                 if not part.placeholder:
-                    part.work.keep_room()
+                    part.work.reserve_gradient()
         except Exception as error:  # whatever it is, it must not cost the others their operations
             for part in parts:
                 part.forget_pass()
             clear_frames(error.__traceback__)
             return error
         else:
-            self.collect(flight)
+            self.collect(forward_pass)
             return None
         finally:
-            flight = None  # frames of errors hold on to what is in here
+            forward_pass = None  # frames of errors hold on to what is in here
 
-    def _smaller(self, parts: list[Part], error: Exception) -> list[list[Part]]:
+    def _smaller(self, parts: list[MicroBatch], error: Exception) -> list[list[MicroBatch]]:
         """Return the passes to make in place of one that failed; none if it is clear whose fault it was."""
         if len(real := [part for part in parts if not part.placeholder]) < len(parts):
             get_logger().warning("a pass cannot be computed as it was composed (%s); %s", error, _ROUNDS)
             return [real]
         if len(parts) > 1:
-            get_logger().warning("a pass of %d operations failed (%s); it is made again in halves", len(parts), error)
+            get_logger().warning(
+                "a pass of %d operations failed (%s); it is made again in split_in_half", len(parts), error
+            )
             return [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
         [part] = parts
         if not is_out_of_memory(error):
             part.work.error = error
             return []
         self.passes.recompute.avoid(part.tokens)
-        if cut := halves(part, self.backbone):
+        if cut := split_in_half(part, self.backbone):
             return [[half] for half in cut]
         part.tries += 1
         if part.tries < 2:
@@ -387,18 +388,18 @@ class LoraPool:
         part.work.error.__cause__ = error
         return []
 
-    def score(self, flight: Flight) -> None:
-        """Calculate the losses of a flight, each operation's by its own; those of other processes are awaited last."""
-        started = {part: self._start(part) for part in flight.parts if _has_loss(part)}
-        scored: list[Part] = []
+    def score(self, forward_pass: ForwardPass) -> None:
+        """Calculate the loss of each operation of a pass; losses that other processes compute are awaited last."""
+        started = {part: self._start(part) for part in forward_pass.parts if _has_loss(part)}
+        scored: list[MicroBatch] = []
         for part in sorted(started, key=lambda part: started[part] is not None):
             work, item = part.work, part.item
             if work.error is not None or item is None:
                 continue
             try:
                 with torch.set_grad_enabled(work.training):
-                    loop.calculate(
-                        work.loss, item, split=len(work.parts) > 1, spread=False, loss_kwargs=part.loss_kwargs,
+                    losses.calculate(
+                        work.loss, item, split=len(work.parts) > 1, several_ranks=False, loss_kwargs=part.loss_kwargs,
                         started=started[part],
                     )  # fmt: skip
                 if work.training and item.loss is not None and not item.loss.loss_sum.requires_grad:
@@ -410,11 +411,11 @@ class LoraPool:
         values = torch.stack([value.double().reshape(()) for value in sums]).tolist() if sums else []
         for part, value in zip(scored, values, strict=True):
             assert part.item is not None
-            loop.write_numbers(part.item, value)
+            losses.write_numbers(part.item, value)
             if value - value != 0.0:
                 self._not_finite(part, f"{loss_name(part.work.loss)} of adapter {part.work.name!r} is {value}")
 
-    def _start(self, part: Part) -> Callable[[], Any] | None:
+    def _start(self, part: MicroBatch) -> Callable[[], Any] | None:
         """Begin a loss that another process computes; None for one that is computed here, or that cannot begin."""
         work, item = part.work, part.item
         if work.error is not None or item is None:
@@ -423,12 +424,12 @@ class LoraPool:
             if part.twin is not None:
                 part.loss_kwargs["ref_logps"] = _logps_of(part.twin)
             with torch.set_grad_enabled(work.training):
-                return loop.start(work.loss, item, part.loss_kwargs)
+                return losses.start(work.loss, item, part.loss_kwargs)
         except Exception as error:
             work.error = error
             return None
 
-    def _not_finite(self, part: Part, what: str) -> None:
+    def _not_finite(self, part: MicroBatch, what: str) -> None:
         work, item = part.work, part.item
         if self.on_nonfinite == "raise" or not work.training or item is None:
             work.error = NonFiniteError(
@@ -439,12 +440,12 @@ class LoraPool:
         item.usable, item.loss = False, None
         get_logger().warning("%s; these %d rows are left out", what, len(part.rows))
 
-    def collect(self, flight: Flight) -> None:
+    def collect(self, forward_pass: ForwardPass) -> None:
         """Take the gradients of the parts that are finite, and give those of whole operations to their adapters."""
-        for cohort, parts in flight.stream.cohorts:
-            if cohort.grads is None:
+        for adapter_group, parts in forward_pass.stream.adapter_groups:
+            if adapter_group.grads is None:
                 continue
-            sizes = torch.linalg.vector_norm(cohort.grads, dim=1).tolist()
+            sizes = torch.linalg.vector_norm(adapter_group.grads, dim=1).tolist()
             for row, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 work, item = part.work, part.item
                 if work.error is not None or item is None or not item.usable:
@@ -453,25 +454,25 @@ class LoraPool:
                     self._not_finite(part, f"the gradient of adapter {work.name!r} is {size}")
                     continue
                 if len(work.parts) == 1:
-                    work.grad = cohort.grads[row]
+                    work.grad = adapter_group.grads[row]
                 elif work.grad is not None:
-                    work.grad.add_(cohort.grads[row])
-        for part in flight.parts:
+                    work.grad.add_(adapter_group.grads[row])
+        for part in forward_pass.parts:
             if part.item is not None:
                 asked = part.work.operation.options.get("return_logits", False)
-                loop.detach(part.item, logits=asked or not part.work.training)
+                losses.detach(part.item, logits=asked or not part.work.training)
             part.done = part.work.error is None
-        for part, usage in self.costs.of(flight):
+        for part, usage in self.costs.of(forward_pass):
             part.work.usage += usage
         self._pass = max(self._pass + 1, time_ns())  # an order that holds beyond the life of this process
-        twins = {id(part.twin) for part in flight.parts if part.twin is not None}
-        self.compositions.note([part for part in flight.parts if id(part) not in twins], self._pass)
-        for work in dict.fromkeys(part.work for part in flight.parts if not part.placeholder):
+        twins = {id(part.twin) for part in forward_pass.parts if part.twin is not None}
+        self.compositions.note([part for part in forward_pass.parts if id(part) not in twins], self._pass)
+        for work in dict.fromkeys(part.work for part in forward_pass.parts if not part.placeholder):
             if all(part.done for part in work.parts) and work.training and work.tenant is not None:
                 self._commit(work, work.tenant, [p.item for p in work.parts if p.item is not None and p.item.usable])
-        self.passes.scratch.give_back(flight.stream.borrowed)
+        self.passes.scratch.give_back(forward_pass.stream.borrowed)
 
-    def finish(self, work: Work) -> OperationResult | OperationError:
+    def finish(self, work: WorkItem) -> OperationResult | OperationError:
         """Return what an operation gave."""
         if work.error is not None or not all(part.done for part in work.parts):
             error = work.error or TrainingStateError("the operation was not done")
@@ -494,7 +495,7 @@ class LoraPool:
                 output["loss"], output["num_tokens"] = share, result.denominator
         return result
 
-    def _commit(self, work: Work, tenant: Tenant, used: list[Any]) -> None:
+    def _commit(self, work: WorkItem, tenant: Tenant, used: list[Any]) -> None:
         """Give an operation's gradients to its adapter, once all of it has succeeded."""
         group = tenant.group
         if work.grad is not None:
@@ -503,19 +504,19 @@ class LoraPool:
         group.denominator += sum(item.outputs["num_tokens"] for item in used)
         group.skipped += len(work.parts) - len(used)
         group.train_status.skipped += len(work.parts) - len(used)
-        group.count_backward(loop.settled(used) if work.own_loss else [])
+        group.count_backward(losses.settled(used) if work.own_loss else [])
 
     # state: see tenants' own modules
 
     def snapshot(self, adapter: str | AdapterRef, *, gradient: bool = True) -> dict[str, Any]:
-        """Return a copy of all that an adapter is; see `state.take`."""
+        """Return a copy of all that an adapter is; see `take_snapshot`."""
         with self.paging.together():
-            return state.take(self.tenants[adapter], gradient=gradient)
+            return take_snapshot(self.tenants[adapter], gradient=gradient)
 
     def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
-        """Put a snapshot in place of an adapter's state, whole or not at all; see `state.put`."""
+        """Put a snapshot in place of an adapter's state, whole or not at all; see `restore_snapshot`."""
         with self.paging.together():
-            state.put(self.tenants[adapter], snapshot)
+            restore_snapshot(self.tenants[adapter], snapshot)
 
     def page(
         self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
@@ -547,7 +548,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _has_loss(part: Part) -> bool:
+def _has_loss(part: MicroBatch) -> bool:
     return part.work.error is None and part.work.loss is not None and part.item is not None
 
 
@@ -567,7 +568,7 @@ def seed_of(name: str) -> int:
     return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 
-def _logps_of(twin: Part) -> Tensor:
+def _logps_of(twin: MicroBatch) -> Tensor:
     if twin.work.error is not None:
         raise twin.work.error
     if twin.item is None or "logps" not in twin.item.outputs:

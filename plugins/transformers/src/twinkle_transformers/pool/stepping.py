@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from twinkle.errors import NonFiniteError, OperationsFailed, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.flat_step import clip_and_step
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_clipping
@@ -122,6 +122,6 @@ def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:
         group.train_status.skipped += 1
     else:
         group.updates += 1
-    loop.feed_metrics(group, group.train_status)
+    losses.feed_metrics(group, group.train_status)
     group.clear_gradients()
     schedule(group, None)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.grouped import Groups, runs
-from twinkle_transformers.lowrank.products import Cohort, Routing, stack
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing, stack
 from twinkle_transformers.noise import masks_from, token_keys
-from twinkle_transformers.pool.work import Part
+from twinkle_transformers.pool.work import MicroBatch
 from twinkle_transformers.shared_prefixes import plan_prefixes
 
 SCRATCH_BYTES = 256 << 20
@@ -31,7 +31,7 @@ class Stream:
         positions: int64 `[1, T]`.
         segments: where the sequences lie.
         routing: which tokens belong to which adapter.
-        cohorts: the parts of each cohort of `routing`.
+        adapter_groups: the parts of each adapter group of `routing`.
         padding: tokens at the end that belong to nobody.
     """
 
@@ -39,7 +39,7 @@ class Stream:
     positions: Tensor
     segments: Segments
     routing: Routing
-    cohorts: list[tuple[Cohort, list[Part]]]
+    adapter_groups: list[tuple[AdapterGroup, list[MicroBatch]]]
     padding: int = 0
     borrowed: list[Tensor] = field(default_factory=list)
     """Memory of the scratch."""
@@ -83,7 +83,7 @@ class Scratch:
         borrowed.clear()
 
 
-def in_order(parts: Sequence[Part]) -> list[Part]:
+def in_order(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return parts as they lie in a stream: trained ones first, adapters of one layout together, the base last."""
     order: dict[Any, int] = {}
     places = {id(part): place for place, part in enumerate(parts)}
@@ -91,7 +91,7 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
         if (tenant := part.work.tenant) is not None:
             order.setdefault(tenant.plan.layout, len(order))
 
-    def key(part: Part) -> tuple[Any, ...]:
+    def key(part: MicroBatch) -> tuple[Any, ...]:
         tenant = part.work.tenant
         place = (len(order), False) if tenant is None else (order[tenant.plan.layout], _drops(part))
         return (not part.work.training, *place, part.tokens, places[id(part)])
@@ -100,7 +100,7 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
 
 
 def build(
-    parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, share: bool = False,
+    parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, *, share: bool = False,
     scratch: Scratch | None = None,
 ) -> Stream:  # fmt: skip
     """Lay parts out in a stream and tell each where its tokens lie.
@@ -135,17 +135,17 @@ def build(
         ids.append(torch.zeros(padding, dtype=torch.int64))
         starts, lengths, parents = [*starts, 0], [*lengths, padding], [*parents, -1]
     where = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    cohorts = _cohorts(parts, device, dtype, scratch, borrowed)
+    adapter_groups = _adapter_groups(parts, device, dtype, scratch, borrowed)
     trained = sum(part.computed for part in parts if part.work.training)
     total = at + padding
-    routing = Routing([c for c, _ in cohorts], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
+    routing = Routing([c for c, _ in adapter_groups], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
     segments = Segments.of(lengths, device, parents if max(parents, default=-1) >= 0 else None)
     tokens = torch.cat(ids)[None]
-    return Stream(tokens.to(device), where[None].to(device), segments, routing, cohorts, padding, borrowed)
+    return Stream(tokens.to(device), where[None].to(device), segments, routing, adapter_groups, padding, borrowed)
 
 
 @dataclass(slots=True)
-class Pieces:
+class TokenPieces:
     """Tokens of a part in the order of the stream, with their first positions and the pieces that they follow."""
 
     ids: list[Tensor]
@@ -154,29 +154,29 @@ class Pieces:
     index: Tensor
 
 
-def pieces_of(part: Part, share: bool) -> Pieces:
+def pieces_of(part: MicroBatch, share: bool) -> TokenPieces:
     """Return how the tokens of a part lie in a stream."""
     if part.pieces is None:
         part.pieces = _pieces(part, share)
-    found: Pieces = part.pieces
+    found: TokenPieces = part.pieces
     return found
 
 
-def _pieces(part: Part, share: bool) -> Pieces:
+def _pieces(part: MicroBatch, share: bool) -> TokenPieces:
     sequences = part.sequences
     if share and len(sequences) > 1 and not _drops(part):
         plan = plan_prefixes(sequences)
         if plan.saved:
             ids = [sequences[row][start:stop] for row, start, stop in plan.pieces]
             index = torch.cat([torch.from_numpy(index) for index in plan.index])
-            return Pieces(ids, list(plan.starts), list(plan.parents), index)
-    return Pieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
+            return TokenPieces(ids, list(plan.starts), list(plan.parents), index)
+    return TokenPieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
 
 
-def _cohorts(
-    parts: Sequence[Part], device: torch.device, dtype: torch.dtype, scratch: Scratch, borrowed: list[Tensor]
-) -> list[tuple[Cohort, list[Part]]]:
-    found: list[tuple[Cohort, list[Part]]] = []
+def _adapter_groups(
+    parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, scratch: Scratch, borrowed: list[Tensor]
+) -> list[tuple[AdapterGroup, list[MicroBatch]]]:
+    found: list[tuple[AdapterGroup, list[MicroBatch]]] = []
     bounds = [0, *accumulate(part.computed for part in parts)]
     kinds = [None if p.work.tenant is None else (p.work.tenant.plan.layout, p.work.training, _drops(p)) for p in parts]
     for first, last in runs(kinds):
@@ -193,18 +193,18 @@ def _cohorts(
         if mine[0].work.training:
             grads = scratch.take(size, torch.promote_types(dtype, torch.float32), device, borrowed).zero_()
         mask = _Dropout(mine, device) if _drops(mine[0]) else None
-        found.append((Cohort(tenant.plan.layout, groups, weights, grads, mask), mine))
+        found.append((AdapterGroup(tenant.plan.layout, groups, weights, grads, mask), mine))
     return found
 
 
-def _drops(part: Part) -> bool:
+def _drops(part: MicroBatch) -> bool:
     return part.work.training and part.work.tenant is not None and part.work.tenant.plan.dropout > 0
 
 
 class _Dropout:
-    """Dropout factors of a cohort: a function of each adapter's seed, the operation's number, row and position."""
+    """Dropout factors of an adapter group: functions of adapter seed, operation number, row and position."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[MicroBatch], device: torch.device) -> None:
         self.lengths = [part.computed for part in parts]
         self.rates = [part.work.tenant.plan.dropout for part in parts if part.work.tenant is not None]
         self.keys = torch.cat([self._keys(part) for part in parts]).to(device)
@@ -218,7 +218,7 @@ class _Dropout:
         return torch.cat([masks_from(k, site, features, rate, dtype) for k, rate in zip(keys, self.rates, strict=True)])
 
     @staticmethod
-    def _keys(part: Part) -> Tensor:
+    def _keys(part: MicroBatch) -> Tensor:
         sizes = torch.tensor([len(s) for s in part.sequences])
         rows = torch.repeat_interleave(torch.arange(len(sizes)) + part.first, sizes)
         positions = torch.cat([torch.arange(len(s)) for s in part.sequences])

@@ -11,7 +11,7 @@ from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
-from twinkle_transformers.pool.expert_files import expert_views
+from twinkle_transformers.pool.experts import expert_views
 from twinkle_transformers.versions import AdapterVersion
 
 
@@ -54,10 +54,10 @@ class Tenant:
         if self.flat.grad is not None:
             self.flat.grad.add_(grad)
             return
-        self.flat.grad = self.keep_room().copy_(grad)
+        self.flat.grad = self.reserve_gradient().copy_(grad)
         self._share_gradient()
 
-    def keep_room(self) -> Tensor:
+    def reserve_gradient(self) -> Tensor:
         """Return the memory of the gradients, which is taken once."""
         flat = self.flat.detach()
         if self.spare is None or self.spare.shape != flat.shape or self.spare.device != flat.device:

@@ -1,4 +1,4 @@
-"""Operations under way: what each must compute, in pieces that fit into a pass."""
+"""Operations in progress: what each must compute, cut into micro-batches, and its outputs row by row."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from twinkle import registry
-from twinkle.data_format import InputFeature
+from twinkle.data_format import InputFeature, ModelOutput
 from twinkle.engine import Operation, Usage
 from twinkle.errors import ArgumentError, DataError
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.backbone import Backbone, check_batch
+from twinkle_transformers.batches import PackedBatch, without_padding
 from twinkle_transformers.group import Pass
-from twinkle_transformers.needs import Needs
+from twinkle_transformers.losses import check_loss_arguments, loss_name
 from twinkle_transformers.options import check_call, top_of_call
-from twinkle_transformers.packing import PackedBatch, without_padding
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
 from twinkle_transformers.sampling.prompts import context_of
-from twinkle_transformers.scores import IGNORE, has_targets
-from twinkle_transformers.scoring import check_loss_arguments, loss_name
+from twinkle_transformers.token_scores import IGNORE, Needs, has_targets
 
 _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
 
@@ -45,7 +44,7 @@ class Scoring:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class MicroBatch:
     """Rows of an operation that go through the model together.
 
     Attributes:
@@ -58,7 +57,7 @@ class Part:
         first: number of its first row in the operation.
     """
 
-    work: "Work"
+    work: "WorkItem"
     rows: Sequence[InputFeature]
     batch: dict[str, Any]
     places: Tensor
@@ -72,7 +71,7 @@ class Part:
     computed: int = 0
     """Tokens of the stream that are its own."""
     item: Pass | None = None
-    twin: "Part | None" = None
+    twin: "MicroBatch | None" = None
     """The same rows without an adapter, where the loss compares with the base model."""
     done: bool = False
     """Whether its pass has succeeded."""
@@ -103,7 +102,7 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class WorkItem:
     """An operation under way.
 
     Attributes:
@@ -128,7 +127,7 @@ class Work:
     temperature: float
     training: bool
     number: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MicroBatch] = field(default_factory=list)
     error: Exception | None = None
     grad: Tensor | None = None
     usage: Usage = field(default_factory=Usage)
@@ -142,10 +141,10 @@ class Work:
         """Name of the adapter."""
         return None if self.tenant is None else self.tenant.name
 
-    def keep_room(self) -> None:
+    def reserve_gradient(self) -> None:
         """Take the memory that its gradients will need, so that taking them cannot fail half-way."""
         if self.training and self.tenant is not None:
-            self.tenant.keep_room()
+            self.tenant.reserve_gradient()
             if len(self.parts) > 1 and self.grad is None:
                 self.grad = torch.zeros_like(self.tenant.flat.detach())
 
@@ -158,7 +157,7 @@ class Work:
 def prepare(
     index: int, operation: Operation, tenant: Tenant | None, backbone: Backbone, processor: Any,
     encode: Callable[[Any], Any], evaluates: Tenant | None = None,
-) -> Work:  # fmt: skip
+) -> WorkItem:  # fmt: skip
     """Read an operation: everything that can be wrong with its rows and arguments is found here.
 
     Args:
@@ -187,16 +186,17 @@ def prepare(
         raise ArgumentError(f"{sorted(operation.loss_inputs)[0]!r} is an argument of a loss, and no loss is calculated")
     needs = _needs(loss, tenant if training else evaluates, training, options, operation.loss is None)
     number = operation.number if operation.number is not None or tenant is None else tenant.group.cur_step
-    work = Work(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
+    work = WorkItem(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
     work.processor = processor
     rows = as_rows(operation.rows, encode)
     left = getattr(processor, "padding_side", "right") == "left"
-    work.parts = [_part(rows, work, processor, backbone, left)]
+    work.parts = [_micro_batch(rows, work, processor, backbone, left)]
     return work
 
 
 def split(
-    work: Work, processor: Any, backbone: Backbone, budget: int, rows: int | None = None, cuts: list[int] | None = None
+    work: WorkItem, processor: Any, backbone: Backbone, budget: int, rows: int | None = None,
+    cuts: list[int] | None = None,
 ) -> None:  # fmt: skip
     """Cut an operation into parts, where its rows and its loss allow it.
 
@@ -224,7 +224,9 @@ def split(
     if cuts is not None:
         if len(cuts) > 1:
             bounds = [*cuts, len(whole.rows)]
-            work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+            work.parts = [
+                _micro_batch(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)
+            ]
     elif splittable and (whole.tokens > budget or len(whole.rows) > most):
         bounds, size = [0], 0
         for at in range(0, len(whole.rows), together):
@@ -234,7 +236,7 @@ def split(
                 size = 0
             size += more
         bounds.append(len(whole.rows))
-        work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+        work.parts = [_micro_batch(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
     if asks_for_base(work.operation.loss_inputs):
         for part in work.parts:
             part.twin = _twin(part)
@@ -246,7 +248,7 @@ def split(
             part.loss_kwargs = share
 
 
-def halves(part: Part, backbone: Backbone) -> list[Part]:
+def split_in_half(part: MicroBatch, backbone: Backbone) -> list[MicroBatch]:
     """Put two parts of about as many tokens in place of one; none where its loss wants all rows together."""
     work = part.work
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
@@ -257,7 +259,7 @@ def halves(part: Part, backbone: Backbone) -> list[Part]:
     cut = together * min(range(1, count), key=lambda at: abs(2 * ends[at * together - 1] - part.tokens))
     left = getattr(work.processor, "padding_side", "right") == "left"
     made = [
-        _part(rows, work, work.processor, backbone, left, part.first + first)
+        _micro_batch(rows, work, work.processor, backbone, left, part.first + first)
         for rows, first in ((part.rows[:cut], 0), (part.rows[cut:], cut))
     ]
     if part.twin is not None:
@@ -280,16 +282,16 @@ def asks_for_base(arguments: Mapping[str, Any]) -> bool:
     return isinstance(reference, str) and reference == "base"
 
 
-def _twin(part: Part) -> Part:
+def _twin(part: MicroBatch) -> MicroBatch:
     work = part.work
     operation = Operation(None, "forward", part.rows)
-    base = Work(work.index, operation, None, None, Needs(), work.temperature, False, 0)
-    twin = Part(base, part.rows, part.batch, part.places, part.sequences, first=part.first)
+    base = WorkItem(work.index, operation, None, None, Needs(), work.temperature, False, 0)
+    twin = MicroBatch(base, part.rows, part.batch, part.places, part.sequences, first=part.first)
     base.parts = [twin]
     return twin
 
 
-def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
+def _most_rows(work: WorkItem, rows: int | None, together: int, count: int) -> int:
     if rows is None:
         return count
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < together:
@@ -305,7 +307,9 @@ def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
     return rows // together * together
 
 
-def _part(rows: Sequence[Any], work: Work, processor: Any, backbone: Backbone, left: bool, first: int = 0) -> Part:
+def _micro_batch(
+    rows: Sequence[Any], work: WorkItem, processor: Any, backbone: Backbone, left: bool, first: int = 0
+) -> MicroBatch:
     batch = processor(rows)
     check_batch(batch, backbone.model)
     batch = without_padding(batch, left=left)
@@ -326,7 +330,7 @@ def _part(rows: Sequence[Any], work: Work, processor: Any, backbone: Backbone, l
             "rows with max_length= of the template"
         )
     _check_places(batch, places, lengths, first)
-    return Part(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first, left=left)
+    return MicroBatch(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first, left=left)
 
 
 def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[int], first: int) -> None:
@@ -373,5 +377,35 @@ def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str
     if own and owner is not None:
         loss = loss or owner.group.loss()
         metrics = (owner.group.train_status if training else owner.group.eval_status).metrics
-    needs = loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
+    needs = losses.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
     return replace(needs, top=top_of_call(options["topk_logprobs"]))
+
+
+def by_row(work: WorkItem) -> list[ModelOutput]:
+    """Return the outputs of an operation that is done, row by row, without padding."""
+    found: list[ModelOutput] = []
+    for part in work.parts:
+        if part.item is None:
+            continue
+        shape = part.batch["input_ids"].shape[:2]
+        packed = len(part.rows) < shape[0]
+        sizes = map(len, part.sequences if packed else [row["input_ids"] for row in part.rows])
+        for at, size in enumerate(sizes):
+            start = shape[1] - size if part.left else 0
+            output: dict[str, Any] = {}
+            for key, value in part.item.outputs.items():
+                if isinstance(value, Tensor) and value.ndim and len(value) == shape[0]:
+                    wide = value.ndim > 1 and value.shape[1] == shape[1] and key != "embeddings"
+                    output[key] = value[at, start : start + size] if wide else value[at]
+            if part.batch.get("labels") is not None and part.batch["labels"].ndim == 3 and "logps" in output:
+                output["logps"] = _own_targets(output["logps"], None if packed else part.rows[at]["labels"])
+            found.append(output)  # type: ignore[arg-type]
+    return found
+
+
+def _own_targets(logps: Tensor, labels: Any) -> Tensor:
+    """Return a row's log-probabilities `[T, K]` without what it was filled up with; `[T]` where it has one a token."""
+    if labels is None:
+        return logps
+    count = torch.as_tensor(labels).shape[1:]
+    return logps[:, : count[0]] if count else logps[:, 0]

@@ -7,8 +7,7 @@ from torch import Tensor
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.loaded_model import LoadedModel
 from twinkle_transformers.peft_adapters import Adapters
-from twinkle_transformers.sync.base import base_weights, ties
-from twinkle_transformers.sync.terms import Changes, Term
+from twinkle_transformers.sync.terms import Changes, Term, base_weights, ties
 
 Weights = Iterator[tuple[str, Tensor]]
 

@@ -1,4 +1,4 @@
-"""What an adapter changes, read from the layers that hold it; nothing of the model is written."""
+"""What an adapter changes of its base model, as low-rank terms; and the weights of the base by their plain names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +16,28 @@ from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.adapters import tuned_places
 from twinkle_transformers.sites import Site
 from twinkle_transformers.versions import AdapterVersion
+
+_WRAPPERS = (".base_layer", ".original_module")
+_ADAPTERS = (".lora_", ".modules_to_save.", ".trainable_tokens")
+
+
+def plain(path: str) -> str:
+    """Return the path of a layer or weight without PEFT's wrappers."""
+    for wrapper in _WRAPPERS:
+        path = path.replace(f"{wrapper}.", ".").removesuffix(wrapper)
+    return path
+
+
+def base_weights(causal: Any) -> dict[str, Tensor]:
+    """Return parameters and saved buffers of a Hugging Face model, adapters left out; tied ones under each name."""
+    state: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
+    return {plain(key): tensor for key, tensor in state.items() if not any(part in key for part in _ADAPTERS)}
+
+
+def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the first name of each weight that has several, by its other names."""
+    first: dict[int, str] = {}
+    return {name: first[id(t)] for name, t in weights.items() if first.setdefault(id(t), name) != name}
 
 
 @dataclass(frozen=True, slots=True)

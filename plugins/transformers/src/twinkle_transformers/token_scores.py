@@ -1,6 +1,7 @@
-"""From hidden states or whole logits to what is known of each trained position, spread over `[B, T]`."""
+"""Scores of tokens at the trained positions, from hidden states or logits; what a forward must compute for them."""
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError
-from twinkle.loss import HeadProduct
+from twinkle.loss import FusedLoss, HeadProduct
 from twinkle_torch.head import (
     CHUNK_TOKENS,
     LogitTransform,
@@ -19,7 +20,38 @@ from twinkle_torch.head import (
     top_of,
     wide,
 )
-from twinkle_transformers.needs import Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a forward must prepare beside `logps`, from the loss, the metrics and the call.
+
+    Attributes:
+        logits: whole logits.
+        logps: whether log-probabilities have a gradient, too, where the logits are whole.
+        entropies: the entropy at each trained position.
+        uniform_logps: the mean log-probability of the vocabulary at each trained position.
+        predictions: the most probable token at each trained position.
+        top: how many of the most probable tokens at each trained position.
+        embeddings: one vector a row, and nothing else.
+        skip_weight_zero: positions with `loss_scale` 0 need no scores.
+        chunk_tokens: positions whose logits exist at one time; None is the head's own choice.
+        softcap: what the loss says that the model does to its logits; None says nothing.
+        fuse: computes the loss from the product of hidden states and head, or declines.
+    """
+
+    logits: bool = False
+    logps: bool = True
+    entropies: bool = False
+    uniform_logps: bool = False
+    predictions: bool = False
+    top: int = 0
+    embeddings: bool = False
+    skip_weight_zero: bool = False
+    chunk_tokens: int | None = None
+    softcap: float | None = None
+    fuse: Callable[[HeadProduct], FusedLoss | None] | None = None
+
 
 IGNORE = -100
 
@@ -80,7 +112,7 @@ def score_hidden(
         top=needs.top,
         chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
     )
-    return spread(labels, where, scores)
+    return scatter_scores(labels, where, scores)
 
 
 def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
@@ -94,11 +126,11 @@ def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOu
     flat = logits.reshape(-1, logits.shape[-1])
     differentiated = needs.logps or needs.entropies or needs.uniform_logps
     if differentiated and torch.is_grad_enabled() and logits.requires_grad:
-        return spread(labels, where, _read(flat[where], targets, needs))
+        return scatter_scores(labels, where, _read(flat[where], targets, needs))
     chunk = needs.chunk_tokens or CHUNK_TOKENS
     with torch.no_grad():
         pieces = [slice(start, start + chunk) for start in range(0, max(len(where), 1), chunk)]
-        return spread(labels, where, _join([_read(flat[where[part]], targets[part], needs) for part in pieces]))
+        return scatter_scores(labels, where, _join([_read(flat[where[part]], targets[part], needs) for part in pieces]))
 
 
 def _read(logits: Tensor, targets: Tensor, needs: Needs) -> TokenScores:
@@ -162,7 +194,7 @@ def _fused(
     return output
 
 
-def spread(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelOutput:
+def scatter_scores(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelOutput:
     """Return scores of some positions as outputs `[B, T]`; `logps` have the shape of the labels.
 
     Args:

@@ -1,4 +1,7 @@
-"""Whether a model can carry a pool of adapters: found out when the pool is made, and not at its first pass."""
+"""Whether a model can carry the adapters of a pool, measured when the pool is created.
+
+A model whose rows cannot hold several sequences runs each sequence by itself, which is slower.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,11 +14,11 @@ from torch import Tensor, nn
 from twinkle.errors import Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.layout import Layout, Shape
-from twinkle_torch.numerics import Evidence, judge, probe_tokens
+from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
 from twinkle_torch.segments import Segments
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.lowrank.grouped import Groups
-from twinkle_transformers.lowrank.products import Cohort, Routing
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.pool.stream import Stream
 from twinkle_transformers.segments import Scope, is_routed, routing_now
 from twinkle_transformers.sites import Site, decoder_of, uninstall
@@ -24,7 +27,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LENGTHS = (5, 4)
 
 
-def check_kind(backbone: Backbone) -> None:
+def check_model_kind(backbone: Backbone) -> None:
     """Refuse a model that is no decoder with a head, or whose weights are not plain numbers.
 
     Raises:
@@ -52,7 +55,7 @@ def _packed(module: nn.Module) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def drop_partial(backbone: Backbone, sites: Mapping[str, Site], alone: bool) -> dict[str, Site]:
+def drop_partial_sites(backbone: Backbone, sites: Mapping[str, Site], alone: bool) -> dict[str, Site]:
     """Return the sites that see every token of a pass; the others (experts that are linear layers, say) are let go.
 
     Args:
@@ -79,7 +82,7 @@ def drop_partial(backbone: Backbone, sites: Mapping[str, Site], alone: bool) -> 
     return kept
 
 
-def judge_adapters(
+def measure_adapters(
     backbone: Backbone, body: Callable[[Stream], Tensor], sites: Mapping[str, Site], dtype: torch.dtype
 ) -> Evidence:
     """Compare one pass of three adapters with three passes of one, and change each adapter in turn.
@@ -98,7 +101,7 @@ def judge_adapters(
     def stream(lengths: tuple[int, ...], first: int, weights: Tensor) -> Stream:
         total = sum(lengths)
         segments = Segments.of(lengths, device)
-        routing = Routing([Cohort(layout, Groups(0, lengths), weights)], total)
+        routing = Routing([AdapterGroup(layout, Groups(0, lengths), weights)], total)
         return Stream(ids[:, first : first + total], segments.positions[None], segments, routing, [])
 
     def together(weights: Tensor) -> Tensor:
@@ -151,3 +154,66 @@ def _note(site: Site, odd: set[str], module: nn.Module, given: tuple[Tensor, ...
 def _kind(name: str) -> str:
     """Return a name without its numbers: what is odd in one layer, or one expert, is odd in all."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+_TOKENS, _SAME = 7, 4
+"""Length of two rows that tell whether a model sees what comes later, and how many tokens they have in common."""
+
+
+def needs_separate_sequences(backbone: Backbone) -> bool:
+    """Say whether each sequence must go through a model alone, which is slower; the log says so once.
+
+    Raises:
+        Unsupported: not even that is right: the model's tokens see those that come after them, say.
+    """
+    name = type(backbone.model).__name__
+    off = turned_off("fused")
+    if off is None and backbone.segmenter.check() is None:
+        if mixers := backbone.segmenter.mixers:
+            get_logger().info(
+                "%s: %s sees sequences of one length at a time, which is slower than one call for all", name,
+                ", ".join(mixers),
+            )  # fmt: skip
+        return False
+    if (wrong := _against(backbone)) is not None:
+        raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
+    get_logger().warning(
+        "%s: adapters do not share passes: %s. Each sequence goes through the model alone: the results are the same, "
+        "and short rows take longer", name, backbone.segmenter.reason if off is None else off.reason,
+    )  # fmt: skip
+    return True
+
+
+def run_each_sequence(call: Callable[[Mapping[str, Tensor]], Tensor], stream: Stream) -> Tensor:
+    """Return what a model computes of a stream, `[T, ...]`, each sequence by itself.
+
+    Args:
+        call: takes `input_ids` `[1, t]` and returns `[t, ...]`.
+        stream: without shared prefixes.
+    """
+    scope = Scope(stream.segments, None, stream.routing)
+    found = []
+    for number, (start, stop) in enumerate(stream.segments.bounds):
+        with scope.only((number,)):
+            found.append(call({"input_ids": stream.ids[:, start:stop]}))
+    return torch.cat(found)
+
+
+def _against(backbone: Backbone) -> str | None:
+    """Return why a row of a model's tokens, alone, is not what a causal language model computes of it."""
+    model: Any = backbone.model
+    vocabulary = model.config.get_text_config().vocab_size
+    one, two = (probe_tokens(_TOKENS, vocabulary, changed=changed) for changed in (False, True))
+    ids, other = (torch.tensor([row], device=model.device) for row in (one, [*one[:_SAME], *two[_SAME:]]))
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        return found
+
+    with evaluating(model):
+        found = judge("causal order", logits, logits, ids, [(other, range(_SAME))], routed=is_routed(model))
+    if found.exact:
+        return None
+    if found.method == "structure":
+        return f"it does not run on tokens alone ({found.reason})"
+    return f"its tokens see those that come after them: {found.reason}"

@@ -1,24 +1,160 @@
-"""Training state beside the weights: optimizer in safetensors by parameter name, scheduler, counters, random state."""
+"""Training state beside the weights: optimizer, scheduler, counters and random state, in safetensors and JSON."""
 
 import copy
 import json
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from twinkle.errors import CheckpointError
 from twinkle.logging import get_logger
 from twinkle.mesh.ranks import Ranks
-from twinkle_transformers import plain
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.parallel import Replicated
-from twinkle_transformers.random_state import RandomState, capture_random, fresh_random, read_random, write_random
-from twinkle_transformers.reading import read_json, read_tensors
-from twinkle_transformers.sharding import local, placed_like, whole
+from twinkle_transformers.parallel import Replicated, local, placed_like, whole
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, on the CPU."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); the file is truncated or corrupt") from error
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); the checkpoint is incomplete") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object; the checkpoint is damaged")
+    return found
+
+
+_PAIRS, _COUNTER = "__pairs__", "__counter__"
+
+
+def encode_state(value: Any, where: str) -> Any:
+    """Return `value` as JSON can hold it; mappings with keys that are no text become marked lists of pairs.
+
+    Raises:
+        CheckpointError: something in it is no number, text, list or mapping.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [encode_state(item, where) for item in value]
+    if isinstance(value, Counter):
+        return {_COUNTER: [[encode_state(k, where), v] for k, v in value.items()]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: encode_state(item, where) for key, item in value.items()}
+        return {_PAIRS: [[encode_state(k, where), encode_state(v, where)] for k, v in value.items()]}
+    raise CheckpointError(
+        f"the state of {where} holds a {type(value).__name__}, which a checkpoint cannot keep; save with "
+        "save_optimizer=False, or use a scheduler whose state is numbers"
+    )
+
+
+def decode_state(value: Any) -> Any:
+    """Undo `encode`, except that tuples stay lists."""
+    if isinstance(value, list):
+        return [decode_state(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {_COUNTER}:
+            return Counter({k: v for k, v in value[_COUNTER]})
+        if value.keys() == {_PAIRS}:
+            return {decode_state(k): decode_state(v) for k, v in value[_PAIRS]}
+        return {key: decode_state(item) for key, item in value.items()}
+    return value
+
+
+_NAME = "rng_state_{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """What `read_random` found, not yet in force."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
+
+    def apply(self) -> None:
+        """Make it this process's random state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def capture_random() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this process's random state, as tensors and as plain values."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    name, keys, *rest = np.random.get_state()
+    tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    version, internal, gauss = random.getstate()
+    tensors["python"] = torch.tensor(internal, dtype=torch.int64)
+    return tensors, {"numpy": [name, *rest], "python": [version, gauss]}
+
+
+def write_random(folder: Path, rank: int, captured: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    """Write what `capture_random` returned on a rank."""
+    base = _NAME.format(rank=rank)
+    save_file(captured[0], folder / f"{base}.safetensors")
+    (folder / f"{base}.json").write_text(json.dumps(captured[1]) + "\n", "utf-8")
+
+
+def fresh_random(seed: int) -> RandomState:
+    """Return the state after seeding every generator with `seed`, without touching this process's."""
+    generator = torch.Generator().manual_seed(seed)
+    return RandomState(
+        cpu=generator.get_state(),
+        cuda=torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_available() else None,
+        numpy=tuple(np.random.RandomState(seed % 2**32).get_state(legacy=True)),
+        python=random.Random(seed).getstate(),
+    )
+
+
+def read_random(folder: Path, rank: int) -> RandomState:
+    """Read a process's random state.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    base = _NAME.format(rank=rank)
+    tensors, extra = read_tensors(folder / f"{base}.safetensors"), read_json(folder / f"{base}.json")
+    try:
+        name, *rest = extra["numpy"]
+        version, gauss = extra["python"]
+        return RandomState(
+            cpu=tensors["torch"],
+            cuda=tensors.get("cuda"),
+            numpy=(name, tensors["numpy"].numpy().astype(np.uint32), *rest),
+            python=(version, tuple(tensors["python"].tolist()), gauss),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / base}.*: not a random state ({error}); the checkpoint is damaged") from error
+
 
 VERSION = 1
 STATE = "trainer_state.json"
@@ -30,7 +166,7 @@ Names = Mapping[str, torch.nn.Parameter]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TrainingSnapshot:
     """What a checkpoint holds beside the weights, gathered from all ranks; tensors are on the first rank alone."""
 
     state: dict[str, Any]
@@ -51,7 +187,7 @@ class Snapshot:
 
 def take_snapshot(
     group: OptimizerGroup, names: Names, parallel: Replicated, *, consumed_train_samples: int, optimizer: bool
-) -> Snapshot:
+) -> TrainingSnapshot:
     """Gather what training needs to go on; collective.
 
     Args:
@@ -73,13 +209,13 @@ def take_snapshot(
     if group.seed is not None:
         state["seed"] = group.seed
     if not optimizer or group.optimizer is None:
-        return Snapshot(state)
+        return TrainingSnapshot(state)
     keep = parallel.ranks.is_first
     tensors, state["optimizer"] = pack_optimizer(group.optimizer, names)
     packed = gathered(tensors, keep)
     if (scheduler := group.lr_scheduler) is not None:
         name = type(scheduler).__name__
-        state["scheduler"] = {"class": name, "state": plain.encode(scheduler.state_dict(), name)}
+        state["scheduler"] = {"class": name, "state": encode_state(scheduler.state_dict(), name)}
     if group.loss_scale is not None:
         state["loss_scale"] = group.loss_scale.state_dict()
     gradients = None
@@ -88,7 +224,7 @@ def take_snapshot(
         sums = parallel.ranks.agree("saving an unfinished step", group.denominator, group.loss_sum).sum(0).tolist()
         state["accumulation"]["denominator"], state["accumulation"]["loss_sum"] = sums
         gradients = gathered(parallel.summed_gradients(names, group.divided), keep)
-    return Snapshot(state, packed, gradients, parallel.ranks.gather("random state", capture_random()))
+    return TrainingSnapshot(state, packed, gradients, parallel.ranks.gather("random state", capture_random()))
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
@@ -155,8 +291,8 @@ def describe_base(base: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """Training state that was read and compared, not yet in force."""
+class SavedTraining:
+    """SavedTraining state that was read and compared, not yet in force."""
 
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
@@ -185,7 +321,7 @@ class Training:
 
 def read_training(
     folder: Path, state: Mapping[str, Any], group: OptimizerGroup, names: Names, ranks: Ranks
-) -> Training:
+) -> SavedTraining:
     """Read optimizer, scheduler, pending gradients and this rank's random state, and compare them with `group`.
 
     A rank that the checkpoint does not have begins its random numbers anew; the log says so.
@@ -207,10 +343,10 @@ def read_training(
     gradients = read_tensors(folder / GRADIENTS) if accumulation else {}
     if odd := sorted(gradients.keys() - names.keys()):
         raise CheckpointError(f"{folder / GRADIENTS} holds a gradient of {odd[0]}, which the model does not train")
-    return Training(
+    return SavedTraining(
         tensors=read_tensors(folder / OPTIMIZER),
         optimizer=saved,
-        scheduler=plain.decode(state["scheduler"]["state"]) if "scheduler" in state else None,
+        scheduler=decode_state(state["scheduler"]["state"]) if "scheduler" in state else None,
         accumulation=accumulation,
         gradients=gradients,
         random=_random_of(folder, state, ranks),
@@ -286,7 +422,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dict
             else:
                 values.setdefault(name, {})[key] = value
     groups = [
-        {key: plain.encode(value, type(optimizer).__name__) for key, value in group.items() if key != "params"}
+        {key: encode_state(value, type(optimizer).__name__) for key, value in group.items() if key != "params"}
         | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]

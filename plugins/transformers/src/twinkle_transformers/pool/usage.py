@@ -8,14 +8,14 @@ from torch import nn
 
 from twinkle.engine import Usage
 from twinkle_torch.layout import Layout
-from twinkle_transformers.pool.passes import Flight
-from twinkle_transformers.pool.work import Part
+from twinkle_transformers.pool.passes import ForwardPass
+from twinkle_transformers.pool.work import MicroBatch
 
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 """What models' configurations call the number of experts that a token goes to."""
 
 
-class Costs:
+class UsageMeter:
     """Counts the tokens of passes and what they cost.
 
     Counted are the products of a token with weights, two operations a number: the linear layers of the text decoder
@@ -55,20 +55,20 @@ class Costs:
                 share = min(self._active, len(module)) / len(module)
                 yield from ((f"{path}.{name}", share) for name, _ in module.named_modules())
 
-    def of(self, flight: Flight) -> Iterator[tuple[Part, Usage]]:
+    def of(self, forward_pass: ForwardPass) -> Iterator[tuple[MicroBatch, Usage]]:
         """Yield what each part of a pass cost.
 
         Where activations were recomputed, every token of the pass went through the model twice. Tokens that fill a
         pass of very few up are the last part's, so that the sum over all parts is what was computed.
         """
-        twice = 2 if flight.recomputed else 1
-        last = max(flight.parts, key=lambda part: int(part.stream[-1])) if flight.stream.padding else None
-        for part in flight.parts:
+        twice = 2 if forward_pass.recomputed else 1
+        last = max(forward_pass.parts, key=lambda part: int(part.stream[-1])) if forward_pass.stream.padding else None
+        for part in forward_pass.parts:
             tenant = part.work.tenant
             own = 0.0 if tenant is None else self.of_adapter(tenant.plan.layout)
             forward = 2 * self.base + 2 * own
             back = 2 * self.base + 4 * own if part.work.training else 0.0
-            padded = flight.stream.padding * twice if part is last else 0
+            padded = forward_pass.stream.padding * twice if part is last else 0
             yield part, Usage(part.tokens, part.computed * twice, padded, part.computed * (twice * forward + back))
 
 
