@@ -127,8 +127,8 @@ def read_config(folder: Path) -> Any:
         CheckpointError: the folder is missing or holds no adapter.
     """
     if not (folder / CONFIG).is_file():
-        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"no adapter at {folder}: {CONFIG} is missing; found: {found}")
+        present = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise CheckpointError(f"no adapter at {folder}: {CONFIG} is missing; found: {present}")
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (TypeError, ValueError, KeyError, RecursionError) as error:
@@ -153,27 +153,27 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
     except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
         raise CheckpointError(f"{path} cannot be read ({error}); the file is missing, truncated or corrupt") from error
     for key in sorted(own.keys() | shapes.keys()):
-        mine = list(own[key].shape) if key in own else None
-        if mine != shapes.get(key):
+        shape = list(own[key].shape) if key in own else None
+        if shape != shapes.get(key):
             raise CheckpointError(
                 f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
-                f"{_shape(mine)} in this model; load the base model that it was trained on"
+                f"{_shape(shape)} in this model; load the base model that it was trained on"
             )
     for key, tensor in read_tensors(path).items():
         copy_into(own[key], tensor)
 
 
-def compare_configs(mine: Any, saved: Any, folder: Path) -> None:
+def compare_configs(own: Any, saved: Any, folder: Path) -> None:
     """Refuse weights of a configuration that computes something else with them.
 
     Raises:
         CheckpointError: names the field that differs.
     """
     for field in _MEANING:
-        if getattr(mine, field, None) != getattr(saved, field, None):
+        if getattr(own, field, None) != getattr(saved, field, None):
             raise CheckpointError(
                 f"the adapter in {folder} was trained with {field}={getattr(saved, field, None)!r}, this one has "
-                f"{getattr(mine, field, None)!r}; the same weights would be another model. Add an adapter from the "
+                f"{getattr(own, field, None)!r}; the same weights would be another model. Add an adapter from the "
                 "folder itself: add_adapter_to_model(name, folder)"
             )
 
@@ -201,12 +201,12 @@ def tuned_places(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     It does not look at what PEFT has put inside: a walk over all modules takes longer than copying an adapter.
     """
-    found: list[tuple[str, nn.Module]] = []
+    layers: list[tuple[str, nn.Module]] = []
 
     def walk(part: nn.Module, path: str) -> None:
         inside = _wrapped(part)
         if inside:
-            found.append((path, part))
+            layers.append((path, part))
             walk(part.get_submodule(inside), path)
             return
         for name, child in part._modules.items():
@@ -214,7 +214,7 @@ def tuned_places(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 walk(child, f"{path}.{name}" if path else name)
 
     walk(model, "")
-    return found
+    return layers
 
 
 def _wrapped(part: nn.Module) -> str:

@@ -71,10 +71,10 @@ class Backbone:
         if model.get_output_embeddings() is None:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
             return cls(model, False, LogitTransform(), taken, segmenter, scores_rows=rows)
-        found = cls(model, True, transform_of(config), taken, segmenter)
-        evidence = found._judge() if splits is None else None
+        backbone = cls(model, True, transform_of(config), taken, segmenter)
+        evidence = backbone._judge() if splits is None else None
         if splits if evidence is None else evidence.exact:
-            return found
+            return backbone
         get_logger().info(
             "%s: body and head, one after the other, do not give its own logits%s; whole logits will be made, which "
             "takes more memory but gives the same numbers",
@@ -158,12 +158,12 @@ class Backbone:
 
     def _whole(self, arguments: dict[str, Any], batch: dict[str, Any], needs: Needs, temperature: float) -> ModelOutput:
         with self._seeing(batch, arguments):
-            made = self.model(**arguments, use_cache=False)
-        if getattr(made, "logits", None) is None:
+            raw = self.model(**arguments, use_cache=False)
+        if getattr(raw, "logits", None) is None:
             raise Unsupported(
                 f"{type(self.model).__name__} has no head; use task='embedding', or load a class that has one"
             )
-        logits = batch.pad_rows(made.logits) if isinstance(batch, PackedBatch) else made.logits
+        logits = batch.pad_rows(raw.logits) if isinstance(batch, PackedBatch) else raw.logits
         if temperature != 1.0:
             logits = logits / temperature
         output: ModelOutput = {}

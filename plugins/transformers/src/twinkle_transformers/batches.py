@@ -118,12 +118,12 @@ class SharedBatch(PackedBatch):
         dict.__init__(self, batch)
         self._plan = plan
         self.lengths, self.places = plan.lengths, places
-        self.index = torch.cat([torch.from_numpy(found) for found in plan.index])
+        self.index = torch.cat([torch.from_numpy(indices) for indices in plan.index])
 
     @property
     def width(self) -> int:
         """Tokens of the longest row."""
-        return max(len(found) for found in self._plan.index)
+        return max(len(indices) for indices in self._plan.index)
 
     def segments(self, device: torch.device) -> Segments:
         """Return where the stream's segments lie, and what each goes on after."""

@@ -69,13 +69,13 @@ class Budget:
         """
         if group.training:
             self.recompute.measure_together(group.adapter)
-        waiting, found = deque((part, build(part)) for part in parts), list[tuple[Sequence[Any], Batch]]()
+        waiting, planned = deque((part, build(part)) for part in parts), list[tuple[Sequence[Any], Batch]]()
         cut, held = False, 0
         while waiting:
             rows, batch = waiting.popleft()
             needed = self.fitting(batch, group, held)
             if needed is None:
-                found.append((rows, batch))
+                planned.append((rows, batch))
                 held += int(batch["input_ids"].numel()) * self._logits if group.keeps_logits else 0
                 continue
             half = (len(rows) // 2 + group.together - 1) // group.together * group.together
@@ -86,9 +86,9 @@ class Budget:
         if cut:
             get_logger().info(
                 "%d rows are computed in %d passes: more at a time would not fit into the memory that is free",
-                sum(map(len, parts)), len(found),
+                sum(map(len, parts)), len(planned),
             )  # fmt: skip
-        return [rows for rows, _ in found], [batch for _, batch in found]
+        return [rows for rows, _ in planned], [batch for _, batch in planned]
 
     def fitting(self, batch: Batch, group: PassKind, held: int = 0) -> tuple[int, int] | None:
         """Return None where the pass of a batch fits; else the bytes that it needs at least and those that are free.
@@ -101,7 +101,7 @@ class Budget:
         size, beside, recompute = positions(batch), self.beside(batch, group) + held, self.recompute
         if recompute.surely_fits(size.tokens, size.width, beside, training=group.training):
             return None
-        found = None
+        fitting = None
         for recomputed in self._ways(group):
             kept = self._kept(size, group, recomputed)
             if kept is None:
@@ -109,9 +109,9 @@ class Budget:
             free = recompute.free_for(kept + beside)
             if free is None or kept + beside <= SHARE * free:
                 return None
-            if found is None or kept + beside < found[0]:
-                found = kept + beside, free
-        return found
+            if fitting is None or kept + beside < fitting[0]:
+                fitting = kept + beside, free
+        return fitting
 
     @property
     def _logits(self) -> int:

@@ -190,8 +190,8 @@ def build_metric(metric: Any, mesh: Any, ranks: Any, **kwargs: Any) -> Any:
 
 def build_for_ranks(component: Any, kind: str, offered: Mapping[str, Any], kwargs: dict[str, Any]) -> Any:
     """Build a component; of the arguments `offered`, a class that takes one gets it unless it is given."""
-    found = registry().resolve(component, kind)
-    if isinstance(found, type):
-        taken = inspect.signature(found).parameters
+    resolved = registry().resolve(component, kind)
+    if isinstance(resolved, type):
+        taken = inspect.signature(resolved).parameters
         kwargs = {name: value for name, value in offered.items() if name in taken} | kwargs
-    return registry().build(found, kind, **kwargs)
+    return registry().build(resolved, kind, **kwargs)

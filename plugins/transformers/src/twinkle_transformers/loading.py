@@ -249,14 +249,14 @@ def _model_class(model_cls: Any, config: Any, trust_remote_code: bool) -> Any:
             )
         return transformers.AutoModelForCausalLM
     if isinstance(model_cls, str):
-        found = getattr(transformers, model_cls, None)
-        if found is None:
+        resolved = getattr(transformers, model_cls, None)
+        if resolved is None:
             from twinkle_registry import nearest
 
             near = nearest(model_cls, [name for name in dir(transformers) if "For" in name or name.endswith("Model")])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(f"model_cls: transformers {transformers.__version__} has no {model_cls!r}{hint}")
-        model_cls = found
+        model_cls = resolved
     if not hasattr(model_cls, "from_pretrained"):
         raise ArgumentError(
             f"model_cls is {model_cls!r}, which has no from_pretrained; give a transformers model class"

@@ -128,8 +128,10 @@ def call_loss(
     result = raw if isinstance(raw, LossOutput) else _older(raw, loss_name(loss), inputs, split, several_ranks)
     total = result.loss_sum
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
-        found = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-        raise ComponentTypeError(f"loss {loss_name(loss)} returned loss_sum of {found}; it must be a scalar tensor")
+        description = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+        raise ComponentTypeError(
+            f"loss {loss_name(loss)} returned loss_sum of {description}; it must be a scalar tensor"
+        )
     if not float(result.denominator) >= 0:
         raise ComponentTypeError(
             f"loss {loss_name(loss)} returned denominator {result.denominator}; it must be a number of at least 0"
@@ -142,9 +144,9 @@ def _not_made(error: KeyError, loss: Any, outputs: ModelOutput) -> ComponentType
     wanted = str(error.args[0]) if error.args else ""
     if wanted in outputs or wanted not in _ASKED_BY:
         return None
-    name, made = loss_name(loss), ", ".join(sorted(outputs)) or "nothing"
+    name, available = loss_name(loss), ", ".join(sorted(outputs)) or "nothing"
     return ComponentTypeError(
-        f"loss {name} raised KeyError: {wanted!r}; the forward made {made}. "
+        f"loss {name} raised KeyError: {wanted!r}; the forward made {available}. "
         f"For outputs[{wanted!r}]: {_ASKED_BY[wanted].format(loss=name)}"
     )
 

@@ -46,17 +46,17 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
     That is what the kernel calls available, or less where the limit of a control group (of a container, or of one that
     this process is in) or `TWINKLE_MEMORY_LIMIT` is nearer. The latter counts the process's own resident memory.
     """
-    found = []
+    limits = []
     if (available := _field(root / "proc/meminfo", "MemAvailable:")) is not None:
-        found.append(available * 1024)
+        limits.append(available * 1024)
     for mount, limit, used, cached in _CGROUPS:
         for folder in _groups(root, mount):
             bound, taken = _number(folder / limit), _number(folder / used)
             if bound is not None and taken is not None:
-                found.append(max(0, bound - taken + (_field(folder / "memory.stat", cached) or 0)))
+                limits.append(max(0, bound - taken + (_field(folder / "memory.stat", cached) or 0)))
     if (own := own_limit()) is not None:
-        found.append(max(0, own - (resident_bytes(root) or 0)))
-    return min(found, default=None)
+        limits.append(max(0, own - (resident_bytes(root) or 0)))
+    return min(limits, default=None)
 
 
 def own_limit() -> int | None:

@@ -78,8 +78,8 @@ def _by_rules(named: Named, rules: Sequence[Mapping[str, Any]], decay: float | N
     left, groups = named, []
     for rule in rules:
         matches = _matcher(rule["match"])
-        found = [pair for pair in left if matches(pair[0])]
-        if not found:
+        matched = [pair for pair in left if matches(pair[0])]
+        if not matched:
             taken = any(matches(name) for name, _ in named)
             raise ArgumentError(
                 f"set_optimizer: the rule {rule['match']!r} "
@@ -89,9 +89,9 @@ def _by_rules(named: Named, rules: Sequence[Mapping[str, Any]], decay: float | N
         left = [pair for pair in left if not matches(pair[0])]
         options = {key: value for key, value in rule.items() if key != "match"}
         if "weight_decay" in options:
-            groups.append({"params": found, **options, "decays": bool(options["weight_decay"])})
+            groups.append({"params": matched, **options, "decays": bool(options["weight_decay"])})
         else:
-            groups += [group | options for group in parameter_groups(found, decay)]
+            groups += [group | options for group in parameter_groups(matched, decay)]
     return groups + (parameter_groups(left, decay) if left else [])
 
 
@@ -185,26 +185,26 @@ def build_optimizer(
         TrainingStateError: nothing is trainable.
         Unsupported: an optimizer that calls the loss itself (LBFGS) or wants sparse gradients (SparseAdam).
     """
-    found = registry().resolve(optimizer, "optimizer")
+    resolved = registry().resolve(optimizer, "optimizer")
     named = list(named_parameters)
-    _refuse_impossible(found)
-    if isinstance(found, torch.optim.Optimizer):
-        return _taken_as_it_is(found, named, {"lr": lr, "weight_decay": weight_decay, "params": params, **kwargs})
+    _refuse_impossible(resolved)
+    if isinstance(resolved, torch.optim.Optimizer):
+        return _taken_as_it_is(resolved, named, {"lr": lr, "weight_decay": weight_decay, "params": params, **kwargs})
     if not named:
         raise TrainingStateError("set_optimizer: the model has no trainable parameters; add an adapter first")
-    name = _name_of(found)
+    name = _name_of(resolved)
     arguments = {"lr": DEFAULT_LR if lr is None else lr, **kwargs}
-    if weight_decay is not None or "weight_decay" in inspect.signature(found).parameters:
+    if weight_decay is not None or "weight_decay" in inspect.signature(resolved).parameters:
         arguments["weight_decay"] = DEFAULT_WEIGHT_DECAY if weight_decay is None else weight_decay
-    check_keywords(found, {"params": None, **arguments}, what=f"the optimizer {name}")
-    _refuse_texts(found, arguments, name)
+    check_keywords(resolved, {"params": None, **arguments}, what=f"the optimizer {name}")
+    _refuse_texts(resolved, arguments, name)
     if arguments.get("differentiable"):
         raise Unsupported(f"set_optimizer: {name}(differentiable=True) gives updates a gradient; training needs none")
-    groups = make_groups(named, params, arguments.get("weight_decay"), found)
-    if not getattr(found, "splits_by_name", False):
+    groups = make_groups(named, params, arguments.get("weight_decay"), resolved)
+    if not getattr(resolved, "splits_by_name", False):
         groups = without_names(groups)
     try:
-        built = found(groups, **arguments)
+        built = resolved(groups, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ArgumentError(f"set_optimizer: {name} refuses its arguments: {error}") from error
     if not isinstance(built, torch.optim.Optimizer):
@@ -237,25 +237,27 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
         TrainingStateError: there is no optimizer yet.
         ArgumentError: an argument or a value that the scheduler does not take.
     """
-    found = registry().resolve(scheduler, "scheduler")
-    if not callable(found) or isinstance(found, torch.optim.lr_scheduler.LRScheduler):
+    resolved = registry().resolve(scheduler, "scheduler")
+    if not callable(resolved) or isinstance(resolved, torch.optim.lr_scheduler.LRScheduler):
         if kwargs:
-            raise ArgumentError(f"set_lr_scheduler: {type(found).__name__} is an instance and takes no more arguments")
-        if found.optimizer is not optimizer:
             raise ArgumentError(
-                f"set_lr_scheduler: this {type(found).__name__} was built on another optimizer; build it on the "
+                f"set_lr_scheduler: {type(resolved).__name__} is an instance and takes no more arguments"
+            )
+        if resolved.optimizer is not optimizer:
+            raise ArgumentError(
+                f"set_lr_scheduler: this {type(resolved).__name__} was built on another optimizer; build it on the "
                 "model's, model.optimizer_group[name].optimizer, or give its name"
             )
-        return found
+        return resolved
     if optimizer is None:
         raise TrainingStateError("set_lr_scheduler: set the optimizer first; a scheduler is built on it")
-    name = _name_of(found)
+    name = _name_of(resolved)
     arguments = {"optimizer": optimizer, **kwargs}
-    check_keywords(found, arguments, what=f"the scheduler {name}")
+    check_keywords(resolved, arguments, what=f"the scheduler {name}")
     if "schedulers" in kwargs:
         arguments["schedulers"] = [_part(item, optimizer, name) for item in kwargs["schedulers"]]
     try:
-        return found(**arguments)
+        return resolved(**arguments)
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise ArgumentError(f"set_lr_scheduler: {name} refuses its arguments: {error}") from error
 
@@ -283,8 +285,8 @@ def override(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Non
         group[key] = value
 
 
-def _refuse_impossible(found: Any) -> None:
-    owner = found if isinstance(found, type) else type(found)
+def _refuse_impossible(resolved: Any) -> None:
+    owner = resolved if isinstance(resolved, type) else type(resolved)
     step = getattr(owner, "step", None)
     closure = inspect.signature(step).parameters.get("closure") if step is not None else None
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -299,9 +301,9 @@ def _refuse_impossible(found: Any) -> None:
         )
 
 
-def _refuse_texts(found: Any, arguments: Mapping[str, Any], name: str) -> None:
+def _refuse_texts(resolved: Any, arguments: Mapping[str, Any], name: str) -> None:
     """Refuse a text (or True) where a number belongs, as a configuration file that says "1e-3" would give it."""
-    parameters = inspect.signature(found).parameters
+    parameters = inspect.signature(resolved).parameters
     for key, value in arguments.items():
         default = parameters[key].default if key in parameters else None
         number = key == "lr" or (isinstance(default, int | float) and not isinstance(default, bool))
@@ -310,19 +312,19 @@ def _refuse_texts(found: Any, arguments: Mapping[str, Any], name: str) -> None:
 
 
 def _taken_as_it_is(
-    found: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], given: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], given: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    kind = type(found).__name__
+    kind = type(optimizer).__name__
     if extra := sorted(name for name, value in given.items() if value is not None):
         raise ArgumentError(f"set_optimizer: {kind} is an instance; {extra[0]}= goes to its constructor")
     trained = {id(parameter) for _, parameter in named}
-    if odd := [p for group in found.param_groups for p in group["params"] if id(p) not in trained]:
+    if odd := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in trained]:
         raise ArgumentError(
             f"set_optimizer: this {kind} was built over a parameter of shape {list(odd[0].shape)} that the model (or "
             f"this adapter) does not train ({len(odd)} such); build it over model.model's parameters that require a "
             "gradient, or give its name"
         )
-    return found
+    return optimizer
 
 
 def _part(item: Any, optimizer: torch.optim.Optimizer, owner: str) -> Any:
@@ -349,5 +351,5 @@ def _checked(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _name_of(found: Any) -> str:
-    return str(getattr(found, "__name__", type(found).__name__))
+def _name_of(resolved: Any) -> str:
+    return str(getattr(resolved, "__name__", type(resolved).__name__))

@@ -288,31 +288,32 @@ class Sharded(Replicated):
                 f"fsdp_config: transformer_cls_names_to_wrap: {type(model).__name__} has no module of class "
                 f"{lacking[0]!r}; nearest: {', '.join(nearest(lacking[0], there))}"
             )
-        found = [module for module in inside if type(module).__name__ in wanted]
-        if not found:
+        blocks = [module for module in inside if type(module).__name__ in wanted]
+        if not blocks:
             lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-            found = list(max(lists, key=len, default=[]))
+            blocks = list(max(lists, key=len, default=[]))
             get_logger().warning(
                 "%s has no module called %s; it is sharded by its %d %s",
-                type(model).__name__, sorted(wanted), len(found), type(found[0]).__name__ if found else "parts",
+                type(model).__name__, sorted(wanted), len(blocks), type(blocks[0]).__name__ if blocks else "parts",
             )  # fmt: skip
-        _check_ties(model, found)
-        return found[::-1]  # what lies inside another block is sharded first
+        _check_ties(model, blocks)
+        return blocks[::-1]  # what lies inside another block is sharded first
 
     def _fill(self, module: nn.Module) -> None:
         """Give parameters and buffers of the meta device memory, and all of them the first rank's numbers."""
         device = local_device()
-        made: dict[int, tuple[Tensor, Any]] = {}  # tied parameters stay tied; the old ones stay alive, so do their ids
+        # By id, so that tied parameters stay tied; the old tensors stay alive meanwhile, so that ids stay unique.
+        filled: dict[int, tuple[Tensor, Any]] = {}
         for part in module.modules():
             for store in (part._parameters, part._buffers):
                 for name, tensor in list(store.items()):
                     if tensor is None or isinstance(tensor, DTensor):
                         continue
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, _on_device(tensor, device)
-                    store[name] = made[id(tensor)][1]
+                    if id(tensor) not in filled:
+                        filled[id(tensor)] = tensor, _on_device(tensor, device)
+                    store[name] = filled[id(tensor)][1]
         with torch.no_grad():
-            _broadcast([real for _, real in made.values()], self.ranks)
+            _broadcast([real for _, real in filled.values()], self.ranks)
 
 
 def parallel_of(

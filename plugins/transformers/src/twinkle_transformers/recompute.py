@@ -315,9 +315,9 @@ class Recompute:
             getattr(torch, self._device.type).set_rng_state(state[1], self._device)
 
 
-def _wanting(module: Any, given: Any, made: Tensor) -> Tensor:
+def _wanting(module: Any, given: Any, output: Tensor) -> Tensor:
     """Let what comes out of a module want a gradient, so that all that follows is kept."""
-    return made if made.requires_grad else made.detach().requires_grad_()
+    return output if output.requires_grad else output.detach().requires_grad_()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

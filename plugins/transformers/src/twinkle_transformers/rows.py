@@ -68,9 +68,11 @@ def row_count(name: str, value: Any, rows: int, together: int = 1) -> None:
             "forward_only(disable_lora=True) gives what the base model says of the rows)"
         )
     elif not _is_sized(value) or len(value) * together != rows:
-        found = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
+        description = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
         each = "a row" if together == 1 else f"for each {together} rows"
-        raise ArgumentError(f"{name} has {found}, the batch has {rows} rows; give one entry {each}, in the same order")
+        raise ArgumentError(
+            f"{name} has {description}, the batch has {rows} rows; give one entry {each}, in the same order"
+        )
 
 
 def split_rows(rows: Sequence[Any], size: int | None, together: int = 1) -> list[Sequence[Any]]:

@@ -222,8 +222,8 @@ class TorchSampler(ReceivesWeights, Sampler):
     def evidence(self) -> list[Evidence]:
         """Return what was measured about sampling step by step, after measuring it if that was not done yet."""
         _ = self._service.engine
-        found = self._service.evidence
-        return [] if found is None else [found]
+        evidence = self._service.evidence
+        return [] if evidence is None else [evidence]
 
     def step(self) -> bool:
         """Take one step for whatever is being sampled, for a loop that does other work in between.
@@ -276,8 +276,8 @@ class TorchSampler(ReceivesWeights, Sampler):
         if adapter.version is not None:
             return [self._source.pick_version(adapter.version, runner)] * count
         names = [None] * count if adapter.base else _names(adapter.name, count)
-        found = {name: self._source.pick(name, adapter.path, runner) for name in dict.fromkeys(names)}
-        return [found[name] for name in names]
+        picks = {name: self._source.pick(name, adapter.path, runner) for name in dict.fromkeys(names)}
+        return [picks[name] for name in names]
 
     def reset_prefix_cache(self) -> None:
         """Forget what is kept of earlier prompts.

@@ -141,7 +141,11 @@ def routing_of(rows: int) -> Routing | None:
 
 def body_of(model: Any) -> Any:
     """Return a causal language model without its head; not every class (Llama 4) tells it as its `base_model`."""
-    others = (found for found in (model.get_decoder(), getattr(model, "model", None)) if found not in (None, model))
+    others = (
+        candidate
+        for candidate in (model.get_decoder(), getattr(model, "model", None))
+        if candidate not in (None, model)
+    )
     return model.base_model if model.base_model is not model else next(others, model)
 
 
@@ -211,8 +215,8 @@ class Segmenter:
     @property
     def reason(self) -> str | None:
         """Why packing is off, without advice; None where it is on or was not tried."""
-        found = self.evidence.get("packing")
-        return None if found is None or found.exact else found.reason
+        evidence = self.evidence.get("packing")
+        return None if evidence is None or evidence.exact else evidence.reason
 
     @property
     def mixers(self) -> list[str]:
@@ -238,10 +242,10 @@ class Segmenter:
                 self.evidence["prefixes"] = turned_off("prefixes") or Evidence("prefixes", False, "structure", keeps)
             else:
                 self._try("prefixes", _PREFIXED, _PARENTS)
-        if refusal is not None or (found := self.evidence["prefixes"]).exact:
+        if refusal is not None or (evidence := self.evidence["prefixes"]).exact:
             return refusal
         return (
-            f"{type(self.model).__name__} does not take sequences that share a prefix: {found.reason}; give each "
+            f"{type(self.model).__name__} does not take sequences that share a prefix: {evidence.reason}; give each "
             "sequence its prefix"
         )
 
@@ -282,8 +286,8 @@ class Segmenter:
 
     def _try(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None = None) -> None:
         """Measure a path, and leave the evidence in `evidence`."""
-        self.evidence[path] = found = turned_off(path) or self._judge(path, lengths, parents)
-        get_logger().debug("%s: %s", type(self.model).__name__, found)
+        self.evidence[path] = evidence = turned_off(path) or self._judge(path, lengths, parents)
+        get_logger().debug("%s: %s", type(self.model).__name__, evidence)
 
     def _judge(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Evidence:
         """Compare hidden states of packed sequences with those of each alone, and change each sequence in turn."""
@@ -325,14 +329,14 @@ class Segmenter:
 
 def _changes(segments: Segments, ids: Tensor, others: Tensor) -> list[tuple[Tensor, list[int]]]:
     """Return inputs in which one sequence is changed, each with the tokens of sequences that must not see it."""
-    found = []
+    changes = []
     for number, (start, stop) in enumerate(segments.bounds):
         changed = ids.clone()
         changed[start:stop] = others[start:stop]
         blind = [i for i, chain in enumerate(segments.chains) if i != number and number not in chain]
         rows = [row for i in blind for row in range(*segments.bounds[i])]
-        found.append((changed, rows))
-    return found
+        changes.append((changed, rows))
+    return changes
 
 
 def is_routed(model: Any) -> bool:

@@ -202,13 +202,13 @@ def _common(keys: Sequence[bytes], order: Sequence[int]) -> list[int]:
     import numpy as np
 
     tokens = [np.frombuffer(keys[number], np.int64) for number in order]
-    found = []
+    lengths = []
     for one, other in pairwise(tokens):
         length = min(len(one), len(other))
         differ = one[:length] != other[:length]
         first = int(differ.argmax())
-        found.append(first if differ[first] else length)
-    return found
+        lengths.append(first if differ[first] else length)
+    return lengths
 
 
 def _widest(keys: Sequence[bytes], order: Sequence[int], common: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -237,10 +237,10 @@ def _laid_out(lengths: Sequence[int], read_from: Sequence[int], prefixes: Mappin
             members.setdefault(prefix, []).append(row)
     pieces: list[tuple[int, int, int]] = []
     parents: list[int] = []
-    found: dict[int, NDArray[np.int64]] = {}
+    indices: dict[int, NDArray[np.int64]] = {}
     end = 0
     for row in read_from:
-        if row in found:
+        if row in indices:
             continue
         prefix = prefixes[row]
         shared, parent, before = 0, -1, np.arange(0)
@@ -254,13 +254,13 @@ def _laid_out(lengths: Sequence[int], read_from: Sequence[int], prefixes: Mappin
             pieces.append((member, shared, lengths[member]))
             parents.append(parent)
             own = np.arange(end, end + lengths[member] - shared)
-            found[member] = np.concatenate((before, own))
+            indices[member] = np.concatenate((before, own))
             end += len(own)
     return PrefixPlan(
         pieces=tuple(pieces),
         parents=tuple(parents),
         lengths=tuple(stop - start for _, start, stop in pieces),
         starts=tuple(start for _, start, _ in pieces),
-        index=tuple(found[whole][:length] for whole, length in zip(read_from, lengths, strict=True)),
+        index=tuple(indices[whole][:length] for whole, length in zip(read_from, lengths, strict=True)),
         saved=sum(lengths) - end,
     )

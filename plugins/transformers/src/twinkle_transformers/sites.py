@@ -48,18 +48,18 @@ def find_sites(model: Any) -> dict[str, Site]:
     """
     head = model.get_output_embeddings()
     inside = {id(module) for module in decoder_of(model).modules()} | {id(head)}
-    found: dict[str, Site] = {}
+    sites: dict[str, Site] = {}
     for name, module in model.named_modules():
         if id(module) in inside and (site := _site(name, module, module is head)) is not None:
-            found[name] = site
-    return found
+            sites[name] = site
+    return sites
 
 
 def decoder_of(model: Any) -> nn.Module:
     """Return the text decoder of a causal language model; not every class tells it."""
-    found, head = model.get_decoder(), model.get_output_embeddings()
-    known = isinstance(found, nn.Module) and found not in (model, head)
-    decoder: nn.Module = found if known else body_of(model)
+    candidate, head = model.get_decoder(), model.get_output_embeddings()
+    known = isinstance(candidate, nn.Module) and candidate not in (model, head)
+    decoder: nn.Module = candidate if known else body_of(model)
     return decoder
 
 
@@ -74,17 +74,17 @@ def install(sites: Iterator[Site] | list[Site], *, head: bool = False) -> None:
         Unsupported: a layer's forward was replaced by something else already.
     """
     for site in sites:
-        mine = site.module.__dict__.get("forward")
-        if mine is not None and not (isinstance(mine, partial) and mine.func is _adapted):
+        replaced = site.module.__dict__.get("forward")
+        if replaced is not None and not (isinstance(replaced, partial) and replaced.func is _adapted):
             raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); undo that first")
-        if mine is None and (head or not site.head):
+        if replaced is None and (head or not site.head):
             site.module.__dict__["forward"] = partial(_adapted, site)
 
 
 def uninstall(sites: Iterator[Site] | list[Site]) -> None:
     """Give the layers their own forward back."""
     for site in sites:
-        if isinstance(mine := site.module.__dict__.get("forward"), partial) and mine.func is _adapted:
+        if isinstance(replaced := site.module.__dict__.get("forward"), partial) and replaced.func is _adapted:
             del site.module.__dict__["forward"]
 
 
@@ -95,16 +95,16 @@ def check_places(sites: Iterable[Site]) -> None:
         Unsupported: it names the layer.
     """
     for site in sites:
-        module, mine = site.module, site.module.__dict__.get("forward")
-        ours = (mine is None and site.head) or (isinstance(mine, partial) and mine.func is _adapted)
+        module, replaced = site.module, site.module.__dict__.get("forward")
+        ours = (replaced is None and site.head) or (isinstance(replaced, partial) and replaced.func is _adapted)
         if not ours or (isinstance(module, nn.Linear) and not _is_linear(module)):
             raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); adapters need its own")
 
 
 def is_at_rest(module: nn.Module) -> bool:
     """Say whether calling a layer now runs its own forward: nothing replaced that, and no pass with adapters runs."""
-    mine = module.__dict__.get("forward")
-    return mine is None or (isinstance(mine, partial) and mine.func is _adapted and routing_now() is None)
+    replaced = module.__dict__.get("forward")
+    return replaced is None or (isinstance(replaced, partial) and replaced.func is _adapted and routing_now() is None)
 
 
 def _adapted(site: Site, x: Tensor) -> Tensor:

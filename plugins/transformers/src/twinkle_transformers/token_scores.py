@@ -98,9 +98,9 @@ def score_hidden(
     if (
         needs.fuse is not None
         and labels.ndim == 2
-        and (made := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None
+        and (outputs := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None
     ):
-        return made
+        return outputs
     scores = score_tokens(
         rows,
         targets,
@@ -185,12 +185,12 @@ def _fused(
         needs.predictions,
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        made = needs.fuse(product)
-    if made is None:
+        fused = needs.fuse(product)
+    if fused is None:
         return None
-    output: ModelOutput = {"fused_loss_sum": made.loss_sum}
-    if made.predictions is not None:
-        output["predictions"] = _place(batch["labels"].shape[:2], chosen.to(rows.device), made.predictions, IGNORE)
+    output: ModelOutput = {"fused_loss_sum": fused.loss_sum}
+    if fused.predictions is not None:
+        output["predictions"] = _place(batch["labels"].shape[:2], chosen.to(rows.device), fused.predictions, IGNORE)
     return output
 
 

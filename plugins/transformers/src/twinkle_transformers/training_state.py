@@ -36,14 +36,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); the checkpoint is incomplete") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object; the checkpoint is damaged")
-    return found
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds a {type(document).__name__}, not an object; the checkpoint is damaged")
+    return document
 
 
 _PAIRS, _COUNTER = "__pairs__", "__counter__"
@@ -380,17 +380,17 @@ def compare_optimizers(folder: Path | str, saved: Mapping[str, Any], optimizer: 
             f"call set_optimizer({saved['class']!r}, ...) before resuming"
         )
     name_of = {id(parameter): name for name, parameter in names.items()}
-    mine = [[name_of.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+    own_groups = [[name_of.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
     stored = [group["params"] for group in saved["groups"]]
-    own, theirs = ({name for group in groups for name in group} for groups in (mine, stored))
-    if odd := sorted(own ^ theirs):
-        where = "checkpoint" if odd[0] in theirs else "model"
+    own, saved_names = ({name for group in groups for name in group} for groups in (own_groups, stored))
+    if odd := sorted(own ^ saved_names):
+        where = "checkpoint" if odd[0] in saved_names else "model"
         raise CheckpointError(
             f"{folder}: its optimizer is for other parameters; {odd[0]} is only in the {where} ({len(odd)} such names)"
         )
-    if len(mine) != len(stored):
+    if len(own_groups) != len(stored):
         raise CheckpointError(
-            f"{folder}: its optimizer has {len(stored)} groups of parameters, this one has {len(mine)}"
+            f"{folder}: its optimizer has {len(stored)} groups of parameters, this one has {len(own_groups)}"
         )
 
 
@@ -401,11 +401,12 @@ def compare_schedulers(folder: Path | str, saved: Mapping[str, Any] | None, sche
         CheckpointError: it is of another class, or only one of both exists.
     """
     have = None if scheduler is None else type(scheduler).__name__
-    theirs = None if saved is None else saved["class"]
-    if have != theirs:
-        do = f"call set_lr_scheduler({theirs!r}, ...)" if theirs else "set none"
+    saved_class = None if saved is None else saved["class"]
+    if have != saved_class:
+        do = f"call set_lr_scheduler({saved_class!r}, ...)" if saved_class else "set none"
         raise CheckpointError(
-            f"{folder} was saved with {theirs or 'no scheduler'}, the model has {have or 'none'}; {do} before resuming"
+            f"{folder} was saved with {saved_class or 'no scheduler'}, the model has {have or 'none'}; {do} before "
+            "resuming"
         )
 
 

@@ -220,10 +220,10 @@ class Dispatch:
 
     def pieces(self, adapter_group: AdapterGroup) -> ExpertPieces:
         """Return the pieces of an adapter group: one for each of its operations and each expert that it uses."""
-        found = self._pieces.get(id(adapter_group))
-        if found is None:
-            found = self._pieces[id(adapter_group)] = self._cut(adapter_group)
-        return found
+        pieces = self._pieces.get(id(adapter_group))
+        if pieces is None:
+            pieces = self._pieces[id(adapter_group)] = self._cut(adapter_group)
+        return pieces
 
     def sum(self, pairs: Tensor) -> Tensor:
         """Return `[T, m]`, for each token the sum over its experts of `[T k, m]`, in the order that `chosen` has."""

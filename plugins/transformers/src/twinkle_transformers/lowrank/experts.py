@@ -85,11 +85,11 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispa
         return y if bias is None else y.add_(bias[dispatch.experts_of_pairs])
     y = rows.new_empty(len(rows), weight.shape[2])
     for expert, start, length in dispatch.slices:
-        out, mine = y.narrow(0, start, length), rows.narrow(0, start, length)
+        out, own_rows = y.narrow(0, start, length), rows.narrow(0, start, length)
         if bias is None:
-            torch.mm(mine, weight[expert], out=out)
+            torch.mm(own_rows, weight[expert], out=out)
         else:
-            torch.addmm(bias[expert], mine, weight[expert], out=out)
+            torch.addmm(bias[expert], own_rows, weight[expert], out=out)
     return y
 
 

@@ -59,11 +59,11 @@ class Groups:
 
     def offsets(self, device: torch.device) -> Tensor:
         """Return where each group ends, int32 `[n]` on a device."""
-        found = self._moved.get(device)
-        if found is None:
-            found = torch.tensor(self.lengths, device=device).cumsum(0).to(torch.int32)
-            self._moved[device] = found
-        return found
+        offsets = self._moved.get(device)
+        if offsets is None:
+            offsets = torch.tensor(self.lengths, device=device).cumsum(0).to(torch.int32)
+            self._moved[device] = offsets
+        return offsets
 
     @cached_property
     def _moved(self) -> dict[torch.device, Tensor]:

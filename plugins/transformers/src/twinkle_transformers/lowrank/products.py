@@ -171,9 +171,9 @@ def _add_term(
 ) -> None:
     groups, weights, totals = adapter_group.groups, adapter_group.weights, adapter_group.grads
     assert totals is not None
-    mine = groups.cut(g)
-    inner = groups.multiply(mine, entry.up_of(weights).mT).mul_(entry.scale)
-    groups.add_outer(entry.up_of(totals), hidden, mine, entry.scale)
+    own_grads = groups.cut(g)
+    inner = groups.multiply(own_grads, entry.up_of(weights).mT).mul_(entry.scale)
+    groups.add_outer(entry.up_of(totals), hidden, own_grads, entry.scale)
     groups.add_outer(entry.down_of(totals), inner, _into(adapter_group, entry, rows, name))
     if dx is None:
         return

@@ -219,10 +219,10 @@ def _joined_or_raised(group: OptimizerGroup, result: OperationResult | Operation
 
 def rows_by_adapter(names: Sequence[str | None]) -> dict[str | None, list[int]]:
     """Return the numbers of each adapter's rows, adapters in the order in which they first come."""
-    found: dict[str | None, list[int]] = {}
+    rows: dict[str | None, list[int]] = {}
     for row, name in enumerate(names):
-        found.setdefault(name, []).append(row)
-    return found
+        rows.setdefault(name, []).append(row)
+    return rows
 
 
 def check_names(names: Any, inputs: Any) -> list[str | None]:
@@ -242,8 +242,8 @@ def check_names(names: Any, inputs: Any) -> list[str | None]:
         raise ArgumentError(f"adapter_name has {len(names)} names, inputs {len(inputs)} rows; give one name a row")
     if odd := [name for name in names if not isinstance(name, str | None)]:
         raise ArgumentError(f"adapter_name holds a {type(odd[0]).__name__}; give names, or None for the base model")
-    found: list[str | None] = names
-    return found
+    checked: list[str | None] = names
+    return checked
 
 
 def encode_each(rows: Sequence[Any], encode: Callable[[Any], Any]) -> list[Any]:
@@ -252,7 +252,7 @@ def encode_each(rows: Sequence[Any], encode: Callable[[Any], Any]) -> list[Any]:
     Raises:
         DataError: a template cut a conversation into several rows.
     """
-    found = []
+    features = []
     for number, row in enumerate(rows):
         encoded = as_rows([row], encode)
         if len(encoded) != 1:
@@ -260,8 +260,8 @@ def encode_each(rows: Sequence[Any], encode: Callable[[Any], Any]) -> list[Any]:
                 f"row {number}: its template makes {len(encoded)} rows of it; where each row names its adapter, "
                 "encode first (dataset.encode()) or choose another truncation"
             )
-        found += encoded
-    return found
+        features += encoded
+    return features
 
 
 def split_arguments(
@@ -279,7 +279,7 @@ def split_arguments(
     per_row: dict[str, int] = {}
     for loss in losses.values():
         per_row |= row_inputs(loss)
-    found: dict[str | None, dict[str, Any]] = {name: {} for name in rows}
+    shares: dict[str | None, dict[str, Any]] = {name: {} for name in rows}
     for key, value in arguments.items():
         takers = 0
         if key in per_row and value is not None and not asks_for_base({key: value}):
@@ -289,24 +289,24 @@ def split_arguments(
                     "that has one a row"
                 )
             row_count(key, value, total)
-            for name, mine in rows.items():
-                part = _rows_of(value, mine, f"{key} of adapter {name!r}")
+            for name, indices in rows.items():
+                part = _rows_of(value, indices, f"{key} of adapter {name!r}")
                 if part is not None and name in losses and not _takes(losses[name], key):
                     whose = f"{loss_name(losses[name])} of adapter {name!r}"
-                    raise ArgumentError(f"{key}: {whose} takes none; give None for its rows {mine}")
+                    raise ArgumentError(f"{key}: {whose} takes none; give None for its rows {indices}")
                 if part is not None:
-                    found[name][key] = part
+                    shares[name][key] = part
             continue
         for name, loss in losses.items():
             if _takes(loss, key):
-                found[name][key] = value
+                shares[name][key] = value
                 takers += 1
         if not takers:
             for loss in losses.values():
                 check_loss_arguments(loss, {key: value}, partial=True)  # says which name is near
             names = sorted({loss_name(loss) for loss in losses.values()})
             raise ArgumentError(f"none of the losses {', '.join(names)} takes an argument {key!r}")
-    return found
+    return shares
 
 
 def _takes(loss: Any, key: str) -> bool:
@@ -347,23 +347,23 @@ def outputs_by_row(
     Raises:
         OperationsFailed: an operation failed; the outputs of the others are in its `outputs`.
     """
-    found: list[ModelOutput | None] = [None] * total
+    outputs: list[ModelOutput | None] = [None] * total
     errors: list[Exception] = []
-    told: list[str] = []
-    for (name, mine), result in zip(rows.items(), results, strict=True):
+    messages: list[str] = []
+    for (name, indices), result in zip(rows.items(), results, strict=True):
         if isinstance(result, OperationError):
             whose = "the base model" if name is None else f"adapter {name!r}"
-            result.error.add_note(f"in {whose}: its rows 0, 1, ... are the rows {mine} of the call")
+            result.error.add_note(f"in {whose}: its rows 0, 1, ... are the rows {indices} of the call")
             errors.append(result.error)
-            told.append(f"{whose} (rows {mine} of the call): {result.error}")
+            messages.append(f"{whose} (rows {indices} of the call): {result.error}")
             continue
-        for row, output in zip(mine, result.outputs, strict=True):
-            found[row] = output
+        for row, output in zip(indices, result.outputs, strict=True):
+            outputs[row] = output
     if errors:
         rest = "; the others are done" if len(errors) < len(rows) else ""
-        what = f"{len(errors)} of {len(rows)} operations failed{rest}. " + "; ".join(told)
-        raise OperationsFailed(what, errors, found)
-    return found  # type: ignore[return-value]
+        what = f"{len(errors)} of {len(rows)} operations failed{rest}. " + "; ".join(messages)
+        raise OperationsFailed(what, errors, outputs)
+    return outputs  # type: ignore[return-value]
 
 
 def join_outputs(result: OperationResult, *, left: bool) -> ModelOutput:

@@ -192,11 +192,11 @@ def run_each_sequence(call: Callable[[Mapping[str, Tensor]], Tensor], stream: St
         stream: without shared prefixes.
     """
     scope = Scope(stream.segments, None, stream.routing)
-    found = []
+    outputs = []
     for number, (start, stop) in enumerate(stream.segments.bounds):
         with scope.only((number,)):
-            found.append(call({"input_ids": stream.ids[:, start:stop]}))
-    return torch.cat(found)
+            outputs.append(call({"input_ids": stream.ids[:, start:stop]}))
+    return torch.cat(outputs)
 
 
 def _against(backbone: Backbone) -> str | None:
@@ -207,13 +207,13 @@ def _against(backbone: Backbone) -> str | None:
     ids, other = (torch.tensor([row], device=model.device) for row in (one, [*one[:_SAME], *two[_SAME:]]))
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-        return found
+        output: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        return output
 
     with evaluating(model):
-        found = judge("causal order", logits, logits, ids, [(other, range(_SAME))], routed=is_routed(model))
-    if found.exact:
+        evidence = judge("causal order", logits, logits, ids, [(other, range(_SAME))], routed=is_routed(model))
+    if evidence.exact:
         return None
-    if found.method == "structure":
-        return f"it does not run on tokens alone ({found.reason})"
-    return f"its tokens see those that come after them: {found.reason}"
+    if evidence.method == "structure":
+        return f"it does not run on tokens alone ({evidence.reason})"
+    return f"its tokens see those that come after them: {evidence.reason}"

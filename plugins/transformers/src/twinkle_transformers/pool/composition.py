@@ -70,33 +70,33 @@ class Compositions:
         Args:
             works: operations with a composition, cut as it says (`cuts_of`).
         """
-        found: dict[int, list[Any]] = {}
+        slots_of: dict[int, list[Any]] = {}
         for work in works:
             parts = {part.first: part for part in work.parts}
             for entry in work.operation.composition or ():
-                slots = found.setdefault(entry[PASS], list(entry[PARTS]))
+                slots = slots_of.setdefault(entry[PASS], list(entry[PARTS]))
                 for place, slot in enumerate(entry[PARTS]):
                     if ROWS in slot:
                         slots[place] = parts[slot[ROWS][0]]
-        for number in sorted(found):
-            yield [slot if isinstance(slot, MicroBatch) else self._placeholder(slot) for slot in found[number]]
+        for number in sorted(slots_of):
+            yield [slot if isinstance(slot, MicroBatch) else self._placeholder(slot) for slot in slots_of[number]]
 
     def _shape(self, part: MicroBatch) -> dict[str, Any]:
         pieces: TokenPieces = part.pieces
-        found: dict[str, Any] = {"lengths": [len(ids) for ids in pieces.ids]}
+        shape: dict[str, Any] = {"lengths": [len(ids) for ids in pieces.ids]}
         if max(pieces.parents, default=-1) >= 0:
-            found |= {"starts": pieces.starts, "parents": pieces.parents, "tokens": part.tokens}
+            shape |= {"starts": pieces.starts, "parents": pieces.parents, "tokens": part.tokens}
         if (tenant := part.work.tenant) is not None:
-            found["adapter"] = self._code(tenant.plan.layout)
+            shape["adapter"] = self._code(tenant.plan.layout)
             if tenant.plan.dropout and part.work.training:
-                found["dropout"] = tenant.plan.dropout
+                shape["dropout"] = tenant.plan.dropout
         if part.work.training:
-            found["trained"] = True
+            shape["trained"] = True
         if part.scoring is not None:
-            found["scores"] = _write_scoring(part.scoring)
+            shape["scores"] = _write_scoring(part.scoring)
         if part.twin is not None:
-            found["base"] = self._shape(part.twin)
-        return found
+            shape["base"] = self._shape(part.twin)
+        return shape
 
     def _placeholder(self, shape: Mapping[str, Any]) -> MicroBatch:
         lengths, training = shape["lengths"], bool(shape.get("trained"))

@@ -102,16 +102,16 @@ def read_config(
     elif config.target_modules == "all-linear":
         _everywhere(config, sites, experts or {}, model)
     config = as_peft_reads(config, model)
-    found = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
+    adapted_experts = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
     names = _targets(name, config, sites, model)
     shapes = [(key, _shape(name, config, sites[key])) for key in names]
-    shapes += [(key, _shape(name, config, site)) for key, site in found.items()]
+    shapes += [(key, _shape(name, config, site)) for key, site in adapted_experts.items()]
     init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")
     seed = own.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise ArgumentError(f"adapter {name!r}: seed={seed!r}; it must be a whole number")
     layout = Layout.of(shapes, rank_multiple=rank_multiple)
-    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), found, seed)
+    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), adapted_experts, seed)
 
 
 def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
@@ -149,10 +149,10 @@ def _check(name: str, config: LoraConfig) -> None:
         )
     plain = LoraConfig()
     for field in fields(config):
-        mine = getattr(config, field.name)
-        if field.name not in _HONOURED and mine and mine != getattr(plain, field.name):
+        value = getattr(config, field.name)
+        if field.name not in _HONOURED and value and value != getattr(plain, field.name):
             raise Unsupported(
-                f"adapter {name!r}: {field.name}={mine!r} is not supported where many adapters share one base model; "
+                f"adapter {name!r}: {field.name}={value!r} is not supported where many adapters share one base model; "
                 "leave it out, or train it alone with TransformersModel"
             )
 
@@ -166,8 +166,8 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
                 f"adapter {name!r}: PEFT has no target_modules for {kind!r}; give some, such as 'all-linear'"
             )
         config.target_modules = set(known)
-    found = [key for key in sites if _matches(config, key)]
-    for key in found:
+    matched = [key for key in sites if _matches(config, key)]
+    for key in matched:
         if refusal := _peft_refuses(config, model, key):
             raise ArgumentError(f"adapter {name!r}: {refusal}")
     for key, module in model.named_modules():
@@ -176,12 +176,12 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
                 f"adapter {name!r}: its targets match {key}, a {type(module).__name__}; a pool adapts the linear "
                 f"layers of the text decoder alone, such as {next(iter(sites))}"
             )
-    if not found and not config.target_parameters:
+    if not matched and not config.target_parameters:
         raise ArgumentError(
             f"adapter {name!r}: target_modules={config.target_modules!r} matches no layer of "
             f"{type(model).__name__}; its layers are {', '.join(sorted({key.rpartition('.')[2] for key in sites}))}"
         )
-    return found
+    return matched
 
 
 def _everywhere(config: LoraConfig, sites: Mapping[str, Site], experts: Mapping[str, ExpertSite], model: Any) -> None:
@@ -190,14 +190,14 @@ def _everywhere(config: LoraConfig, sites: Mapping[str, Site], experts: Mapping[
     Where PEFT turns names of layers into names of experts, layers that still have such a name are left out too.
     """
     read = as_peft_reads(config, model)
-    found = [key for key, site in sites.items() if not (site.head or site.router or _peft_refuses(config, model, key))]
+    names = [key for key, site in sites.items() if not (site.head or site.router or _peft_refuses(config, model, key))]
     if read.target_modules != config.target_modules:
-        found = [key for key in found if key.rpartition(".")[2] in read.target_modules]
+        names = [key for key in names if key.rpartition(".")[2] in read.target_modules]
         wanted = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
         config.target_parameters = [key for key in wanted if key.rpartition(".")[2] in read.target_parameters] or None
         if config.target_parameters:
             config.rank_pattern, config.alpha_pattern = read.rank_pattern, read.alpha_pattern
-    config.target_modules = _shortest(found, model)
+    config.target_modules = _shortest(names, model)
 
 
 def _peft_refuses(config: LoraConfig, model: Any, key: str) -> str | None:
@@ -227,11 +227,11 @@ def _by_family(
             f"adapter {name!r}: give target_modules, or train_attn, train_mlp and train_unembed, but not both"
         )
     wanted = {family: own.get(f"train_{family}", True) for family in ("attn", "mlp", "unembed")}
-    found = [key for key, site in sites.items() if wanted[_family(key, site)] and not site.router]
-    found = [key for key in found if not _peft_refuses(config, model, key)]
-    if not found and not (wanted["mlp"] and experts):
+    names = [key for key, site in sites.items() if wanted[_family(key, site)] and not site.router]
+    names = [key for key in names if not _peft_refuses(config, model, key)]
+    if not names and not (wanted["mlp"] and experts):
         raise ArgumentError(f"adapter {name!r}: train_attn, train_mlp and train_unembed are all off; nothing is left")
-    config.target_modules = _shortest(found, model)
+    config.target_modules = _shortest(names, model)
     if wanted["mlp"] and experts:
         config.target_parameters = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
 
@@ -242,10 +242,10 @@ def _family(key: str, site: Site) -> str:
     return "attn" if ATTENTION & set(key.split(".")) else "mlp"
 
 
-def _shortest(found: list[str], model: Any) -> set[str]:
+def _shortest(names: list[str], model: Any) -> set[str]:
     """Return last names that match these layers and nothing else of the model, or else their whole names."""
-    wanted = set(found)
-    last = {key.rpartition(".")[2] for key in found}
+    wanted = set(names)
+    last = {key.rpartition(".")[2] for key in names}
     others = {key.rpartition(".")[2] for key, _ in model.named_modules() if key not in wanted}
     return wanted if last & others else last
 

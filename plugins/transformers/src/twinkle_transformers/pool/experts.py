@@ -67,12 +67,12 @@ def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
         model: the Hugging Face module, without a PEFT wrapper.
     """
     inside = {id(module) for module in model.get_decoder().modules()}
-    found: dict[str, ExpertSite] = {}
+    sites: dict[str, ExpertSite] = {}
     for path, module in model.named_modules():
-        if id(module) in inside and all(hasattr(module, told) for told in _TOLD):
+        if id(module) in inside and all(hasattr(module, attribute) for attribute in _TOLD):
             block = model.get_submodule(path.rpartition(".")[0])
-            found |= {site.name: site for site in _sites(path, module, block)}
-    return found
+            sites |= {site.name: site for site in _sites(path, module, block)}
+    return sites
 
 
 def install_experts(sites: Iterable[ExpertSite]) -> None:

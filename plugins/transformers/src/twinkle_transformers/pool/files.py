@@ -46,13 +46,13 @@ def read_flat(plan: AdapterPlan, folder: Path, sites: Mapping[str, Site]) -> tor
     path = folder / adapters.WEIGHTS
     own = dict(matrices_of(plan, torch.empty(plan.layout.size, device="meta")))  # what it says may be beyond memory
     base = {f"base_model.model.{name}.base_layer.weight": site.module.weight for name, site in sites.items()}
-    found = {key: shape for key, shape in shapes_in(path).items() if key not in base}
-    for key in sorted(own.keys() | found.keys()):
-        mine = list(own[key].shape) if key in own else None
-        if mine != found.get(key):
+    shapes = {key: shape for key, shape in shapes_in(path).items() if key not in base}
+    for key in sorted(own.keys() | shapes.keys()):
+        own_shape = list(own[key].shape) if key in own else None
+        if own_shape != shapes.get(key):
             raise CheckpointError(
-                f"the adapter in {folder} belongs to another model: {key} is {_shape(found.get(key))} in the file and "
-                f"{_shape(mine)} in this model; load the base model that it was trained on"
+                f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
+                f"{_shape(own_shape)} in this model; load the base model that it was trained on"
             )
     flat = torch.zeros(plan.layout.size)
     own = dict(matrices_of(plan, flat))

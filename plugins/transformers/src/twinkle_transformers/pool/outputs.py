@@ -53,8 +53,8 @@ class Outputs:
         """
         rows = {
             id(part): (adapter_group, row)
-            for adapter_group, mine in stream.adapter_groups
-            for row, part in enumerate(mine)
+            for adapter_group, group_parts in stream.adapter_groups
+            for row, part in enumerate(group_parts)
         }
         together: dict[Any, list[MicroBatch]] = {}
         for part in parts:
@@ -112,12 +112,12 @@ class Outputs:
             [None] * len(sizes) if values is None else torch.split_with_sizes(values, sizes)
             for values in (getattr(scores, field.name) for field in fields(TokenScores))
         ]
-        for part, where, *mine in zip(parts, chosen, *columns, strict=False):
+        for part, where, *part_values in zip(parts, chosen, *columns, strict=False):
             if part.placeholder:
                 continue
             if isinstance(head, nn.Module):
                 part.scoring = Scoring(needs, temperature, tuple(part.batch["labels"].shape[2:]), len(where))
-            self._set(part, scatter_scores(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
+            self._set(part, scatter_scores(part.batch["labels"], where.to(self.device), TokenScores(*part_values)))
 
     def _whole(self, part: MicroBatch, hidden: Tensor, head: Any) -> None:
         """Compute what only one part wants: whole logits, or one vector a row."""
@@ -152,13 +152,13 @@ class Outputs:
         return _AdaptedHead(self.backbone.head, self.head, *rows[id(part)])
 
     def _transform(self, part: MicroBatch, temperature: float) -> LogitTransform:
-        mine, softcap = self.backbone.transform, part.work.needs.softcap
-        if softcap is not None and softcap != mine.softcap:
+        transform, softcap = self.backbone.transform, part.work.needs.softcap
+        if softcap is not None and softcap != transform.softcap:
             raise ArgumentError(
-                f"the loss says softcap={softcap}, but the model caps its logits at {mine.softcap}; leave softcap out "
-                "to use the model's own"
+                f"the loss says softcap={softcap}, but the model caps its logits at {transform.softcap}; leave softcap "
+                "out to use the model's own"
             )
-        return LogitTransform(mine.scale, mine.softcap, temperature)
+        return LogitTransform(transform.scale, transform.softcap, temperature)
 
     @staticmethod
     def _set(part: MicroBatch, outputs: ModelOutput) -> None:
@@ -175,8 +175,8 @@ class _AdaptedHead:
         """Return logits `[n, V]` of hidden states `[n, H]`."""
         adapter_group, count = self.adapter_group, len(hidden)
         grads = None if adapter_group.grads is None else adapter_group.grads[self.row]
-        mine = AdapterGroup(adapter_group.layout, Groups(0, (count,)), adapter_group.weights[self.row], grads)
-        routing = Routing([mine], count, 0 if grads is None else count)
+        head_group = AdapterGroup(adapter_group.layout, Groups(0, (count,)), adapter_group.weights[self.row], grads)
+        routing = Routing([head_group], count, 0 if grads is None else count)
         return lowrank.linear(hidden, self.head.weight, self.head.bias, routing, self.name)
 
 

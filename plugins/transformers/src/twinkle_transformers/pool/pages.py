@@ -45,17 +45,17 @@ class _Place:
 
 def places(tenant: Tenant) -> dict[str, _Place]:
     """Return an adapter's tensors by name: weights, pending gradient, and whatever its optimizer keeps in its state."""
-    found: dict[str, _Place] = {"weights": _Place(tenant.flat.detach(), [partial(_put_weights, tenant)])}
+    tensors: dict[str, _Place] = {"weights": _Place(tenant.flat.detach(), [partial(_put_weights, tenant)])}
     if tenant.flat.grad is not None:
-        found["gradient"] = _Place(tenant.flat.grad, [partial(_put_gradient, tenant)])
+        tensors["gradient"] = _Place(tenant.flat.grad, [partial(_put_gradient, tenant)])
     seen: dict[int, _Place] = {}
     for name, held, key in _state_of(tenant):
         tensor = held[key]
         if id(tensor) in seen:
             seen[id(tensor)].put.append(partial(_put_item, held, key))
         else:
-            found[name] = seen[id(tensor)] = _Place(tensor, [partial(_put_item, held, key)])
-    return found
+            tensors[name] = seen[id(tensor)] = _Place(tensor, [partial(_put_item, held, key)])
+    return tensors
 
 
 def bytes_in(tenant: Tenant, optimizer: int | None = None) -> int:
@@ -172,19 +172,19 @@ class Page:
 
     def _read(self, *, pinned: bool = False) -> dict[str, Tensor]:
         """Return the tensors of the file, as they lay."""
-        found = {}
+        tensors = {}
         try:
             with safe_open(self.file, framework="pt") as file:
                 for name, place in self._places.items():
                     tensor = host_empty(place.shape, place.stride, place.dtype, pinned=pinned)
                     in_memory_order(tensor).copy_(file.get_tensor(name))
-                    found[name] = tensor
+                    tensors[name] = tensor
         except Exception as error:  # safetensors raises a type of its own
             raise CheckpointError(
                 f"adapter {self._tenant.name!r} was paged to {self.file}, which cannot be read: {error}; put the file "
                 "back, or remove the adapter and add it again from a checkpoint"
             ) from error
-        return found
+        return tensors
 
 
 def _state_of(tenant: Tenant) -> Iterator[tuple[str, Any, Any]]:

@@ -225,12 +225,12 @@ class FusedPasses:
 
     def _run(self, given: Mapping[str, Tensor]) -> Tensor:
         """Return hidden states of one row, or its logits where the head cannot be told apart."""
-        found: Tensor
+        output: Tensor
         if self.backbone.splits:
-            found = self.backbone.body(**given, use_cache=False).last_hidden_state[0]
+            output = self.backbone.body(**given, use_cache=False).last_hidden_state[0]
         else:
-            found = self.backbone.model(**given, use_cache=False).logits[0]
-        return found
+            output = self.backbone.model(**given, use_cache=False).logits[0]
+        return output
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:

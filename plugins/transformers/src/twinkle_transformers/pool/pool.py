@@ -244,7 +244,7 @@ class LoraPool:
             return self._step(steps)
 
     def _step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
-        found: list[StepResult | OperationError | None] = [None] * len(steps)
+        results: list[StepResult | OperationError | None] = [None] * len(steps)
         ready: dict[int, Tenant] = {}
         options: dict[int, list[dict[str, Any]]] = {}
         for index, step in enumerate(steps):
@@ -253,7 +253,7 @@ class LoraPool:
                 options[index] = _options_of(tenant)
                 ready[index] = self._ready_for(step, tenant, ready)
             except (TwinkleError, ValueError, TypeError) as error:
-                found[index] = OperationError(error, _name(step.adapter), index)
+                results[index] = OperationError(error, _name(step.adapter), index)
         updates = {index: tenant.group.updates for index, tenant in ready.items()}
         norms = step_each(
             list(ready.values()), [steps[index].max_grad_norm for index in ready], self.parallel, self.on_nonfinite
@@ -262,10 +262,10 @@ class LoraPool:
             if isinstance(norm, Exception):
                 for group, before in zip(tenant.group.optimizer.param_groups, options[index], strict=True):
                     group.update(before)
-                found[index] = OperationError(norm, tenant.name, index)
+                results[index] = OperationError(norm, tenant.name, index)
             else:
-                found[index] = StepResult(norm, tenant.group.updates > updates[index])
-        return [result for result in found if result is not None]
+                results[index] = StepResult(norm, tenant.group.updates > updates[index])
+        return [result for result in results if result is not None]
 
     def _ready_for(self, step: Step, tenant: Tenant, others: Mapping[int, Tenant]) -> Tenant:
         if tenant in others.values():
@@ -370,9 +370,7 @@ class LoraPool:
             get_logger().warning("a pass cannot be computed as it was composed (%s); %s", error, _ROUNDS)
             return [real]
         if len(parts) > 1:
-            get_logger().warning(
-                "a pass of %d operations failed (%s); it is made again in split_in_half", len(parts), error
-            )
+            get_logger().warning("a pass of %d operations failed (%s); it is repeated in halves", len(parts), error)
             return [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
         [part] = parts
         if not is_out_of_memory(error):

@@ -147,52 +147,52 @@ def _read(snapshot: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], Mapping[st
 
 def _compare_shapes(tenant: Tenant, state: Mapping[str, Any]) -> None:
     what = ("rank", "fan_in", "fan_out", "scale", "experts")
-    mine = {name: values for name, *values in _layout(tenant)}
+    own = {name: values for name, *values in _layout(tenant)}
     try:
-        theirs = {name: values for name, *values in state["layout"]}
+        saved = {name: values for name, *values in state["layout"]}
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{_WHERE}: its layout is no list of shapes; it is damaged") from error
-    for name in mine | theirs:
-        if name not in mine or name not in theirs:
-            has, lacks = (_WHERE, "the adapter") if name in theirs else ("the adapter", _WHERE)
+    for name in own | saved:
+        if name not in own or name not in saved:
+            has, lacks = (_WHERE, "the adapter") if name in saved else ("the adapter", _WHERE)
             raise CheckpointError(
                 f"{_WHERE} is of another adapter than {tenant.name!r}: {has} adapts {name}, {lacks} not"
             )
-        for field, here, there in zip_longest(what, mine[name], theirs[name]):
+        for field, here, there in zip_longest(what, own[name], saved[name]):
             if here != there:
-                told = f"at {name} its {field} is {there}, here {here}"
-                raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: {told}")
+                difference = f"at {name} its {field} is {there}, here {here}"
+                raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: {difference}")
     for name, here in (("rank_multiple", tenant.plan.layout.rank_multiple), ("dropout", tenant.plan.dropout)):
         if state[name] != here:
             raise CheckpointError(
                 f"{_WHERE} is of another adapter than {tenant.name!r}: its {name} is {state[name]}, here {here}"
             )
-    if list(mine) != list(theirs):
+    if list(own) != list(saved):
         raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: its matrices lie in another order")
 
 
 def _check_tensors(tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
     for name in (WEIGHTS, GRADIENT):
-        found = tensors.get(name)
-        if found is None and name == GRADIENT:
+        tensor = tensors.get(name)
+        if tensor is None and name == GRADIENT:
             continue
-        if found is None or found.shape != tenant.flat.shape or found.dtype != tenant.flat.dtype:
-            told = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+        if tensor is None or tensor.shape != tenant.flat.shape or tensor.dtype != tenant.flat.dtype:
+            description = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise CheckpointError(
-                f"{_WHERE}: {name} is {told}; it should be {tenant.flat.dtype} {list(tenant.flat.shape)}"
+                f"{_WHERE}: {name} is {description}; it should be {tenant.flat.dtype} {list(tenant.flat.shape)}"
             )
     if odd := [n for n in tensors if n not in (WEIGHTS, GRADIENT) and not n.startswith(OPTIMIZER)]:
         raise CheckpointError(f"{_WHERE} holds {odd[0]!r}, which is nothing of an adapter")
 
 
 def _counters(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = state["counters"]
-    if not isinstance(found, Mapping) or found.keys() != _COUNTERS.keys():
+    counters = state["counters"]
+    if not isinstance(counters, Mapping) or counters.keys() != _COUNTERS.keys():
         raise CheckpointError(f"{_WHERE}: its counters are incomplete; it is damaged")
     for name, kinds in _COUNTERS.items():
-        if type(found[name]) not in kinds:
-            raise CheckpointError(f"{_WHERE}: {name} is {found[name]!r}; it is damaged")
-    return dict(found)
+        if type(counters[name]) not in kinds:
+            raise CheckpointError(f"{_WHERE}: {name} is {counters[name]!r}; it is damaged")
+    return dict(counters)
 
 
 def _put_optimizer(
@@ -227,9 +227,9 @@ def _undone_on_error(group: OptimizerGroup) -> Iterator[None]:
     except Exception as error:  # a plugin's optimizer or scheduler may raise anything
         optimizer.state.clear()
         optimizer.state.update(states)
-        for mine, old in zip(optimizer.param_groups, options, strict=True):
-            mine.clear()
-            mine.update(old)
+        for current, old in zip(optimizer.param_groups, options, strict=True):
+            current.clear()
+            current.update(old)
         if scheduler is not None:
             vars(scheduler).clear()
             vars(scheduler).update(fields)

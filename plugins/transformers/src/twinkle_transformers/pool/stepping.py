@@ -46,13 +46,13 @@ def step_together(
         set_accumulation(tenant.group, gradient_accumulation_steps)
         check_pending(tenant, flush)
     due = [tenant for tenant in tenants if tenant.group.due(flush)]
-    made = step_each(due, [max_norm] * len(due), parallel, policy, norm_type=norm_type, flush=flush)
-    errors = [result for result in made if isinstance(result, Exception)]
+    results = step_each(due, [max_norm] * len(due), parallel, policy, norm_type=norm_type, flush=flush)
+    errors = [result for result in results if isinstance(result, Exception)]
     if errors:
         if len(tenants) == 1:
             raise errors[0]
         raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others are made", errors, [])
-    norms = {id(tenant): norm for tenant, norm in zip(due, made, strict=True) if not isinstance(norm, Exception)}
+    norms = {id(tenant): norm for tenant, norm in zip(due, results, strict=True) if not isinstance(norm, Exception)}
     return [norms.get(id(tenant), 0.0) for tenant in tenants]
 
 
@@ -82,13 +82,13 @@ def step_each(
     norms: dict[int, float] = {}
     if plain:
         groups = [tenants[i].group for i in plain]
-        found = clip_and_step(
+        group_norms = clip_and_step(
             [group.optimizer for group in groups],
             [group.denominator for group in groups],
             [max_norms[i] for i in plain],
         )
-        norms = dict(zip(plain, found.tolist(), strict=True))
-    made: list[float | Exception] = []
+        norms = dict(zip(plain, group_norms.tolist(), strict=True))
+    results: list[float | Exception] = []
     for index, tenant in enumerate(tenants):
         group = tenant.group
         try:
@@ -99,11 +99,11 @@ def step_each(
                 step_group(group, parallel, None, flush, policy)
                 group.clear_gradients()
                 schedule(group, None)
-            made.append(norms[index])
+            results.append(norms[index])
         except NonFiniteError as error:
             error.add_note(f"in the step of adapter {tenant.name!r}")
-            made.append(error)
-    return made
+            results.append(error)
+    return results
 
 
 def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:

@@ -63,12 +63,12 @@ class Scratch:
             fits = [
                 f for f in self._free if f.dtype == dtype and f.device == device and count <= f.numel() <= 2 * count
             ]
-            found = min(fits, key=Tensor.numel, default=None)
-            self._free = [f for f in self._free if f is not found]
-        if found is None:
-            found = torch.empty(count, dtype=dtype, device=device)
-        borrowed.append(found)
-        return found[:count].view(shape)
+            buffer = min(fits, key=Tensor.numel, default=None)
+            self._free = [f for f in self._free if f is not buffer]
+        if buffer is None:
+            buffer = torch.empty(count, dtype=dtype, device=device)
+        borrowed.append(buffer)
+        return buffer[:count].view(shape)
 
     def give_back(self, borrowed: list[Tensor]) -> None:
         """Take memory back, the latest before older; what is too much is let go."""
@@ -158,8 +158,8 @@ def pieces_of(part: MicroBatch, share: bool) -> TokenPieces:
     """Return how the tokens of a part lie in a stream."""
     if part.pieces is None:
         part.pieces = _pieces(part, share)
-    found: TokenPieces = part.pieces
-    return found
+    pieces: TokenPieces = part.pieces
+    return pieces
 
 
 def _pieces(part: MicroBatch, share: bool) -> TokenPieces:
@@ -176,25 +176,25 @@ def _pieces(part: MicroBatch, share: bool) -> TokenPieces:
 def _adapter_groups(
     parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, scratch: Scratch, borrowed: list[Tensor]
 ) -> list[tuple[AdapterGroup, list[MicroBatch]]]:
-    found: list[tuple[AdapterGroup, list[MicroBatch]]] = []
+    adapter_groups: list[tuple[AdapterGroup, list[MicroBatch]]] = []
     bounds = [0, *accumulate(part.computed for part in parts)]
     kinds = [None if p.work.tenant is None else (p.work.tenant.plan.layout, p.work.training, _drops(p)) for p in parts]
     for first, last in runs(kinds):
         tenant = parts[first].work.tenant
         if tenant is None:
             continue
-        mine = list(parts[first:last])
+        group_parts = list(parts[first:last])
         groups = Groups(bounds[first], tuple(stop - start for start, stop in pairwise(bounds[first : last + 1])))
-        size = (len(mine), tenant.plan.layout.size)
-        flats = [p.work.tenant.flat for p in mine if p.work.tenant is not None]
+        size = (len(group_parts), tenant.plan.layout.size)
+        flats = [p.work.tenant.flat for p in group_parts if p.work.tenant is not None]
         many = len(flats) > 1 or flats[0].dtype != dtype
         weights = stack(flats, dtype, scratch.take(size, dtype, device, borrowed) if many else None)
         grads = None
-        if mine[0].work.training:
+        if group_parts[0].work.training:
             grads = scratch.take(size, torch.promote_types(dtype, torch.float32), device, borrowed).zero_()
-        mask = _Dropout(mine, device) if _drops(mine[0]) else None
-        found.append((AdapterGroup(tenant.plan.layout, groups, weights, grads, mask), mine))
-    return found
+        mask = _Dropout(group_parts, device) if _drops(group_parts[0]) else None
+        adapter_groups.append((AdapterGroup(tenant.plan.layout, groups, weights, grads, mask), group_parts))
+    return adapter_groups
 
 
 def _drops(part: MicroBatch) -> bool:

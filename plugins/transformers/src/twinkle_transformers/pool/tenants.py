@@ -158,9 +158,9 @@ class Tenants:
             CapacityError: there is no room for it there.
             Exception: as `find`.
         """
-        found = self.find(adapter)
-        self._use(found)
-        return found
+        tenant = self.find(adapter)
+        self._use(tenant)
+        return tenant
 
     def find(self, adapter: str | AdapterRef) -> Tenant:
         """Return an adapter, wherever its state is.
@@ -172,13 +172,13 @@ class Tenants:
         if not isinstance(adapter, str | AdapterRef):
             raise ArgumentError(f"an adapter is named by a str, not by a {type(adapter).__name__}")
         name = adapter if isinstance(adapter, str) else adapter.name
-        found = self._found.get(name)
-        if isinstance(adapter, AdapterRef) and (found is None or found.ref != adapter):
+        tenant = self._found.get(name)
+        if isinstance(adapter, AdapterRef) and (tenant is None or tenant.ref != adapter):
             raise TrainingStateError(f"the adapter {name!r} (the {adapter.generation}. of this pool) was removed")
-        if found is None:
+        if tenant is None:
             hint = nearest(name, self._found)
             raise ArgumentError(
                 f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; there are "
                 f"{', '.join(sorted(self._found)) or 'none'}" + ("" if hint else "; add one with add_adapter_to_model")
             )
-        return found
+        return tenant

@@ -31,8 +31,8 @@ class UsageMeter:
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
-        found = (getattr(config, name, None) for name in _ACTIVE)
-        self._active = next((count for count in found if isinstance(count, int)), 1)
+        counts = (getattr(config, name, None) for name in _ACTIVE)
+        self._active = next((count for count in counts if isinstance(count, int)), 1)
         self._shares = dict(self._listed_experts(model))
         self.base = sum(self._met(*weight) for weight in _weights(model))
         self.of_adapter = lru_cache(maxsize=None)(self._of_adapter)

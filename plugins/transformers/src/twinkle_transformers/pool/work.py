@@ -258,22 +258,22 @@ def split_in_half(part: MicroBatch, backbone: Backbone) -> list[MicroBatch]:
     ends = list(accumulate(len(sequence) for sequence in part.sequences))
     cut = together * min(range(1, count), key=lambda at: abs(2 * ends[at * together - 1] - part.tokens))
     left = getattr(work.processor, "padding_side", "right") == "left"
-    made = [
+    split_parts = [
         _micro_batch(rows, work, work.processor, backbone, left, part.first + first)
         for rows, first in ((part.rows[:cut], 0), (part.rows[cut:], cut))
     ]
     if part.twin is not None:
         part.loss_kwargs.pop("ref_logps", None)
-        for half in made:
+        for half in split_parts:
             half.twin = _twin(half)
     if work.loss is not None:
-        sizes = [batch_size(half.batch) for half in made]
+        sizes = [batch_size(half.batch) for half in split_parts]
         shares = share_arguments(part.loss_kwargs, row_inputs(work.loss), sizes, left=left)
-        for half, share in zip(made, shares, strict=True):
+        for half, share in zip(split_parts, shares, strict=True):
             half.loss_kwargs = share
     at = work.parts.index(part)
-    work.parts[at : at + 1] = made
-    return made
+    work.parts[at : at + 1] = split_parts
+    return split_parts
 
 
 def asks_for_base(arguments: Mapping[str, Any]) -> bool:
@@ -383,7 +383,7 @@ def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str
 
 def by_row(work: WorkItem) -> list[ModelOutput]:
     """Return the outputs of an operation that is done, row by row, without padding."""
-    found: list[ModelOutput] = []
+    outputs: list[ModelOutput] = []
     for part in work.parts:
         if part.item is None:
             continue
@@ -399,8 +399,8 @@ def by_row(work: WorkItem) -> list[ModelOutput]:
                     output[key] = value[at, start : start + size] if wide else value[at]
             if part.batch.get("labels") is not None and part.batch["labels"].ndim == 3 and "logps" in output:
                 output["logps"] = _own_targets(output["logps"], None if packed else part.rows[at]["labels"])
-            found.append(output)  # type: ignore[arg-type]
-    return found
+            outputs.append(output)  # type: ignore[arg-type]
+    return outputs
 
 
 def _own_targets(logps: Tensor, labels: Any) -> Tensor:
