@@ -1,4 +1,4 @@
-"""FusedPasses that fit into memory: what one needs is estimated before it is made."""
+"""Composes passes that fit into memory; the memory that a pass needs is estimated before it runs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,25 +9,26 @@ from twinkle_transformers.recompute import SHARE
 
 
 class Admission:
-    """Sorts the parts of operations into passes that fit.
+        """Sorts the micro-batches of operations into passes that fit into memory.
 
-    A pass that would take more than 80 % of what is free recomputes its activations; if that is not enough, fewer parts
-    go into it, and parts are cut. The numbers stay the same. An operation with a part that cannot be cut and does not
-    fit alone fails, and the others go on. What cannot be measured is let through.
+    A pass that would take more than 80 % of the free memory recomputes its activations. If that is not enough, it gets
+    fewer micro-batches, and micro-batches are cut. The results stay the same. An operation fails if one of its
+    micro-batches neither fits alone nor can be cut; the other operations go on. A pass that cannot be measured is
+    admitted.
 
     Args:
-        passes: how parts are computed.
+        passes: runs the passes.
     """
 
     def __init__(self, passes: FusedPasses) -> None:
         self.passes = passes
 
     def sort(self, works: Sequence[WorkItem], budget: int) -> Iterator[tuple[list[MicroBatch], int | None]]:
-        """Yield the parts of each pass and the bytes that are free; training parts come first.
+                """Yield the micro-batches of each pass and the free bytes; training comes first.
 
         Args:
             works: operations; those that fail meanwhile are left out.
-            budget: tokens that a pass may have, unless a single part has more.
+            budget: maximum number of tokens of a pass, unless a single micro-batch has more.
         """
         waiting = sorted(
             (part for work in works for part in work.parts), key=lambda p: (not p.work.training, p.work.index, p.first)
@@ -39,7 +40,7 @@ class Admission:
                 if len(taken) > 1:
                     taken = taken[:-1]
                 elif cut := split_in_half(taken[0], self.passes.backbone):
-                    waiting[:1], taken = cut, cut[:1]  # the first that waits is always taken
+                    waiting[:1], taken = cut, cut[:1]  # the first waiting micro-batch is always taken
                 else:
                     taken[0].work.error = self._refusal(taken[0], free or 0)
                     break
@@ -56,18 +57,18 @@ class Admission:
         if kept is None:
             return None
         if not any(part.work.training for part in parts):
-            kept //= self.passes.estimator.layers  # a layer's, then the next
+            kept //= self.passes.estimator.layers  # without a graph, activations of only one layer exist at a time
         return kept + load.beside
 
     def free_for(self, parts: Sequence[MicroBatch]) -> int | None:
-        """Return the bytes that are free for a pass over parts; None if unknown."""
+        """Return the free bytes for a pass over micro-batches; None if unknown."""
         recompute = self.passes.recompute
         if recompute.available() is None:
             return None
         return recompute.free_for(self.needed(parts, recomputed=recompute.mode is True) or 0)
 
     def fits(self, parts: Sequence[MicroBatch], free: int | None) -> bool:
-        """Say whether a pass fits into so many bytes; what cannot be measured does."""
+        """Return whether a pass fits into `free` bytes; True if it cannot be measured."""
         if free is None:
             return True
         recompute = self.passes.recompute
@@ -83,16 +84,16 @@ class Admission:
 
 
 def no_room(part: MicroBatch, why: str) -> CapacityError:
-    """Return the error of an operation whose part cannot be computed and not be cut."""
+    """Return the error of an operation with a micro-batch that neither fits nor can be cut."""
     whose = "the base model" if part.work.name is None else f"adapter {part.work.name!r}"
     rows = f"{len(part.rows)} row{'s' if len(part.rows) > 1 else ''} of {part.tokens} tokens"
     return CapacityError(f"{whose}: a pass over {rows} {why}; give shorter rows, or free memory")
 
 
 def _within(waiting: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
-    """Return the first parts whose tokens are within the budget; at least one, and of each adapter one operation.
+        """Return the first micro-batches within the budget; at least one, and from one operation of each adapter.
 
-    How many operations of an adapter wait is a matter of when they came, and its numbers must not depend on that.
+    How many operations of an adapter are waiting depends on timing, and its results must not.
     """
     size, taken = 0, list[MicroBatch]()
     works: dict[int, WorkItem] = {}

@@ -28,10 +28,10 @@ _LENGTHS = (5, 4)
 
 
 def check_model_kind(backbone: Backbone) -> None:
-    """Refuse a model that is no decoder with a head, or whose weights are not plain numbers.
+    """Refuse a model without an output projection, on several devices, or with quantized weights.
 
     Raises:
-        Unsupported: it names the model and says why.
+        Unsupported: the message has the reason.
     """
     model = backbone.model
     if (reason := _reason(model)) is not None:
@@ -42,7 +42,7 @@ def _reason(model: Any) -> str | None:
     if model.get_output_embeddings() is None:
         return "it has no output projection over a vocabulary; TransformersModel trains it"
     if len({p.device for p in model.parameters()}) > 1:
-        return "its weights lie on several devices"
+        return "its weights are on several devices"
     for name, module in decoder_of(model).named_modules():
         if "Linear" in type(module).__name__ and (dtype := _packed(module)) is not None:
             return f"{name} is quantised ({type(module).__name__} with weights of {dtype}); load it in bfloat16"
@@ -56,12 +56,12 @@ def _packed(module: nn.Module) -> torch.dtype | None:
 
 @torch.no_grad()
 def drop_partial_sites(backbone: Backbone, sites: Mapping[str, Site], alone: bool) -> dict[str, Site]:
-    """Return the sites that see every token of a pass; the others (experts that are linear layers, say) are let go.
+    """Return the sites that see every token of a pass; others, such as experts that are linear layers, are uninstalled.
 
     Args:
         backbone: the model.
-        sites: installed.
-        alone: whether each sequence goes through the model alone.
+        sites: installed sites.
+        alone: whether each sequence runs through the model by itself.
     """
     odd: set[str] = set()
     hooks = [site.module.register_forward_pre_hook(partial(_note, site, odd)) for site in sites.values()]
@@ -76,7 +76,7 @@ def drop_partial_sites(backbone: Backbone, sites: Mapping[str, Site], alone: boo
     kept = {name: site for name, site in sites.items() if _kind(name) not in kinds}
     uninstall([site for name, site in sites.items() if name not in kept])
     get_logger().warning(
-        "%s: adapters cannot be on %s, which see only some tokens of a pass", type(backbone.model).__name__,
+        "%s: adapters cannot adapt %s, which see only some tokens of a pass", type(backbone.model).__name__,
         ", ".join(sorted(kinds)),
     )  # fmt: skip
     return kept
@@ -85,13 +85,15 @@ def drop_partial_sites(backbone: Backbone, sites: Mapping[str, Site], alone: boo
 def measure_adapters(
     backbone: Backbone, body: Callable[[Stream], Tensor], sites: Mapping[str, Site], dtype: torch.dtype
 ) -> Evidence:
-    """Compare one pass of three adapters with three passes of one, and change each adapter in turn.
+    """Compare one pass of three adapters with three passes of one adapter, and change each adapter in turn.
+
+    The comparison measures the error of sharing a pass; the changes show whether an adapter affects rows of another.
 
     Args:
-        backbone: the model, whose adapters go through `sites`.
-        body: computes a stream, `[T, ...]`.
-        sites: where adapters may act.
-        dtype: of the low-rank products.
+        backbone: the model with installed `sites`.
+        body: computes the output of a stream, `[T, ...]`.
+        sites: layers that adapters may adapt.
+        dtype: dtype of the low-rank products.
     """
     device = backbone.model.device
     layout = Layout.of((name, Shape(2, s.fan_in, s.fan_out, 1.0)) for name, s in sites.items() if not s.head)
@@ -124,7 +126,7 @@ _ADAPTED = (5, 3, 5)
 
 
 def _random_adapters(layout: Layout, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return three adapters `[3, P]` whose terms are about as large as what a short training makes them."""
+    """Return three random adapters `[3, P]`, with terms about as large as after a short training."""
     generator = torch.Generator().manual_seed(seed)
     flat = torch.zeros(len(_ADAPTED), layout.size)
     for entry in layout.entries.values():
@@ -152,19 +154,19 @@ def _note(site: Site, odd: set[str], module: nn.Module, given: tuple[Tensor, ...
 
 
 def _kind(name: str) -> str:
-    """Return a name without its numbers: what is odd in one layer, or one expert, is odd in all."""
+    """Return a name without indices: the same module of another layer or expert behaves alike."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 _TOKENS, _SAME = 7, 4
-"""Length of two rows that tell whether a model sees what comes later, and how many tokens they have in common."""
+"""Length of two rows that show whether tokens attend to later ones, and number of tokens that the rows share."""
 
 
 def needs_separate_sequences(backbone: Backbone) -> bool:
-    """Say whether each sequence must go through a model alone, which is slower; the log says so once.
+    """Return whether each sequence must run through a model by itself, which is slower; log the reason.
 
     Raises:
-        Unsupported: not even that is right: the model's tokens see those that come after them, say.
+        Unsupported: even that is wrong, for example because tokens attend to later ones.
     """
     name = type(backbone.model).__name__
     off = turned_off("fused")
@@ -178,18 +180,18 @@ def needs_separate_sequences(backbone: Backbone) -> bool:
     if (wrong := _against(backbone)) is not None:
         raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
     get_logger().warning(
-        "%s: adapters do not share passes: %s. Each sequence goes through the model alone: the results are the same, "
+        "%s: adapters do not share passes: %s. Each sequence runs through the model by itself: the results are the same, "
         "and short rows take longer", name, backbone.segmenter.reason if off is None else off.reason,
     )  # fmt: skip
     return True
 
 
 def run_each_sequence(call: Callable[[Mapping[str, Tensor]], Tensor], stream: Stream) -> Tensor:
-    """Return what a model computes of a stream, `[T, ...]`, each sequence by itself.
+    """Return the output of a model for a stream, `[T, ...]`, computed one sequence at a time.
 
     Args:
         call: takes `input_ids` `[1, t]` and returns `[t, ...]`.
-        stream: without shared prefixes.
+        stream: a stream without shared prefixes.
     """
     scope = Scope(stream.segments, None, stream.routing)
     outputs = []
@@ -200,7 +202,7 @@ def run_each_sequence(call: Callable[[Mapping[str, Tensor]], Tensor], stream: St
 
 
 def _against(backbone: Backbone) -> str | None:
-    """Return why a row of a model's tokens, alone, is not what a causal language model computes of it."""
+    """Return why the output of a model for a single row is not that of a causal language model; None if it is."""
     model: Any = backbone.model
     vocabulary = model.config.get_text_config().vocab_size
     one, two = (probe_tokens(_TOKENS, vocabulary, changed=changed) for changed in (False, True))

@@ -1,8 +1,8 @@
-"""The composition of passes as data: what of each part decides how the numbers of the parts beside it are rounded.
+"""The composition of passes as data: the properties of each micro-batch that affect the rounding of the others.
 
-A product of a pass rounds by its shape, not by what other rows contain. So a pass can be computed again for one of its
-operations alone: placeholders of the same shape, filled with zeros, stand for the parts of the others. (Experts are the
-exception: how many tokens each gets depends on the tokens.)
+The rounding of a product depends on its shape, not on the contents of other rows. So a pass can be repeated for one of
+its operations alone: placeholders of the same shape, filled with zeros, replace the micro-batches of the others.
+(Experts are the exception: the number of tokens of each depends on the tokens.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +29,13 @@ PASS, PARTS, ROWS = "pass", "parts", "rows"
 
 
 class Compositions:
-    """Describes passes, and makes placeholders from descriptions.
+        """Describes passes, and creates placeholders from descriptions.
 
     Args:
         sites: the layers that adapters may adapt, in the order in which layouts have them.
         experts: the parameters of experts that adapters may adapt.
-        group: of placeholders.
+                group: training state of placeholders.
+        device: device of the model.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class Compositions:
         """Add a pass that succeeded to the composition of each of its operations.
 
         Args:
-            parts: of the pass, in order; not the base model's twins of others.
-            number: of the pass, larger than those before it.
+                        parts: micro-batches of the pass in order, without twins.
+            number: number of the pass, larger than those before it.
         """
         shapes = [self._shape(part) for part in parts]
         places: dict[WorkItem, list[int]] = {}
@@ -65,10 +66,10 @@ class Compositions:
             work.composition.append({PASS: number, PARTS: entries})
 
     def passes(self, works: Sequence[WorkItem]) -> Iterator[list[MicroBatch]]:
-        """Yield the parts of each pass that operations were computed in, with placeholders for what is not here.
+        """Yield the micro-batches of each recorded pass, with placeholders for absent operations.
 
         Args:
-            works: operations with a composition, cut as it says (`cuts_of`).
+            works: operations with a composition, cut accordingly (`cuts_of`).
         """
         slots_of: dict[int, list[Any]] = {}
         for work in works:
@@ -122,7 +123,7 @@ class Compositions:
         return Tenant(AdapterRef("", 0), plan, flat, self._group)
 
     def _coded(self, layout: Layout) -> list[Any]:
-        """Return a layout as `[rank multiple, [rank, scale, places as bits in hexadecimal], ...]`."""
+        """Return a layout as `[rank multiple, [rank, scale, bit mask of sites in hexadecimal], ...]`."""
         kinds: dict[tuple[int, float], int] = {}
         for name, shape in layout.shapes.items():
             kind = (shape.rank, shape.scale)
@@ -143,10 +144,10 @@ class Compositions:
 
 
 def cuts_of(operation: Operation, rows: int) -> list[int] | None:
-    """Return where the parts of an operation begin that has a composition; None without one.
+    """Return the first rows of the micro-batches of an operation with a composition; None without one.
 
     Raises:
-        ArgumentError: the composition is not one of an operation of so many rows.
+        ArgumentError: the composition is invalid, or of an operation with another number of rows.
     """
     if not operation.composition:
         return None

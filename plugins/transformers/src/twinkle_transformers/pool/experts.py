@@ -19,22 +19,22 @@ from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import routing_now
 
 _TOLD = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "_is_expert_parallel")
-"""What transformers writes on experts that it can run by more than one implementation."""
+"""Attributes that transformers sets on experts with exchangeable implementations."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """A parameter that holds one matrix an expert, which adapters may adapt.
+    """A parameter with one matrix for each expert, which adapters may adapt.
 
     Attributes:
         name: its path in the Hugging Face module, which is its name in PEFT's `target_parameters` too.
         module: the layer of experts.
-        block: what holds it and calls it.
+                block: the module that contains and calls it.
         experts: number of experts.
-        fan_in: size of what goes into an expert's product.
-        fan_out: size of what comes out.
-        transposed: whether it lies as `[experts, fan_in, fan_out]`.
-        later: names of the module's other such parameters that come after it, which PEFT wraps around it.
+        fan_in: input size of an expert's product.
+        fan_out: output size of an expert's product.
+        transposed: whether its shape is `[experts, fan_in, fan_out]`.
+        later: names of later parameters of this kind in the module, whose PEFT wrappers enclose this one's.
     """
 
     name: str
@@ -60,8 +60,8 @@ class ExpertSite:
 def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
     """Return the parameters of experts of a causal language model's text decoder, by name.
 
-    Those are found that transformers can run by more than one implementation (Qwen-MoE, GPT-OSS, DeepSeek, Mixtral,
-    ...), in floating point; experts that are ordinary linear layers are sites of their own.
+        Only floating-point experts with exchangeable implementations in transformers are returned (Qwen-MoE, GPT-OSS,
+    DeepSeek, Mixtral, ...); experts that are ordinary linear layers are found by `find_sites`.
 
     Args:
         model: the Hugging Face module, without a PEFT wrapper.
@@ -76,10 +76,10 @@ def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
 
 
 def install_experts(sites: Iterable[ExpertSite]) -> None:
-    """Let passes with adapters go through these layers; other passes see them as they were.
+    """Replace the forward of these layers, so that it adds the terms of adapters in passes that have some.
 
     Raises:
-        Unsupported: a layer's forward was replaced by something else already, or its experts lie on several devices.
+        Unsupported: a layer's forward was already replaced, or its experts are on several devices.
     """
     for site in {site.path: site for site in sites}.values():
         _check(site)
@@ -88,7 +88,7 @@ def install_experts(sites: Iterable[ExpertSite]) -> None:
 
 
 def uninstall_experts(sites: Iterable[ExpertSite]) -> None:
-    """Give the layers their own forward back."""
+    """Restore the forward of the layers."""
     for site in sites:
         if _is_ours(site.module.__dict__.get("forward")):
             del site.module.__dict__["forward"]
@@ -100,7 +100,7 @@ def _check(site: ExpertSite) -> None:
         if replaced is not None and not _is_ours(replaced):
             raise Unsupported(f"the forward of {path} was replaced (by a patch or kernel); undo that first")
     if site.module._is_expert_parallel:
-        raise Unsupported(f"the experts of {site.path} lie on several devices; adapters need all of them on one")
+        raise Unsupported(f"the experts of {site.path} are on several devices; adapters need all of them on one")
 
 
 def _is_ours(forward: Any) -> bool:
@@ -158,7 +158,7 @@ def _product(site: ExpertSite, x: Tensor, dispatch: Dispatch, routing: Routing, 
 
 
 def _trained_only(weights: Tensor, routing: Routing) -> Tensor:
-    """Return the weights `[T, k]` of the experts; a gradient flows only into those of rows that are trained."""
+    """Return the weights `[T, k]` of the experts; gradients flow only to those of trained rows."""
     if routing.trained == routing.total or not weights.requires_grad:
         return weights
     return torch.cat([weights[: routing.trained], weights[routing.trained :].detach()])
@@ -166,20 +166,20 @@ def _trained_only(weights: Tensor, routing: Routing) -> Tensor:
 
 _PREFIX = "base_model.model."
 _REFUSED = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
-"""Fields that PEFT refuses where `target_parameters` are given."""
+"""Fields that PEFT refuses together with `target_parameters`."""
 
 
 def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
-    """Return a copy of a configuration as PEFT takes it for this model.
+    """Return a copy of a configuration as PEFT converts it for this model.
 
     Where transformers 5 holds experts as parameters that were linear layers before (Qwen-MoE, DeepSeek, Mixtral, ...),
-    newer PEFT turns `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`, `w3` and `w2`) in `target_modules` into
-    `target_parameters`, with twice the rank where two became one, and "all-linear" into those, the router and the other
-    linear layers. Linear layers that still have such a name (shared experts, dense layers) are not adapted then, in any
-    spelling, so that PEFT cannot load files with adapters on them. Older PEFT leaves the configuration as it is.
+    newer PEFT converts `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`, `w3` and `w2`) in `target_modules` to
+    `target_parameters`, with twice the rank where two were joined, and "all-linear" to these, the router and the other
+    linear layers. PEFT then adapts no linear layer that still has such a name (shared experts, dense layers), so it
+    cannot load files with adapters on them. Older PEFT leaves the configuration unchanged.
 
     Raises:
-        ArgumentError: PEFT refuses it: only one of two layers that became one is a target.
+                ArgumentError: PEFT refuses it because only one of two joined layers is a target.
     """
     config = copy.deepcopy(config)
     try:
@@ -196,7 +196,7 @@ def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
 def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite], model: Any) -> list[str]:
     """Return the names of the parameters that `target_parameters` mean, in the order of the model.
 
-    As in PEFT a target means each parameter whose name it is, or whose name ends with `.` and it.
+        As in PEFT, a target matches each parameter with this name, or whose name ends with `.` and this name.
 
     Args:
         name: of the adapter, for errors.
@@ -205,7 +205,7 @@ def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite]
         model: the Hugging Face module.
 
     Raises:
-        ArgumentError: a target matches nothing, or the configuration has what experts cannot have.
+                ArgumentError: a target matches nothing, or PEFT does not allow a field for experts.
         Unsupported: a target matches a parameter that a pool cannot adapt.
     """
     targets = sorted(set(config.target_parameters or ()))
@@ -214,7 +214,7 @@ def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite]
     for field in _REFUSED:
         if value := getattr(config, field):
             raise ArgumentError(
-                f"adapter {name!r}: {field}={value!r} with target_parameters; PEFT has no such adapters"
+                f"adapter {name!r}: PEFT does not support {field}={value!r} together with target_parameters"
             )
     for target in targets:
         _check_target(name, target, sites, model)
@@ -226,9 +226,9 @@ def expert_views(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield A `[experts r, fan_in]` and B `[fan_out, r experts]` of one parameter as views of `flat`, by PEFT's name.
 
-    In A the rows of an expert lie together, in B the columns of a rank. PEFT puts one wrapper around the other where
-    several parameters of a module are adapted, the last parameter's outermost, so that the names depend on what else is
-    adapted. `adapter_config.json` needs the names of all adapted parameters (or endings that mean the same ones) as
+        In A the rows of an expert are contiguous, in B the columns of a rank. PEFT nests the wrappers of several adapted
+    parameters of a module, the last parameter's outermost, so the names depend on the other adapted parameters.
+    `adapter_config.json` needs the names of all adapted parameters (or endings that mean the same ones) as
     `target_parameters`, and no dropout.
 
     Args:

@@ -1,4 +1,4 @@
-"""From the hidden states of a pass to what the losses of its parts see."""
+"""Outputs of the micro-batches of a pass, computed from its hidden states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -32,24 +32,24 @@ from twinkle_transformers.token_scores import (
 
 
 class Outputs:
-    """Writes the outputs of parts.
+        """Writes the outputs of micro-batches.
 
     Args:
-        backbone: body, head and what lies between.
-        device: where they are.
-        head: name of the output projection among the places that adapters may adapt.
+        backbone: the model as body and head.
+        device: device of the model.
+        head: name of the output projection, if adapters may adapt it.
     """
 
     def __init__(self, backbone: Backbone, device: torch.device, head: str | None) -> None:
         self.backbone, self.device, self.head = backbone, device, head
 
     def write(self, parts: Sequence[MicroBatch], stream: Stream, hidden: Tensor) -> None:
-        """Give each part its outputs; parts that want the same of the same head are scored together.
+                """Set the outputs of each micro-batch; those with equal needs of the same head share one product.
 
         Args:
-            parts: of the pass.
-            stream: what was computed.
-            hidden: `[T, H]` hidden states, or `[T, V]` logits of a model whose head cannot be told apart.
+            parts: the micro-batches of the pass.
+            stream: the input of the pass.
+            hidden: `[T, H]` hidden states, or `[T, V]` logits if the head cannot be called separately.
         """
         rows = {
             id(part): (adapter_group, row)
@@ -75,7 +75,7 @@ class Outputs:
 
     @staticmethod
     def _try(parts: list[MicroBatch], call: Callable[[], None]) -> None:
-        """Keep what goes wrong with the operations that it goes wrong for."""
+        """Assign an error to the operations of the micro-batches, so that the others go on."""
         try:
             call()
         except (TwinkleError, ValueError, TypeError, LookupError) as error:
@@ -83,7 +83,7 @@ class Outputs:
                 part.work.error = error
 
     def _score(self, parts: list[MicroBatch], hidden: Tensor, head: Any) -> None:
-        """Score the trained positions of parts with equal needs by one product with the head."""
+        """Score the trained positions of micro-batches with equal needs in one product with the head."""
         needs, temperature = parts[0].work.needs, parts[0].work.temperature
         chosen = [_scored_places(part, needs) for part in parts]
         places = torch.cat([_in_stream(p, c) for p, c in zip(parts, chosen, strict=True)])
@@ -95,7 +95,7 @@ class Outputs:
             places = nn.functional.pad(places, (0, missing))
             targets = nn.functional.pad(targets, (0, 0) * (targets.dim() - 1) + (0, missing))
         if not parts[0].work.training:
-            hidden = hidden.detach()  # the head computes its gradient with its forward, for whoever wants one
+            hidden = hidden.detach()  # the head would compute a gradient in its forward
         scores = score_tokens(
             hidden[places.to(self.device)],
             targets.to(self.device),
@@ -120,7 +120,7 @@ class Outputs:
             self._set(part, scatter_scores(part.batch["labels"], where.to(self.device), TokenScores(*part_values)))
 
     def _whole(self, part: MicroBatch, hidden: Tensor, head: Any) -> None:
-        """Compute what only one part wants: whole logits, or one vector a row."""
+        """Compute outputs that cannot be shared: whole logits, or one vector a row."""
         self._set(part, self._made(part, hidden, head))
 
     def _made(self, part: MicroBatch, hidden: Tensor, head: Any) -> ModelOutput:
@@ -143,7 +143,7 @@ class Outputs:
         return outputs
 
     def _head_of(self, part: MicroBatch, rows: dict[int, tuple[AdapterGroup, int]]) -> Any:
-        """Return the head that a part sees; None where logits come out of the model whole."""
+        """Return the head of a micro-batch; None if the model returns whole logits."""
         if not self.backbone.splits:
             return None
         tenant = part.work.tenant
@@ -155,8 +155,8 @@ class Outputs:
         transform, softcap = self.backbone.transform, part.work.needs.softcap
         if softcap is not None and softcap != transform.softcap:
             raise ArgumentError(
-                f"the loss says softcap={softcap}, but the model caps its logits at {transform.softcap}; leave softcap "
-                "out to use the model's own"
+                f"softcap of the loss must be that of the model ({transform.softcap}), got {softcap}; leave softcap out "
+                "to use the model's own"
             )
         return LogitTransform(transform.scale, transform.softcap, temperature)
 
@@ -181,7 +181,7 @@ class _AdaptedHead:
 
 
 def _key(part: MicroBatch, targets: tuple[int, ...]) -> Any:
-    """Return what parts have in common that are scored together."""
+    """Return what micro-batches must have in common to be scored together."""
     return part.work.needs, part.work.temperature, part.work.training, targets
 
 

@@ -29,11 +29,11 @@ from twinkle_transformers.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class PassLoad:
-    """What a pass weighs.
+        """Size of a pass.
 
     Attributes:
-        tokens: of its stream.
-        width: of its longest sequence.
+        tokens: number of tokens of its stream.
+        width: length of its longest sequence.
         beside: bytes that it needs beside activations: copies of weights, gradients, hidden states and logits of the
             head.
     """
@@ -44,14 +44,14 @@ class PassLoad:
 
 
 class LoadEstimator:
-    """Weighs passes over one model, by sizes that are read once: a configuration is slow to ask.
+        """Estimates the size of passes of one model; it reads the configuration once, because attribute access is slow.
 
     Args:
         backbone: the model.
         dtype: of the low-rank products.
 
     Attributes:
-        layers: of the model.
+                layers: number of decoder layers.
     """
 
     def __init__(self, backbone: Backbone, dtype: torch.dtype) -> None:
@@ -63,11 +63,11 @@ class LoadEstimator:
         self._splits, self._capped = backbone.splits, bool(backbone.transform.softcap)
 
     def estimate(self, parts: Sequence[MicroBatch], *, share: bool) -> PassLoad:
-        """Return what a pass over parts (and their twins) weighs.
+                """Return the size of a pass over micro-batches (and their twins).
 
         Args:
-            parts: of the pass.
-            share: whether prefixes that rows of a part share are computed once.
+            parts: the micro-batches.
+            share: whether prefixes that rows of a micro-batch share are computed once.
         """
         everything = [*parts, *(part.twin for part in parts if part.twin is not None)]
         tokens = sum(len(piece) for part in everything for piece in pieces_of(part, share).ids)
@@ -78,7 +78,7 @@ class LoadEstimator:
         return PassLoad(tokens, max(part.width for part in parts), beside + chunk)
 
     def _adapter_bytes(self, part: MicroBatch) -> int:
-        """Return the bytes of an adapter's weights and gradients here, and of gradients that are kept nowhere yet."""
+        """Return the bytes of an adapter's weights and gradients in a pass, and of gradients not yet allocated."""
         work = part.work
         if work.tenant is None:
             return 0
@@ -89,7 +89,7 @@ class LoadEstimator:
         return numbers * (self._narrow + self._wide + new * flat.element_size())
 
     def _head_bytes(self, part: MicroBatch) -> tuple[int, int]:
-        """Return the bytes of the head's results that stay, and of the logits that exist at one time."""
+        """Return the bytes of the head's results that are kept, and of the logits that exist at the same time."""
         needs = part.work.needs
         if needs.embeddings:
             return 0, 0
@@ -102,7 +102,7 @@ class LoadEstimator:
 
 @dataclass(slots=True, eq=False)
 class ForwardPass:
-    """A pass that went forward: its parts, whose outputs have a graph, and the buffers that the way back fills."""
+    """A forward pass: its micro-batches, whose outputs have a graph, and the buffers that the backward fills."""
 
     parts: list[MicroBatch]
     stream: Stream
@@ -111,16 +111,16 @@ class ForwardPass:
 
 
 class FusedPasses:
-    """Runs parts through one model.
+        """Runs micro-batches of several operations through one model in one pass.
 
     Args:
-        backbone: body, head and what lies between.
-        device: where they are.
+        backbone: the model as body and head.
+        device: device of the model.
         autocast: the context in which forwards run.
         dtype: of the low-rank products.
         recompute: decides whether activations are recomputed.
-        head: name of the output projection among the places that adapters may adapt.
-        alone: whether each sequence goes through the model alone.
+                head: name of the output projection, if adapters may adapt it.
+        alone: whether each sequence runs through the model by itself.
 
     Attributes:
         share_prefixes: whether prefixes that rows of an operation share are computed once.
@@ -140,7 +140,7 @@ class FusedPasses:
         self.evidence: Evidence | None = None
 
     def measure(self, sites: Mapping[str, Site]) -> None:
-        """Measure whether adapters that share a pass compute what each computes alone; if not, they go alone."""
+        """Measure whether adapters that share a pass compute what each computes alone; if not, stop sharing passes."""
         if self._alone:
             why = turned_off("fused") or self.backbone.segmenter.evidence["packing"]
             self.evidence = replace(why, path="fused")
@@ -149,28 +149,28 @@ class FusedPasses:
             self.evidence = measure_adapters(self.backbone, self._body, sites, self.dtype)
         if not self.evidence.exact:
             get_logger().warning(
-                "%s: adapters do not share passes: %s. Each sequence goes through the model alone, which is slower",
+                "%s: adapters do not share passes: %s. Each sequence runs through the model by itself, which is slower",
                 type(self.backbone.model).__name__, self.evidence.reason,
             )  # fmt: skip
             self._alone = True
 
     def load(self, parts: Sequence[MicroBatch]) -> PassLoad:
-        """Return what a pass over parts weighs."""
+        """Return the size of a pass over micro-batches."""
         return self.estimator.estimate(parts, share=self.share_prefixes and not self._alone)
 
     def change(self, backbone: Backbone, alone: bool) -> None:
-        """Go on with a model that was changed: what it is split into, and whether sequences go through it alone."""
+        """Use a model that a patch has changed: its body and head, and whether sequences run through it separately."""
         self.backbone = self._outputs.backbone = backbone
         self._alone = alone
         self.estimator = LoadEstimator(backbone, self.dtype)
         self.recompute.forget()
 
     def forward(self, parts: Sequence[MicroBatch], free: int | None = None) -> ForwardPass:
-        """Compute the outputs of parts; with a graph if one of them is trained.
+                """Compute the outputs of micro-batches; with a graph if one of them is trained.
 
         Args:
-            parts: what to compute.
-            free: bytes that were free a moment ago; by default they are asked for.
+            parts: the micro-batches.
+            free: free bytes, if they were measured just before; by default they are measured.
         """
         training = any(part.work.training for part in parts)
         if training:
@@ -192,7 +192,7 @@ class FusedPasses:
 
         Args:
             ids: int64 `[1, T]`.
-            layout: of the adapter, whose weights are 0.
+                        layout: layout of the adapter; its weights are 0.
 
         Returns:
             hidden states (or logits) `[T, ...]`, with a graph.
@@ -204,7 +204,7 @@ class FusedPasses:
         return self._body(Stream(ids, positions, Segments.of([total], self.device), routing, []))
 
     def backward(self, forward_pass: ForwardPass) -> None:
-        """Fill the buffers of the adapter groups from the losses of usable parts."""
+        """Run the backward of all finite losses; gradients go to the buffers of the adapter groups."""
         roots = []
         for part in forward_pass.parts:
             item = part.item
@@ -224,7 +224,7 @@ class FusedPasses:
                 return self._run(given)
 
     def _run(self, given: Mapping[str, Tensor]) -> Tensor:
-        """Return hidden states of one row, or its logits where the head cannot be told apart."""
+        """Return the hidden states of one row, or its logits if the head cannot be called separately."""
         output: Tensor
         if self.backbone.splits:
             output = self.backbone.body(**given, use_cache=False).last_hidden_state[0]
@@ -234,7 +234,7 @@ class FusedPasses:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Let layers that recompute believe that they train; what is in them goes on as it was."""
+        """Set `training` on checkpointed layers only: they recompute in training mode, but their modules must not drop out."""
         on = self.recompute.on and torch.is_grad_enabled()
         for layer in self._layers if on else ():
             layer.training = True
@@ -246,7 +246,7 @@ class FusedPasses:
 
 
 def _can_recompute(layer: nn.Module) -> bool:
-    """Say whether a layer's own forward does nothing else in training than to recompute."""
+    """Return whether `training` changes nothing in a layer's own forward but recomputation."""
     return isinstance(layer, GradientCheckpointingLayer) and "training" not in _names(unwrap(type(layer).forward))
 
 

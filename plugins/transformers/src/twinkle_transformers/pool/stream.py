@@ -1,4 +1,4 @@
-"""The one stream of tokens that a pass computes, and which part of it belongs to whom."""
+"""The stream of tokens that a pass computes, and the positions of each micro-batch in it."""
 
 import zlib
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from twinkle_transformers.shared_prefixes import plan_prefixes
 
 SCRATCH_BYTES = 256 << 20
 LEAST_ROWS = 8
-"""Products of fewer rows are padded to so many: below that libraries take other kernels, with other rounding."""
+"""Products of fewer rows are padded to this number: for fewer, libraries use other kernels, which round otherwise."""
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What a pass computes.
+        """Input of a pass: all sequences one after the other in one row.
 
     Attributes:
         ids: int64 `[1, T]`.
-        positions: int64 `[1, T]`.
-        segments: where the sequences lie.
-        routing: which tokens belong to which adapter.
-        adapter_groups: the parts of each adapter group of `routing`.
-        padding: tokens at the end that belong to nobody.
+        positions: int64 `[1, T]`; they start again at each sequence.
+        segments: boundaries of the sequences, which attention must not cross.
+        routing: tokens of each adapter.
+        adapter_groups: the micro-batches of each adapter group of `routing`.
+        padding: number of tokens at the end that belong to no micro-batch.
     """
 
     ids: Tensor
@@ -42,14 +42,14 @@ class Stream:
     adapter_groups: list[tuple[AdapterGroup, list[MicroBatch]]]
     padding: int = 0
     borrowed: list[Tensor] = field(default_factory=list)
-    """Memory of the scratch."""
+    """Buffers to return to the scratch."""
 
 
 class Scratch:
-    """Memory that passes use one after the other: on a CPU new memory costs more than what is done with it.
+        """Buffers that passes reuse: on a CPU, page faults of new memory cost more than the work on it.
 
     Args:
-        most: bytes that are kept between passes.
+        most: maximum number of bytes that are kept between passes.
     """
 
     def __init__(self, most: int = SCRATCH_BYTES) -> None:
@@ -57,7 +57,7 @@ class Scratch:
         self._lock = Lock()
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, borrowed: list[Tensor]) -> Tensor:
-        """Return memory of any content, noted in `borrowed`."""
+        """Return an uninitialized buffer, and append it to `borrowed`."""
         count = shape[0] * shape[1]
         with self._lock:
             fits = [
@@ -71,7 +71,7 @@ class Scratch:
         return buffer[:count].view(shape)
 
     def give_back(self, borrowed: list[Tensor]) -> None:
-        """Take memory back, the latest before older; what is too much is let go."""
+        """Take buffers back; the oldest beyond the limit are freed."""
         kept: list[Tensor] = []
         room = self.most
         with self._lock:
@@ -84,7 +84,11 @@ class Scratch:
 
 
 def in_order(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return parts as they lie in a stream: trained ones first, adapters of one layout together, the base last."""
+    """Return micro-batches in stream order: trained ones first, adapters of one layout together, the base model last.
+
+    So trained rows are one slice, through which alone a gradient flows, and adapters of one layout form one grouped
+    product.
+    """
     order: dict[Any, int] = {}
     places = {id(part): place for place, part in enumerate(parts)}
     for part in parts:
@@ -103,14 +107,14 @@ def build(
     parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, *, share: bool = False,
     scratch: Scratch | None = None,
 ) -> Stream:  # fmt: skip
-    """Lay parts out in a stream and tell each where its tokens lie.
+        """Arrange micro-batches in a stream, and set the positions of each in it.
 
     Args:
-        parts: of the pass.
-        device: where the model is.
-        dtype: of the low-rank products.
+        parts: the micro-batches.
+        device: device of the model.
+        dtype: dtype of the low-rank products.
         share: compute prefixes that rows of one operation share once.
-        scratch: lends memory for weights and gradients; by default it is new.
+        scratch: lends buffers for weights and gradients; by default they are new.
     """
     scratch = Scratch(0) if scratch is None else scratch
     borrowed: list[Tensor] = []
@@ -146,7 +150,14 @@ def build(
 
 @dataclass(slots=True)
 class TokenPieces:
-    """Tokens of a part in the order of the stream, with their first positions and the pieces that they follow."""
+        """Tokens of a micro-batch in stream order.
+
+    Attributes:
+        ids: tokens of each piece: a sequence, a shared prefix, or the rest of a sequence after one.
+        starts: position of the first token of each piece in its sequence.
+        parents: index of the piece that each continues; -1 for none.
+        index: int64 `[S]`, index in the pieces of each token of the sequences.
+    """
 
     ids: list[Tensor]
     starts: list[int]
@@ -155,7 +166,7 @@ class TokenPieces:
 
 
 def pieces_of(part: MicroBatch, share: bool) -> TokenPieces:
-    """Return how the tokens of a part lie in a stream."""
+    """Return the tokens of a micro-batch in stream order; planned once."""
     if part.pieces is None:
         part.pieces = _pieces(part, share)
     pieces: TokenPieces = part.pieces

@@ -28,13 +28,13 @@ _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A part's share of a product with the head that parts of equal needs have together.
+    """Share of a micro-batch in the product with the head, which micro-batches of equal needs compute together.
 
     Attributes:
         needs: what is computed.
         temperature: divides the logits.
-        targets: shape of what each position has targets of: empty, or their number.
-        count: scored positions.
+                targets: `()` for one target a position, `(K,)` for K targets.
+        count: number of scored positions.
     """
 
     needs: Needs
@@ -45,16 +45,16 @@ class Scoring:
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """Rows of an operation that go through the model together.
+        """Rows of an operation that run through the model in one pass.
 
     Attributes:
-        work: the operation.
-        rows: its rows.
+        work: the operation that the rows belong to.
+        rows: the rows.
         batch: the rows as the loss sees them: padded, one sequence a row.
-        places: int64 `[S]`, where the real tokens lie in the flattened batch.
-        sequences: the tokens of each sequence, int64 each.
-        loss_kwargs: these rows' share of the loss's arguments.
-        first: number of its first row in the operation.
+        places: int64 `[S]`, indices of the tokens (without padding) in the flattened batch.
+                sequences: int64 tokens of each sequence.
+        loss_kwargs: arguments of the loss, cut to these rows.
+        first: index of the first row in the operation.
     """
 
     work: "WorkItem"
@@ -65,24 +65,24 @@ class MicroBatch:
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     first: int = 0
     left: bool = False
-    """Whether its rows are padded on the left."""
+    """Whether the rows are padded on the left."""
     stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 `[S]`, where the tokens at `places` lie in the stream of the pass."""
+    """int64 `[S]`, indices in the stream of the pass of the tokens at `places`."""
     computed: int = 0
-    """Tokens of the stream that are its own."""
+    """Number of tokens that it adds to the stream; fewer than `tokens` where rows share a prefix."""
     item: Pass | None = None
     twin: "MicroBatch | None" = None
-    """The same rows without an adapter, where the loss compares with the base model."""
+    """The same rows without an adapter, if the loss compares with the base model."""
     done: bool = False
-    """Whether its pass has succeeded."""
+    """Whether the pass succeeded."""
     pieces: Any = None
-    """How its tokens lie in a stream, once that was planned."""
+    """`TokenPieces`: the order of its tokens in a stream, once planned."""
     tries: int = 0
-    """How often it ran out of memory alone."""
+    """How often it ran out of memory in a pass of its own."""
     scoring: Scoring | None = None
-    """Its share of a product with the head, once it was computed."""
+    """Its share in the product with the head, once computed."""
     placeholder: bool = False
-    """It stands for an operation that is not here: its shape counts, and nothing comes of it."""
+    """Whether it stands for an operation of an earlier run: only its shape matters, and its outputs are dropped."""
 
     @property
     def tokens(self) -> int:
@@ -95,7 +95,7 @@ class MicroBatch:
         return max(len(s) for s in self.sequences)
 
     def forget_pass(self) -> None:
-        """Let go of what a pass gave that failed."""
+        """Drop the outputs of a failed pass."""
         self.item = None
         if self.twin is not None:
             self.twin.item = None
@@ -103,20 +103,20 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class WorkItem:
-    """An operation under way.
+        """An operation in progress.
 
     Attributes:
-        index: its place in the call.
-        operation: what was asked.
-        tenant: whose; None is the base model.
-        loss: the loss, None where none is calculated.
-        needs: what the forward must prepare.
+        index: its index in the call.
+        operation: the operation.
+        tenant: the adapter; None is the base model.
+        loss: the loss; None if none is calculated.
+        needs: what the forward must compute.
         temperature: divides the logits.
         training: whether gradients are added.
-        number: of the operation, for dropout.
-        parts: its rows in pieces.
+                number: number of the operation, which selects its dropout masks.
+        parts: its micro-batches.
         error: why it failed.
-        grad: gradients of the parts that are done.
+        grad: sum of the gradients of finished micro-batches.
     """
 
     index: int
@@ -132,7 +132,7 @@ class WorkItem:
     grad: Tensor | None = None
     usage: Usage = field(default_factory=Usage)
     processor: Any = None
-    """Collates its rows."""
+    """The processor that collates the rows."""
     composition: list[dict[str, Any]] = field(default_factory=list)
     """The passes that computed it; see `OperationResult.composition`."""
 
@@ -142,7 +142,7 @@ class WorkItem:
         return None if self.tenant is None else self.tenant.name
 
     def reserve_gradient(self) -> None:
-        """Take the memory that its gradients will need, so that taking them cannot fail half-way."""
+        """Allocate the memory of its gradients before they are added, so that adding cannot fail halfway."""
         if self.training and self.tenant is not None:
             self.tenant.reserve_gradient()
             if len(self.parts) > 1 and self.grad is None:
@@ -158,25 +158,25 @@ def prepare(
     index: int, operation: Operation, tenant: Tenant | None, backbone: Backbone, processor: Any,
     encode: Callable[[Any], Any], evaluates: Tenant | None = None,
 ) -> WorkItem:  # fmt: skip
-    """Read an operation: everything that can be wrong with its rows and arguments is found here.
+    """Validate an operation and its rows, and return it as one micro-batch.
 
     Args:
-        index: its place in the call.
-        operation: what is asked.
-        tenant: whose.
+        index: its index in the call.
+        operation: the operation.
+        tenant: the adapter; None is the base model.
         backbone: the model.
         processor: collates rows.
         encode: encodes trajectories.
-        evaluates: whose loss and metrics may be calculated from a forward later.
+                evaluates: adapter whose loss and metrics may be calculated later from a forward.
     """
     options: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "task": "causal_lm", "topk_logprobs": None}
     options |= operation.options
     if unknown := sorted(options.keys() - set(_OPTIONS)):
-        raise ArgumentError(f"an operation has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
+        raise ArgumentError(f"options of an operation must be among {', '.join(_OPTIONS)}, got {unknown[0]!r}")
     check_call(options["task"], options["temperature"])
     training = operation.kind == "forward_backward"
     if operation.kind not in ("forward", "forward_backward"):
-        raise ArgumentError(f"an operation is 'forward' or 'forward_backward', not {operation.kind!r}")
+        raise ArgumentError(f"kind of an operation must be 'forward' or 'forward_backward', got {operation.kind!r}")
     if tenant is None and training:
         raise ArgumentError("the base model is frozen; a 'forward_backward' needs an adapter")
     loss = _loss_of(operation, tenant, training)
@@ -198,25 +198,25 @@ def split(
     work: WorkItem, processor: Any, backbone: Backbone, budget: int, rows: int | None = None,
     cuts: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """Cut an operation into parts, where its rows and its loss allow it.
+    """Cut an operation into micro-batches, if its rows and its loss allow it.
 
     Args:
-        work: the operation, in one part.
+        work: the operation, in one micro-batch.
         processor: collates rows.
         backbone: the model.
-        budget: tokens that a part may have, unless a single row has more.
-        rows: rows that a part may have; None is any number.
-        cuts: where parts begin, whatever they weigh.
+                budget: maximum number of tokens of a micro-batch, unless a single row has more.
+        rows: maximum number of rows of a micro-batch; None is no limit.
+        cuts: first rows of the micro-batches, regardless of the limits.
 
     Raises:
-        ArgumentError: `rows` is no number of rows, or cuts what the loss compares.
+        ArgumentError: `rows` is invalid, or would separate rows that the loss compares.
     """
     whole = work.parts[0]
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
     if len(whole.rows) % together:
         raise ArgumentError(
-            f"{loss_name(work.loss)} of adapter {work.name!r} compares rows {together} by {together} (chosen and "
-            f"rejected, say), and there are {len(whole.rows)}; give whole groups, one after the other"
+            f"{loss_name(work.loss)} of adapter {work.name!r} compares groups of {together} consecutive rows, got "
+            f"{len(whole.rows)} rows; give whole groups"
         )
     most = _most_rows(work, rows, together, len(whole.rows))
     splittable = getattr(work.loss, "splittable", True) and len(whole.sequences) == len(whole.rows)
@@ -249,7 +249,7 @@ def split(
 
 
 def split_in_half(part: MicroBatch, backbone: Backbone) -> list[MicroBatch]:
-    """Put two parts of about as many tokens in place of one; none where its loss wants all rows together."""
+    """Replace a micro-batch by two with about equally many tokens; return `[]` if its loss needs all rows together."""
     work = part.work
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
     count = len(part.rows) // together
@@ -277,7 +277,7 @@ def split_in_half(part: MicroBatch, backbone: Backbone) -> list[MicroBatch]:
 
 
 def asks_for_base(arguments: Mapping[str, Any]) -> bool:
-    """Say whether the base model's log-probabilities are asked for: `ref_logps="base"`."""
+    """Return whether arguments ask for the base model's log-probabilities: `ref_logps="base"`."""
     reference = arguments.get("ref_logps")
     return isinstance(reference, str) and reference == "base"
 
@@ -296,8 +296,8 @@ def _most_rows(work: WorkItem, rows: int | None, together: int, count: int) -> i
         return count
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < together:
         raise ArgumentError(
-            f"micro_batch_size={rows!r}; it must be a whole number of at least {together}, or None for the whole batch"
-            + (f" ({loss_name(work.loss)} compares rows {together} by {together})" if together > 1 else "")
+            f"micro_batch_size must be an integer of at least {together}, or None for the whole batch, got {rows!r}"
+            + (f" ({loss_name(work.loss)} compares groups of {together} rows)" if together > 1 else "")
         )
     if rows < count and not getattr(work.loss, "splittable", True):
         raise ArgumentError(
@@ -314,7 +314,7 @@ def _micro_batch(
     check_batch(batch, backbone.model)
     batch = without_padding(batch, left=left)
     if extra := [k for k in batch if k in backbone.inputs and k not in _TEXT and batch[k] is not None]:
-        raise DataError(f"rows hold {extra[0]!r}; where many adapters share a pass, rows are text alone")
+        raise DataError(f"rows must contain only text where adapters share a pass, got {extra[0]!r}")
     ids = batch["input_ids"].reshape(-1)
     if isinstance(batch, PackedBatch):
         places, lengths = batch.places, list(batch.lengths)
@@ -334,7 +334,7 @@ def _micro_batch(
 
 
 def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[int], first: int) -> None:
-    """Refuse rows whose tokens are not all that is scored, or that stand elsewhere than at 0, 1, 2, ..."""
+    """Refuse labels outside the tokens, and positions of tokens other than 0, 1, 2, ..."""
     labels, positions = batch.get("labels"), batch.get("position_ids")
     rows, width = batch["input_ids"].shape[:2]
     full = len(places) == rows * width
@@ -354,12 +354,12 @@ def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[in
     odd = columns - columns[begins] != counts
     if positions is not None:
         given = positions.reshape(-1)[places]
-        odd |= (given != counts) & (given != columns)  # those of rows padded on the left may count the padding
+        odd |= (given != counts) & (given != columns)  # positions of rows padded on the left may count the padding
     if bool(odd.any()):
         row = first + int(torch.bucketize(odd.nonzero()[0], sizes.cumsum(0), right=True))
         raise DataError(
-            f"row {row} has holes in its attention_mask, or position_ids that do not count 0, 1, 2, ...; where "
-            "adapters share a pass each sequence is whole: leave position_ids out, and give holes no row"
+            f"row {row} must have one run of ones in attention_mask, and position_ids 0, 1, 2, ...; leave position_ids "
+            "out, and remove masked tokens from the row"
         )
 
 
@@ -382,7 +382,7 @@ def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str
 
 
 def by_row(work: WorkItem) -> list[ModelOutput]:
-    """Return the outputs of an operation that is done, row by row, without padding."""
+    """Return the outputs of a finished operation for each row, without padding."""
     outputs: list[ModelOutput] = []
     for part in work.parts:
         if part.item is None:
@@ -404,7 +404,7 @@ def by_row(work: WorkItem) -> list[ModelOutput]:
 
 
 def _own_targets(logps: Tensor, labels: Any) -> Tensor:
-    """Return a row's log-probabilities `[T, K]` without what it was filled up with; `[T]` where it has one a token."""
+    """Return a row's log-probabilities `[T, K]` without padding targets; `[T]` if it has one target a token."""
     if labels is None:
         return logps
     count = torch.as_tensor(labels).shape[1:]
