@@ -20,28 +20,28 @@ _OF_THE_CALL = ("inputs", "adapter_name", "micro_batch_size", "temperature", "re
 """Arguments of `forward_backward` beside those of the loss."""
 
 _TAKES_A_BATCH: WeakSet[type[Loss]] = WeakSet()
-"""Losses that need no more than inputs and outputs: reading a signature takes as long as the loss of a short row."""
+"""Losses that take only inputs and outputs; cached, because inspecting a signature costs as much as a small loss."""
 
 _ASKED_BY = {
-    "logps": "a language model makes it for task='causal_lm', unless {loss}.require_logps is False",
-    "logits": "say {loss}.require_logits = True (a function takes such an attribute as a class does)",
-    "entropies": "say {loss}.require_entropy = True (a function takes such an attribute as a class does)",
-    "uniform_logps": "say {loss}.require_uniform_logps = True (a function takes such an attribute as a class does)",
+    "logps": "a language model computes them for task='causal_lm', unless {loss}.require_logps is False",
+    "logits": "set {loss}.require_logits = True (on a function or a class)",
+    "entropies": "set {loss}.require_entropy = True (on a function or a class)",
+    "uniform_logps": "set {loss}.require_uniform_logps = True (on a function or a class)",
     "embeddings": "call forward_backward(task='embedding')",
 }
-"""How an output that the forward makes on request only is asked for."""
+"""How to request an output that the forward computes only on request."""
 
 
 def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any], *, partial: bool = False) -> None:
-    """Refuse an argument that the loss does not take, and a call without one that it needs.
+    """Refuse an argument that the loss does not take, and a call without a required one.
 
     Args:
-        loss: whose.
+        loss: the loss.
         loss_kwargs: the arguments of the call.
-        partial: these are some of them, so that none is missed.
+        partial: do not check for missing arguments.
 
     Raises:
-        ArgumentError: names the argument, and for an unknown one the nearest that exists.
+        ArgumentError: an argument is unknown (the message suggests the nearest) or missing.
     """
     if not loss_kwargs and type(loss) in _TAKES_A_BATCH:
         return
@@ -57,15 +57,15 @@ def check_loss_arguments(loss: Any, loss_kwargs: Mapping[str, Any], *, partial: 
 
 
 def check_rows_for(loss: Any, sizes: Sequence[tuple[int, int]]) -> None:
-    """Refuse micro-batches that the loss cannot use, before any of them was computed.
+    """Refuse micro-batches that the loss cannot use, before any of them is computed.
 
     Args:
-        loss: whose.
-        sizes: rows and padded length of each.
+        loss: the loss.
+        sizes: rows and padded length of each micro-batch.
 
     Raises:
         ArgumentError: a micro-batch does not hold whole groups of rows that belong together.
-        DataError: there are no rows, and the loss compares rows of all ranks: the others would wait for it.
+        DataError: there are no rows, and the loss compares rows of all ranks, which would wait for this one.
     """
     if not sizes and not getattr(loss, "splittable", True):
         raise DataError(
@@ -83,14 +83,14 @@ def check_rows_for(loss: Any, sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def loss_name(loss: Any) -> str:
-    """Return the name of a loss, be it an object or a function."""
+    """Return the name of a loss, which may be an object or a function."""
     return getattr(loss, "__name__", type(loss).__name__)
 
 
 def start_loss(
     loss: Any, inputs: InputBatch, outputs: ModelOutput, kwargs: Mapping[str, Any]
 ) -> Callable[[], Any] | None:
-    """Begin a loss that is computed in another process; None for one that `call_loss` computes here."""
+    """Start a loss that another process computes; return None for a loss of this process."""
     return loss.start(inputs, outputs, **kwargs) if isinstance(loss, Loss) else None
 
 
@@ -104,15 +104,15 @@ def call_loss(
         loss: a `Loss` or a callable of its signature.
         inputs: the collated micro-batch, on the device of the outputs.
         outputs: the forward's outputs.
-        split: whether the call that this micro-batch belongs to has several; a mean cannot be added up then.
-        several_ranks: whether other ranks have rows of the same step.
+        split: whether the call has several micro-batches; means of micro-batches cannot be added.
+        several_ranks: whether other ranks have rows of the same step; means of ranks cannot be added either.
         started: waits for the result of a loss that `start_loss` has begun.
         **kwargs: the loss's arguments, cut to these rows.
 
     Raises:
         ArgumentError: the loss compares rows with each other, and the call has several micro-batches.
-        ComponentTypeError: the loss reads an output that it did not ask for, or returned something that cannot be
-            summed and divided.
+        ComponentTypeError: the loss reads an output that it did not request, or its result cannot be summed and
+            divided.
     """
     if split and not getattr(loss, "splittable", True):
         raise ArgumentError(
@@ -140,13 +140,13 @@ def call_loss(
 
 
 def _not_made(error: KeyError, loss: Any, outputs: ModelOutput) -> ComponentTypeError | None:
-    """Return the error for a loss that reads an output which the forward makes on request only."""
+    """Return the error for a loss that reads an output without requesting it; None for other errors."""
     wanted = str(error.args[0]) if error.args else ""
     if wanted in outputs or wanted not in _ASKED_BY:
         return None
     name, available = loss_name(loss), ", ".join(sorted(outputs)) or "nothing"
     return ComponentTypeError(
-        f"loss {name} raised KeyError: {wanted!r}; the forward made {available}. "
+        f"loss {name} raised KeyError: {wanted!r}; the forward computed {available}. "
         f"For outputs[{wanted!r}]: {_ASKED_BY[wanted].format(loss=name)}"
     )
 
@@ -159,15 +159,15 @@ def _older(raw: Any, name: str, inputs: InputBatch, split: bool, several_ranks: 
         )
     if raw.get("num_tokens") is None:
         raise ComponentTypeError(
-            f"loss {name} returned {{{', '.join(map(repr, raw))}}} without 'num_tokens', so nobody knows what its sum "
-            "is divided by; return LossOutput(loss_sum, denominator), or {'loss': sum, 'num_tokens': count} (0 where "
+            f"loss {name} returned {{{', '.join(map(repr, raw))}}} without 'num_tokens', the denominator of its "
+            "sum; return LossOutput(loss_sum, denominator), or {'loss': sum, 'num_tokens': count} (0 where "
             "'loss' is a mean already)"
         )
     count = float(raw["num_tokens"])
     if count > 0:
         return LossOutput(raw["loss"], count)
     if has_targets(labels := inputs.get("labels")) and not bool((labels != IGNORE).any()):
-        return LossOutput(raw["loss"], 0.0)  # these rows train nothing: it counted right, and is no mean
+        return LossOutput(raw["loss"], 0.0)  # no label is trained: the count is correct, and the loss is not a mean
     if split or several_ranks:
         parts, do = ("micro-batches", ", or call without micro_batch_size") if split else ("ranks", "")
         raise ComponentTypeError(
@@ -181,14 +181,14 @@ _PADDING = {"predictions": IGNORE}
 
 
 def needs_of(group: OptimizerGroup, status: Status, return_logits: bool, task: str = "causal_lm") -> Needs:
-    """Return what a forward must prepare for the group's loss and metrics."""
+    """Return what a forward must compute for the group's loss and metrics."""
     return needs_for(group.loss_instance, status.metrics, status is group.train_status, return_logits, task)
 
 
 def needs_for(
     loss: Any, metrics: Iterable[Any], training: bool, return_logits: bool, task: str, *, fuses: bool = True
 ) -> Needs:
-    """Return what a forward must prepare for a loss (None: for none) and metrics; `fuses` lets the loss fuse itself."""
+    """Return what a forward must compute for a loss (or None) and metrics; `fuses` allows a fused loss."""
     return Needs(
         logits=return_logits or (bool(getattr(loss, "require_logits", False)) and task != "embedding"),
         logps=bool(getattr(loss, "require_logps", True)),
@@ -196,7 +196,7 @@ def needs_for(
         uniform_logps=bool(getattr(loss, "require_uniform_logps", False)),
         predictions=any(getattr(metric, "require_predictions", False) for metric in metrics),
         embeddings=task == "embedding",
-        # Whoever asks for a forward without training may want the log-probability of every label.
+        # Without training, the caller may need the log-probability of every label.
         skip_weight_zero=training and bool(getattr(loss, "skips_weight_zero", False)),
         chunk_tokens=getattr(loss, "chunk_tokens", None),
         softcap=getattr(loss, "softcap", None),
@@ -205,14 +205,14 @@ def needs_for(
 
 
 def score(loss: Any, item: Pass, *, split: bool, several_ranks: bool, loss_kwargs: dict[str, Any]) -> None:
-    """Calculate the loss of one pass and keep it there; `split` and `several_ranks` are those of `call_loss`."""
+    """Calculate the loss of one pass and store it; `split` and `several_ranks` are those of `call_loss`."""
     calculate(loss, item, split=split, several_ranks=several_ranks, loss_kwargs=loss_kwargs)
     if item.loss is not None:
         write_numbers(item, float(item.loss.loss_sum.detach()))
 
 
 def start(loss: Any, item: Pass, loss_kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Begin the loss of one pass if it is computed in another process; `calculate` waits for it."""
+    """Start the loss of one pass if another process computes it; `calculate` waits for it."""
     return None if item.inputs.get("labels") is None else start_loss(loss, item.inputs, item.outputs, loss_kwargs)
 
 
@@ -220,7 +220,7 @@ def calculate(
     loss: Any, item: Pass, *, split: bool, several_ranks: bool, loss_kwargs: dict[str, Any],
     started: Callable[[], Any] | None = None,
 ) -> None:  # fmt: skip
-    """Calculate the loss of one pass without waiting for the device; `started` is what `start` returned."""
+    """Calculate the loss of one pass without synchronizing the device; `started` is the result of `start`."""
     if item.inputs.get("labels") is None:
         raise TrainingStateError(
             "calculate_loss: the rows have no `labels`; encode them with a template, or give features with labels"
@@ -231,7 +231,7 @@ def calculate(
 
 
 def write_numbers(item: Pass, value: float) -> None:
-    """Put the numbers of a calculated loss, whose sum is `value`, into the outputs of its pass."""
+    """Add the values of a calculated loss, whose sum is `value`, to the outputs of its pass."""
     if item.loss is None:
         return
     count = float(item.loss.denominator)
@@ -241,17 +241,17 @@ def write_numbers(item: Pass, value: float) -> None:
 
 
 def check_finite(group: OptimizerGroup, item: Pass, policy: str, agree: Callable[[bool], bool]) -> None:
-    """Leave a pass out, or stop, as `policy` says, when its loss is not finite.
+    """Raise an error, or leave a pass out, if its loss is not finite.
 
     Args:
-        group: whose pass.
-        item: the pass, scored.
+        group: training state of the adapter.
+        item: the scored pass.
         policy: "raise" or "skip".
-        agree: says whether this rank can count its pass, and returns whether it is counted; ranks in lockstep do it
-            together.
+        agree: takes whether the pass is usable on this rank, and returns whether it is counted; ranks in lockstep
+            decide together.
 
     Raises:
-        NonFiniteError: with the rows of the pass; the pending gradients of the step are gone.
+        NonFiniteError: has the rows of the pass; the pending gradients of the step are discarded.
     """
     value = item.outputs["loss_sum"]
     finite = value - value == 0.0
@@ -265,7 +265,7 @@ def check_finite(group: OptimizerGroup, item: Pass, policy: str, agree: Callable
     if policy == "raise":
         group.drop_passes()
         raise NonFiniteError(
-            f"{what}; the weights are untouched and the batch is in this error's `inputs` "
+            f"{what}; the weights are unchanged and the batch is in this error's `inputs` "
             "(on_nonfinite='skip' leaves such micro-batches out)",
             item.rows,
         )
@@ -275,21 +275,21 @@ def check_finite(group: OptimizerGroup, item: Pass, policy: str, agree: Callable
 
 
 def leave_to_others(group: OptimizerGroup, policy: str) -> None:
-    """Stop, if `policy` says so, with the rank whose loss is not finite, which says which one it is.
+    """Raise an error, if `policy` is "raise", because the loss of another rank is not finite.
 
     Raises:
-        NonFiniteError: without rows; the pending gradients of the step are gone.
+        NonFiniteError: has no rows; the pending gradients of the step are discarded.
     """
     if policy == "raise":
         group.drop_passes()
         raise NonFiniteError(
             f"{loss_name(group.loss_instance)} of adapter {group.adapter_name!r} is not finite on another rank at step "
-            f"{group.updates + 1}, whose error has the rows; the weights are untouched"
+            f"{group.updates + 1}; the error on that rank has the rows; the weights are unchanged"
         )
 
 
 def backward(group: OptimizerGroup, item: Pass) -> None:
-    """Add the gradient of one scored pass; its graph is freed."""
+    """Add the gradient of one scored pass, and free its graph."""
     loss = item.loss
     if loss is None:
         raise TrainingStateError(
@@ -307,23 +307,23 @@ def backward(group: OptimizerGroup, item: Pass) -> None:
 
 
 def detach(item: Pass, *, logits: bool = True) -> None:
-    """Let go of the graph of a pass; its outputs stay, but whole logits only if `logits`, or if they are all there is.
+    """Free the graph of a pass and keep its outputs, but whole logits only if `logits`, or without log-probabilities.
 
-    A loss that requires logits has seen them: those of all micro-batches together would not be bounded.
+    Logits are dropped to bound memory: those of all micro-batches of a call together may not fit.
     """
     drop = () if logits or "logps" not in item.outputs else ("logits",)
     item.outputs = {k: _detached(v) for k, v in item.outputs.items() if k not in drop}  # type: ignore[assignment]
 
 
 def settle(item: Pass) -> Pass:
-    """Return what metrics may keep of a pass: outputs without graph, no whole logits (a teacher's neither), no rows."""
+    """Return a copy of a pass for metrics: outputs without graph, and neither whole logits nor rows."""
     outputs: Any = {k: _detached(v) for k, v in item.outputs.items() if k != "logits"}
     arguments = {k: v for k, v in item.loss_kwargs.items() if k != "teacher_logits"}
     return Pass(item.inputs, outputs, [], None, arguments, item.step)
 
 
 def feed_metrics(group: OptimizerGroup, status: Status) -> None:
-    """Give every metric the passes that it has not seen, with the numbers of the step that they belong to."""
+    """Add new passes to every metric, with the learning rate and gradient norm of their step."""
     if not status.unseen:
         return
     training = status is group.train_status
@@ -366,7 +366,7 @@ def _concatenate(tensors: Sequence[torch.Tensor], fill: int, left: bool) -> torc
     if tensors[0].ndim > 1:
         width = max(t.shape[1] for t in tensors)
         tensors = [_widen(t, width, fill, left) for t in tensors]
-    if any(t.ndim == 3 for t in tensors):  # of several targets a position, perhaps not as many in each
+    if any(t.ndim == 3 for t in tensors):  # micro-batches may have different numbers of targets a position
         tensors = [t[..., None] if t.ndim == 2 else t for t in tensors]
         most = max(t.shape[2] for t in tensors)
         tensors = [nn.functional.pad(t, (0, most - t.shape[2]), value=fill) for t in tensors]

@@ -24,20 +24,20 @@ from twinkle_torch.head import (
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a forward must prepare beside `logps`, from the loss, the metrics and the call.
+    """What a forward must compute beside `logps`, from the loss, the metrics and the call.
 
     Attributes:
         logits: whole logits.
-        logps: whether log-probabilities have a gradient, too, where the logits are whole.
+        logps: whether log-probabilities need a gradient, where whole logits are computed.
         entropies: the entropy at each trained position.
         uniform_logps: the mean log-probability of the vocabulary at each trained position.
         predictions: the most probable token at each trained position.
         top: how many of the most probable tokens at each trained position.
         embeddings: one vector a row, and nothing else.
         skip_weight_zero: positions with `loss_scale` 0 need no scores.
-        chunk_tokens: positions whose logits exist at one time; None is the head's own choice.
-        softcap: what the loss says that the model does to its logits; None says nothing.
-        fuse: computes the loss from the product of hidden states and head, or declines.
+        chunk_tokens: number of positions whose logits exist at the same time; None is the default of the head.
+        softcap: cap of the logits that the loss expects; None is any.
+        fuse: computes the loss from the product of hidden states and head, or returns None.
     """
 
     logits: bool = False
@@ -62,19 +62,19 @@ def has_targets(labels: Any) -> TypeGuard[Tensor]:
 
 
 def targets_at(labels: Tensor, places: Tensor) -> Tensor:
-    """Return the targets `[N]` (or `[N, K]`) at places of the flattened batch; token 0 stands in for none."""
+    """Return the targets `[N]` (or `[N, K]`) at indices of the flattened batch; token 0 replaces ignored targets."""
     return labels.reshape(-1, *labels.shape[2:])[places].clamp(min=0)
 
 
 def check_top(needs: Needs, scored: bool) -> None:
-    """Refuse to look for the most probable tokens of positions where nothing is scored.
+    """Refuse a request for the most probable tokens where no position is scored.
 
     Raises:
-        ArgumentError: `scored` is False, and they are wanted.
+        ArgumentError: `scored` is False, and `needs.top` is not 0.
     """
     if needs.top and not scored:
         raise ArgumentError(
-            "topk_logprobs are those of positions with a label, and there are none here; give rows with `labels` (one "
+            "topk_logprobs requires positions with a label, and there are none; give rows with `labels` (one "
             "token a position), task='causal_lm', and a model that predicts tokens"
         )
 
@@ -82,13 +82,13 @@ def check_top(needs: Needs, scored: bool) -> None:
 def score_hidden(
     hidden: Tensor, batch: dict[str, Any], head: nn.Module, transform: LogitTransform, needs: Needs
 ) -> ModelOutput:
-    """Score the trained positions without making whole logits.
+    """Score the trained positions without computing whole logits.
 
     Args:
         hidden: `[B, T, H]` last hidden states.
         batch: `labels` int64 `[B, T]` (or `[B, T, K]`) and optional `loss_scale` of that shape, on the CPU.
         head: the output projection.
-        transform: what becomes of its product.
+        transform: transformation of the product into logits.
         needs: what to compute beside log-probabilities.
     """
     labels, device = batch["labels"], hidden.device
@@ -118,7 +118,7 @@ def score_hidden(
 def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
     """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`.
 
-    Scores that nothing takes a gradient of are made some positions at a time.
+    Scores without a gradient are computed in chunks of positions.
     """
     labels = batch["labels"]
     chosen = trained_places(batch, needs)
@@ -153,7 +153,7 @@ def _join(parts: list[TokenScores]) -> TokenScores:
 
 
 def trained_places(batch: dict[str, Any], needs: Needs) -> Tensor:
-    """Return the indices of the positions to score, found on the CPU: no wait for the device."""
+    """Return the indices of the positions to score, computed on the CPU to avoid a device synchronization."""
     trained: Tensor = batch["labels"] != IGNORE
     if needs.skip_weight_zero and (weights := batch.get("loss_scale")) is not None:
         trained &= weights != 0
@@ -166,7 +166,7 @@ def _fused(
     rows: Tensor, targets: Tensor, chosen: Tensor, batch: dict[str, Any], head: nn.Module, transform: LogitTransform,
     needs: Needs,
 ) -> ModelOutput | None:  # fmt: skip
-    """Return the outputs of a loss that computes itself from the product, or None where it cannot or will not."""
+    """Return the outputs of a fused loss, or None if the loss or the head does not support fusing."""
     capped_late = transform.softcap is not None and transform.temperature != 1.0
     if needs.fuse is None or needs.entropies or not is_plain(head) or capped_late or not len(chosen):
         return None
@@ -199,8 +199,8 @@ def scatter_scores(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelO
 
     Args:
         labels: `[B, T]` or `[B, T, K]`, on the CPU.
-        where: int64 `[N]`, the positions' places in the flattened batch.
-        scores: of the positions.
+        where: int64 `[N]`, indices of the positions in the flattened batch.
+        scores: scores of the positions.
     """
     shape = labels.shape[:2]
     logps = _place(shape, where, scores.logps, 0.0)

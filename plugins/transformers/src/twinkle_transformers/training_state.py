@@ -50,10 +50,10 @@ _PAIRS, _COUNTER = "__pairs__", "__counter__"
 
 
 def encode_state(value: Any, where: str) -> Any:
-    """Return `value` as JSON can hold it; mappings with keys that are no text become marked lists of pairs.
+    """Return `value` as JSON data; mappings with keys other than text become marked lists of pairs.
 
     Raises:
-        CheckpointError: something in it is no number, text, list or mapping.
+        CheckpointError: it contains anything but numbers, text, lists and mappings.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -66,13 +66,13 @@ def encode_state(value: Any, where: str) -> Any:
             return {key: encode_state(item, where) for key, item in value.items()}
         return {_PAIRS: [[encode_state(k, where), encode_state(v, where)] for k, v in value.items()]}
     raise CheckpointError(
-        f"the state of {where} holds a {type(value).__name__}, which a checkpoint cannot keep; save with "
+        f"cannot save the state of {where}: it contains a {type(value).__name__}; save with "
         "save_optimizer=False, or use a scheduler whose state is numbers"
     )
 
 
 def decode_state(value: Any) -> Any:
-    """Undo `encode`, except that tuples stay lists."""
+    """Undo `encode_state`, except that tuples stay lists."""
     if isinstance(value, list):
         return [decode_state(item) for item in value]
     if isinstance(value, dict):
@@ -89,7 +89,7 @@ _NAME = "rng_state_{rank}"
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """What `read_random` found, not yet in force."""
+    """Random state that was read, but not applied."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -97,7 +97,7 @@ class RandomState:
     python: tuple[Any, ...]
 
     def apply(self) -> None:
-        """Make it this process's random state."""
+        """Set the random state of this process."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
@@ -118,14 +118,14 @@ def capture_random() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def write_random(folder: Path, rank: int, captured: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
-    """Write what `capture_random` returned on a rank."""
+    """Write the random state that `capture_random` returned on a rank."""
     base = _NAME.format(rank=rank)
     save_file(captured[0], folder / f"{base}.safetensors")
     (folder / f"{base}.json").write_text(json.dumps(captured[1]) + "\n", "utf-8")
 
 
 def fresh_random(seed: int) -> RandomState:
-    """Return the state after seeding every generator with `seed`, without touching this process's."""
+    """Return the state after seeding every generator with `seed`, without changing this process's."""
     generator = torch.Generator().manual_seed(seed)
     return RandomState(
         cpu=generator.get_state(),
@@ -167,7 +167,7 @@ Names = Mapping[str, torch.nn.Parameter]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSnapshot:
-    """What a checkpoint holds beside the weights, gathered from all ranks; tensors are on the first rank alone."""
+    """The contents of a checkpoint beside the weights, gathered from all ranks; only the first rank has the tensors."""
 
     state: dict[str, Any]
     optimizer: dict[str, torch.Tensor] | None = None
@@ -175,7 +175,7 @@ class TrainingSnapshot:
     random: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]] = ()
 
     def write(self, folder: Path) -> None:
-        """Write it into an existing folder."""
+        """Write the files into an existing folder."""
         if self.optimizer is not None:
             save_file(self.optimizer, folder / OPTIMIZER)
         if self.gradients is not None:
@@ -188,14 +188,14 @@ class TrainingSnapshot:
 def take_snapshot(
     group: OptimizerGroup, names: Names, parallel: Replicated, *, consumed_train_samples: int, optimizer: bool
 ) -> TrainingSnapshot:
-    """Gather what training needs to go on; collective.
+    """Gather the state that training needs to continue; collective.
 
     Args:
-        group: whose state.
+        group: training state of the adapter.
         names: the trained parameters by saved name.
-        parallel: how they lie on the ranks.
-        consumed_train_samples: how far the data has been read.
-        optimizer: also take optimizer, scheduler, random state and gradients of an unfinished accumulation.
+        parallel: how the parameters are distributed over ranks.
+        consumed_train_samples: number of samples that were consumed.
+        optimizer: also gather optimizer, scheduler, random state and gradients of an unfinished accumulation.
     """
     state: dict[str, Any] = {
         "checkpoint_version": VERSION,
@@ -228,13 +228,13 @@ def take_snapshot(
 
 
 def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Return tensors whole and on the CPU where `keep` is true; collective if they are sharded."""
+    """Return whole tensors on the CPU if `keep` is true, else nothing; collective if they are sharded."""
     kept: dict[str, torch.Tensor] = {}
     seen: dict[Any, torch.Tensor] = {}
     for name, tensor in tensors.items():
         part = local(tensor)
         key = (part.data_ptr(), tensor.shape, part.stride()) if part.numel() else name
-        if key not in seen:  # tied weights are gathered once, and stay one tensor
+        if key not in seen:  # tied weights are gathered once and stay one tensor
             full = whole(tensor)
             seen[key] = full.cpu().contiguous() if keep else full.new_empty(0)
         if keep:
@@ -259,17 +259,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     if state.get("checkpoint_version") != VERSION:
         raise CheckpointError(f"{path}: checkpoint_version {state.get('checkpoint_version')!r}; this is {VERSION}")
     if wrong := [name for name in _COUNTERS if type(state.get(name)) is not int]:
-        raise CheckpointError(f"{path}: {wrong[0]} is {state.get(wrong[0])!r}, not a whole number; it is damaged")
+        raise CheckpointError(f"{path} is damaged: {wrong[0]} must be an integer, got {state.get(wrong[0])!r}")
     return state
 
 
 def compare_bases(folder: Path, saved: Mapping[str, str] | None, own: Mapping[str, str]) -> None:
-    """Refuse to go on with an adapter on another base model; a checkpoint of an older version does not say its base.
+    """Refuse to resume an adapter on another base model; checkpoints of older versions do not contain the base.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         saved: `id`, `fingerprint` and `commit` of the base model that the adapter was trained on.
-        own: those of the model that is loaded.
+        own: those of the loaded model.
 
     Raises:
         CheckpointError: the fingerprints differ.
@@ -277,22 +277,22 @@ def compare_bases(folder: Path, saved: Mapping[str, str] | None, own: Mapping[st
     if saved is None or saved.get("fingerprint") == own["fingerprint"]:
         return
     raise CheckpointError(
-        f"cannot resume {folder}: its adapter was trained on {describe_base(saved)}, but the model that is loaded is "
-        f"{describe_base(own)}; load the model that it was trained on, or, to train the adapter on this model on "
-        f"purpose, begin a new run with its weights (--lora.init_from {folder}; in a script: "
+        f"cannot resume {folder}: its adapter was trained on {describe_base(saved)}, but the loaded model is "
+        f"{describe_base(own)}; load the model that it was trained on, or, to train the adapter on this model, "
+        f"start a new run with its weights (--lora.init_from {folder}; in a script: "
         "add_adapter_to_model(name, folder))"
     )
 
 
 def describe_base(base: Mapping[str, str]) -> str:
-    """Return a base model in words."""
+    """Return a description of a base model for messages."""
     commit = f", commit {base['commit']}" if base.get("commit") else ""
     return f"{base.get('id')} (fingerprint {base.get('fingerprint')}{commit})"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTraining:
-    """SavedTraining state that was read and compared, not yet in force."""
+    """Training state that was read and validated, but not applied."""
 
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
@@ -303,7 +303,7 @@ class SavedTraining:
     loss_scale: dict[str, Any] | None
 
     def apply(self, group: OptimizerGroup, names: Names, parallel: Replicated) -> None:
-        """Make it the state of `group`, whose pending gradients are gone already."""
+        """Set the state of `group`, whose pending gradients were discarded before."""
         unpack_optimizer(group.optimizer, self.optimizer, self.tensors, names)
         if self.scheduler is not None:
             group.lr_scheduler.load_state_dict(self.scheduler)
@@ -312,7 +312,7 @@ class SavedTraining:
         if group.loss_scale is not None and self.loss_scale is not None:
             group.loss_scale.load_state_dict(self.loss_scale)
         if not parallel.ranks.is_first:
-            group.denominator = group.loss_sum = 0.0  # the first rank's stand for all until the step adds them up
+            group.denominator = group.loss_sum = 0.0  # the first rank has the sums of all ranks, which the step adds up
         if parallel.in_lockstep or parallel.ranks.is_first or group.divided:
             for name, grad in self.gradients.items():
                 names[name].grad = placed_like(grad, names[name])
@@ -324,7 +324,7 @@ def read_training(
 ) -> SavedTraining:
     """Read optimizer, scheduler, pending gradients and this rank's random state, and compare them with `group`.
 
-    A rank that the checkpoint does not have begins its random numbers anew; the log says so.
+    A rank without a saved random state starts with a fresh one, and logs a warning.
 
     Raises:
         CheckpointError: the checkpoint has none, is damaged, or is for another optimizer, scheduler or parameters.
@@ -338,11 +338,11 @@ def read_training(
     compare_optimizers(folder, saved, group.optimizer, names)
     compare_schedulers(folder, state.get("scheduler"), group.lr_scheduler)
     if group.loss_scale is not None and state.get("loss_scale") is not None:
-        copy.copy(group.loss_scale).load_state_dict(state["loss_scale"])  # raises before anything is changed
+        copy.copy(group.loss_scale).load_state_dict(state["loss_scale"])  # raises an error before anything is changed
     accumulation = state.get("accumulation", {})
     gradients = read_tensors(folder / GRADIENTS) if accumulation else {}
     if odd := sorted(gradients.keys() - names.keys()):
-        raise CheckpointError(f"{folder / GRADIENTS} holds a gradient of {odd[0]}, which the model does not train")
+        raise CheckpointError(f"{folder / GRADIENTS} contains a gradient of {odd[0]}, which the model does not train")
     return SavedTraining(
         tensors=read_tensors(folder / OPTIMIZER),
         optimizer=saved,
@@ -368,7 +368,7 @@ def _random_of(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> RandomSt
 
 
 def compare_optimizers(folder: Path | str, saved: Mapping[str, Any], optimizer: Any, names: Names) -> None:
-    """Refuse packed state that is not for this optimizer; `folder` says where it comes from.
+    """Refuse packed state of another optimizer; `folder` names its origin.
 
     Raises:
         CheckpointError: it is of another class, or for other parameters.
@@ -376,7 +376,7 @@ def compare_optimizers(folder: Path | str, saved: Mapping[str, Any], optimizer: 
     have = None if optimizer is None else type(optimizer).__name__
     if have != saved["class"]:
         raise CheckpointError(
-            f"{folder} holds the state of {saved['class']}, the model has {have or 'no optimizer'}; "
+            f"{folder} contains the state of {saved['class']}, the model has {have or 'no optimizer'}; "
             f"call set_optimizer({saved['class']!r}, ...) before resuming"
         )
     name_of = {id(parameter): name for name, parameter in names.items()}
@@ -395,7 +395,7 @@ def compare_optimizers(folder: Path | str, saved: Mapping[str, Any], optimizer: 
 
 
 def compare_schedulers(folder: Path | str, saved: Mapping[str, Any] | None, scheduler: Any) -> None:
-    """Refuse the state of another scheduler; `folder` says where it comes from.
+    """Refuse the state of another scheduler; `folder` names its origin.
 
     Raises:
         CheckpointError: it is of another class, or only one of both exists.
@@ -433,7 +433,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> tuple[dict
 def unpack_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], names: Names
 ) -> None:
-    """Put packed state, which was compared, in place of an optimizer's; it keeps tensors that need not be moved."""
+    """Replace an optimizer's state by validated packed state; tensors are copied only if they must be moved."""
     optimizer.state.clear()
     on_device = {
         id(p)
@@ -446,7 +446,9 @@ def unpack_optimizer(
         parameter = names[name]
         if tensor.shape == parameter.shape:
             tensor = placed_like(tensor, parameter)
-        elif field != "step" or id(parameter) in on_device:  # torch counts steps on the CPU unless it must not
+        elif (
+            field != "step" or id(parameter) in on_device
+        ):  # torch keeps step counts on the CPU, except for fused and capturable optimizers
             tensor = tensor.to(local(parameter).device)
         optimizer.state.setdefault(parameter, {})[field] = tensor
     for name, values in saved["values"].items():

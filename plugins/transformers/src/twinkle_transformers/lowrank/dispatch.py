@@ -13,22 +13,23 @@ from twinkle_transformers.lowrank.grouped import has_kernel
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 
 _MOST_GROUPS = 1023
-"""Groups that one call of the grouped product takes on CUDA."""
+"""Maximum number of groups of one grouped product on CUDA."""
 
 
 @dataclass(frozen=True)
 class ExpertPieces:
-    """ExpertPieces of the pairs (token, expert) of a pass, each of one expert and one operation of an adapter_group.
+    """Slices of the pairs (token, expert) of a pass, each of one expert and one operation of an adapter group.
 
-    Where all tensors allow it the products are grouped products; elsewhere each piece is a product.
+    All pairs of a piece are multiplied with the same low-rank matrix: that of its operation for its expert. If the
+    device has a kernel for grouped products, all pieces are one call; else each piece is a product.
 
     Attributes:
         experts: the expert of each piece.
-        operations: the operation of each piece, counted within its adapter_group.
-        starts: where each begins among the pairs.
-        lengths: pairs of each, at least 1.
-        total: pairs of the pass.
-        device: of the rows.
+        operations: index of each piece's operation in the adapter group.
+        starts: index of the first pair of each piece.
+        lengths: number of pairs of each piece, at least 1.
+        total: number of pairs of the pass.
+        device: device of the rows.
     """
 
     experts: tuple[int, ...]
@@ -40,7 +41,7 @@ class ExpertPieces:
 
     @cached_property
     def pairs(self) -> int:
-        """L: pairs of all pieces."""
+        """L: number of pairs of all pieces."""
         return sum(self.lengths)
 
     def collect(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class ExpertPieces:
 
     @cached_property
     def _places(self) -> Tensor | None:
-        """Places of the pieces' rows `[L]` among all; None where the pieces are all."""
+        """Indices `[L]` of the pieces' rows among all rows; None if the pieces cover all."""
         if self.pairs == self.total:
             return None
         starts, lengths = torch.tensor(self.starts), torch.tensor(self.lengths)
@@ -131,7 +132,7 @@ class ExpertPieces:
 
     @cached_property
     def _calls(self) -> list[tuple[slice, slice, Tensor]]:
-        """ExpertPieces, rows and where the pieces' rows end, for each call of the kernel."""
+        """Slice of pieces, slice of rows, and ends of the pieces' rows, for each call of the kernel."""
         calls, row = [], 0
         for first in range(0, len(self.lengths), _MOST_GROUPS):
             lengths = self.lengths[first : first + _MOST_GROUPS]
@@ -151,23 +152,24 @@ class ExpertPieces:
 
 
 class Dispatch:
-    """The pairs (token, expert) of a layer in one pass, ordered by expert and then by the token's place in the stream.
+    """The pairs (token, expert) of a layer in one pass, sorted by expert and then by the token's index in the stream.
 
-    The pairs of an expert are then a slice, those of an operation a slice of that, and those that a gradient flows
-    through (the first of the stream) its beginning. On a GPU making one waits for the device, once a layer.
+    So the pairs of an expert are a slice, those of one operation a slice of it, and those of trained rows (the first of
+    the stream) its beginning: all products are products of slices, without gathering rows again. On a GPU, creating one
+    synchronizes the device once a layer, because the sizes of the slices depend on the tokens.
 
     Args:
         chosen: integer `[T, k]`, the experts of each token.
         experts: number of experts.
-        routing: of the pass; T must be its total.
+        routing: routing of the pass; T must be its total.
 
     Attributes:
         width: k.
-        order: `[T k]`, for each pair its number in the order of `chosen`.
-        tokens: `[T k]`, for each pair its token.
+        order: `[T k]`, index of each pair in the order of `chosen`.
+        tokens: `[T k]`, token of each pair.
 
     Raises:
-        Unsupported: the pass has another number of tokens, or some are sent to an expert that is not there.
+        Unsupported: the pass has another number of tokens, or an expert index is out of range.
     """
 
     def __init__(self, chosen: Tensor, experts: int, routing: Routing) -> None:
@@ -187,27 +189,27 @@ class Dispatch:
 
     @cached_property
     def slices(self) -> list[tuple[int, int, int]]:
-        """Expert, start and length of the pairs of each expert that has any."""
+        """Expert, first pair and number of pairs, of each expert with pairs."""
         return self._slices(self._total)
 
     @cached_property
     def trained(self) -> list[tuple[int, int, int]]:
-        """The same for the pairs that a gradient flows through."""
+        """The same for the pairs of trained rows."""
         return self._slices(self._trained)
 
     @cached_property
     def ends(self) -> Tensor:
-        """int32 `[experts]`, where the pairs of each expert end."""
+        """int32 `[experts]`, ends of the pairs of each expert."""
         return self._ends(self.slices)
 
     @cached_property
     def trained_ends(self) -> Tensor:
-        """int32 `[experts]`, where they end when only those that a gradient flows through are there."""
+        """int32 `[experts]`, ends of the pairs of each expert, counting only pairs of trained rows."""
         return self._ends(self.trained)
 
     @cached_property
     def trained_places(self) -> Tensor | None:
-        """Places of the pairs that a gradient flows through; None where it flows through all."""
+        """Indices of the pairs of trained rows; None if all rows are trained."""
         if self._trained == self._total:
             return None
         return (self.tokens < self._trained).nonzero()[:, 0]
@@ -226,7 +228,7 @@ class Dispatch:
         return pieces
 
     def sum(self, pairs: Tensor) -> Tensor:
-        """Return `[T, m]`, for each token the sum over its experts of `[T k, m]`, in the order that `chosen` has."""
+        """Return `[T, m]`, the sum over each token's experts of `[T k, m]`, added in the order of `chosen`."""
         inverse = self._inverse
         return pairs.index_select(0, inverse).view(self._total, self.width, -1).sum(1)
 
@@ -237,14 +239,14 @@ class Dispatch:
         return inverse
 
     def _count(self, flat: Tensor) -> Tensor:
-        """Return `[experts, edges]`, on the CPU: where the pairs of each expert that lie before each edge end."""
+        """Return `[experts, edges]` on the CPU: for each expert, the end of its pairs with tokens before each edge."""
         spans = len(self._edges) - 1
         edges = torch.tensor(self._edges[1:-1], dtype=torch.long, device=flat.device)
         span = torch.bucketize(torch.arange(self._total, device=flat.device), edges, right=True)
         keys = flat * spans + span.repeat_interleave(self.width)
         counts = torch.bincount(keys, minlength=self._experts * spans).cpu()
         if len(counts) > self._experts * spans:
-            raise Unsupported(f"tokens are sent to expert {(len(counts) - 1) // spans} of {self._experts}")
+            raise Unsupported(f"tokens are routed to expert {(len(counts) - 1) // spans} of {self._experts}")
         ends = counts.cumsum(0).view(self._experts, spans)
         starts = torch.cat([ends.new_zeros(1), ends[:-1, -1]])
         return torch.cat([starts[:, None], ends], 1)
@@ -281,7 +283,7 @@ def _borders(adapter_group: AdapterGroup) -> list[int]:
 
 
 def _edges(routing: Routing) -> list[int]:
-    """Return every place of the stream where an operation, or what is trained, begins or ends, in order."""
+    """Return the ascending boundaries in the stream of operations and of trained rows."""
     edges = {0, routing.trained, routing.total}
     for adapter_group in routing.adapter_groups:
         edges.update(_borders(adapter_group))

@@ -1,6 +1,6 @@
 """Low-rank terms of many adapters on the experts of one base model, in one pass.
 
-What `lowrank.products` does for a linear layer, for layers of which each token meets only a few out of many.
+The counterpart of `lowrank.products` for layers of experts, where each token is routed to a few of many matrices.
 """
 
 from typing import Any
@@ -29,20 +29,20 @@ def linear(
     """Return `x W_e^T + b_e` of each pair's expert e, with the low-rank term of its token's own adapter.
 
     Args:
-        x: `[T k, fan_in]`, in the order of the pairs.
+        x: `[T k, fan_in]`, in the order of `dispatch`.
         weight: `[experts, fan_out, fan_in]`, frozen.
         bias: `[experts, fan_out]`, frozen.
-        dispatch: which tokens go to which expert.
-        routing: of the pass.
-        name: of the place.
+        dispatch: the pairs of tokens and experts.
+        routing: routing of the pass.
+        name: name of the parameter.
         transposed: the weight is `[experts, fan_in, fan_out]` (GPT-OSS).
-        shared: x is `[T, fan_in]`: a token gives the same to all its experts.
+        shared: x is `[T, fan_in]`, the same for all experts of a token.
 
     Returns:
         `[T k, fan_out]`, in the order of the pairs.
 
     Raises:
-        Unsupported: an adapter wants dropout here.
+        Unsupported: an adapter has dropout.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -52,7 +52,7 @@ def linear(
     terms = routing.at(name)
     for adapter_group, _ in terms:
         if adapter_group.dropout is not None:
-            raise Unsupported(f"dropout on {name}: adapters on experts have none, as in PEFT; set lora_dropout to 0")
+            raise Unsupported(f"lora_dropout must be 0 for adapters on experts ({name}), as in PEFT")
     if routing.trained and torch.is_grad_enabled():
         out: Tensor = _Experts.apply(x, routing.anchor, weight, bias, dispatch, terms, shared)  # type: ignore[no-untyped-call]
         return out
@@ -124,7 +124,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _back_through(g: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    """Return the base's gradient of the rows: 0 for those that no gradient flows through."""
+    """Return the gradient of the rows through the base weights: 0 for rows that are not trained."""
     back = weight.mT
     if not has_kernel(g, back):
         dx = (

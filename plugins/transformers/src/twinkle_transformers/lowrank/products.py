@@ -1,9 +1,9 @@
 """Low-rank terms of many adapters in one pass over one base model.
 
-The rows of a pass lie in one stream `[T, ...]`, those of one operation next to each other and those of adapters with
-one layout next to each other. Each base product is then one product of the whole stream; the adapters' terms are
-grouped products of its parts. Gradients go straight into one buffer an operation, `[n, P]`, and never into a parameter,
-so that what an operation adds is known before any adapter has it.
+The rows of a pass form one stream `[T, ...]`: rows of one operation are consecutive, and so are operations of adapters
+with one layout. So each base product is one product of the whole stream, and the terms of the adapters are grouped
+products of slices. Gradients go to a buffer with one row for each operation, `[n, P]`, and not to a parameter: a failed
+operation (a NaN, say) can be dropped before it reaches its adapter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,19 @@ from twinkle_torch.layout import Entry, Layout
 from twinkle_transformers.lowrank.grouped import Groups, runs
 
 Mask = Callable[[str, int, torch.dtype], Tensor]
-"""Returns the dropout factors `[L, features]` of a place, by its name, the number of features and the dtype."""
+"""Returns the dropout factors `[L, features]` of a layer, given its name, the number of features and the dtype."""
 
 
 @dataclass(slots=True)
 class AdapterGroup:
-    """Operations of adapters with one layout, which lie next to each other in the stream.
+    """Consecutive operations of a stream whose adapters have one layout, so that their terms are grouped products.
 
     Attributes:
-        layout: where the matrices lie in a buffer.
-        groups: where each operation's rows lie.
+        layout: offsets of the matrices in a vector.
+        groups: rows of each operation.
         weights: `[n, P]`, in the dtype of the products.
-        grads: float32 (float64 for float64 weights) `[n, P]`, what the operations add; None without training.
-        dropout: factors on what goes into A; None is no dropout.
+        grads: float32 (float64 for float64 weights) `[n, P]`, gradients of the operations; None without training.
+        dropout: factors on the input of A; None is no dropout.
     """
 
     layout: Layout
@@ -42,36 +42,36 @@ class AdapterGroup:
 
 @dataclass(slots=True)
 class Routing:
-    """Which part of a pass's stream belongs to which adapter.
+    """Assignment of the rows of a stream to adapters.
 
     Attributes:
-        adapter_groups: in the order of the stream; rows that are in none of them see the base model alone.
-        total: rows of the stream.
-        trained: rows at its beginning that a gradient flows through; 0 for a pass without training.
+        adapter_groups: in stream order; rows outside of them use the base model alone.
+        total: number of rows of the stream.
+        trained: number of rows at the beginning that gradients flow through; 0 for a pass without training.
     """
 
     adapter_groups: Sequence[AdapterGroup]
     total: int
     trained: int = 0
     anchor: Tensor | None = field(default=None)
-    """A leaf that wants a gradient, so that the graph begins with the first adapter and not with the embedding."""
+    """A leaf that requires a gradient, so that the graph begins at the first adapter: the stream requires none."""
 
     def __post_init__(self) -> None:
         if self.trained and self.anchor is None:
             self.anchor = torch.zeros((), requires_grad=True)
 
     def at(self, name: str) -> list[tuple[AdapterGroup, Entry]]:
-        """Return the adapter groups that adapt this place."""
+        """Return the adapter groups with matrices at a layer."""
         return [(c, entry) for c in self.adapter_groups if (entry := c.layout.entries.get(name)) is not None]
 
 
 def stack(weights: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return the buffers `[P]` of several operations as one `[n, P]`; a single one of this dtype is not copied.
+    """Return the weights `[P]` of several operations as one tensor `[n, P]`; a single one of this dtype is not copied.
 
     Args:
-        weights: of one layout.
-        dtype: of the products.
-        out: memory to use, `[n, P]` of this dtype.
+        weights: weights of one layout.
+        dtype: dtype of the products.
+        out: buffer to use, `[n, P]` of this dtype.
     """
     if len(weights) == 1 and weights[0].dtype == dtype:
         return weights[0].detach()[None]
@@ -87,11 +87,11 @@ def linear(
     """Return `x W^T + b` with the low-rank term of each row's own adapter.
 
     Args:
-        x: `[..., fan_in]` whose leading dimensions hold the rows of the stream.
+        x: `[..., fan_in]`; the leading dimensions are the rows of the stream.
         weight: `[fan_out, fan_in]`, frozen.
         bias: `[fan_out]`, frozen.
-        routing: of the pass.
-        name: of the place.
+        routing: routing of the pass.
+        name: name of the layer.
         transposed: the weight is `[fan_in, fan_out]` (GPT-2).
     """
     kind = x.device.type
@@ -108,6 +108,7 @@ def linear(
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, terms: list[tuple[AdapterGroup, Entry]], name: str, transposed: bool
 ) -> tuple[Tensor, list[Tensor]]:
+    # One product with the frozen weight serves all adapters; each group then adds its term to its rows in place.
     y = nn.functional.linear(x, weight.t() if transposed else weight, bias)
     rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
     inner = []
@@ -122,7 +123,10 @@ def _forward(
 
 
 def _into(adapter_group: AdapterGroup, entry: Entry, rows: Tensor, name: str) -> Tensor:
-    """Return what goes into A: the adapter group's rows, after dropout."""
+    """Return the input of A: the adapter group's rows, after dropout.
+
+    The mask is a function of counters and computed again in the backward, which is cheaper than keeping it.
+    """
     cut = adapter_group.groups.cut(rows)
     return cut if adapter_group.dropout is None else cut * adapter_group.dropout(name, entry.fan_in, cut.dtype)
 
@@ -139,6 +143,7 @@ class _Linear(torch.autograd.Function):
         terms: list[tuple[AdapterGroup, Entry]], name: str, transposed: bool,
     ) -> Tensor:  # fmt: skip
         y, inner = _forward(x, weight, bias, terms, name, transposed)
+        # `inner` (x A^T) is small, since its width is the rank, and dB needs it; the term itself is not kept.
         ctx.save_for_backward(x if terms else None, weight, *inner)
         ctx.routing, ctx.terms, ctx.name, ctx.transposed, ctx.shape = routing, terms, name, transposed, x.shape
         return y
@@ -158,6 +163,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _back_through(g: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+    """Return `g W`, computed only for trained rows, which are the first of the stream; 0 for the others."""
     if routing.trained == len(g):
         return g @ weight
     dx = g.new_empty(len(g), weight.shape[1])
@@ -185,17 +191,17 @@ def _add_term(
 
 
 Spans = Sequence[tuple[int, int]]
-"""First row, and one past the last, of each sequence."""
+"""First row of each sequence, and the row after its last."""
 
 
 def excerpt(routing: Routing, spans: Spans) -> Routing:
-    """Return the routing of some rows of a stream, put one after the other.
+    """Return the routing of selected rows of a stream, for layers that run sequences separately.
 
-    Weights and gradients are views of the buffers of the whole, so that what an operation adds lands in its own.
+    Weights and gradients are views of the original buffers, so that gradients are added to the same operations.
 
     Args:
-        routing: of the whole stream.
-        spans: ascending and apart.
+        routing: routing of the whole stream.
+        spans: the rows, in ascending spans that do not overlap.
     """
     total = sum(stop - start for start, stop in spans)
     trained = sum(_common(span, (0, routing.trained)) for span in spans)
@@ -226,14 +232,14 @@ def _parts(adapter_group: AdapterGroup, spans: Spans) -> Iterator[AdapterGroup]:
 
 
 def _places(spans: Spans, start: int, stop: int) -> Tensor:
-    """Return the rows of the stream, from `start` to `stop`, that lie in the spans."""
+    """Return the rows of the stream from `start` to `stop` that are in the spans."""
     inside = [(max(a, start), min(b, stop)) for a, b in spans]
     return torch.cat([torch.arange(a, b) for a, b in inside if a < b])
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The dropout factors of some rows of an adapter_group."""
+    """The dropout factors of some rows of an adapter group."""
 
     mask: Mask
     rows: Tensor

@@ -9,7 +9,7 @@ from twinkle_transformers.recompute import SHARE
 
 
 class Admission:
-        """Sorts the micro-batches of operations into passes that fit into memory.
+    """Sorts the micro-batches of operations into passes that fit into memory.
 
     A pass that would take more than 80 % of the free memory recomputes its activations. If that is not enough, it gets
     fewer micro-batches, and micro-batches are cut. The results stay the same. An operation fails if one of its
@@ -24,7 +24,7 @@ class Admission:
         self.passes = passes
 
     def sort(self, works: Sequence[WorkItem], budget: int) -> Iterator[tuple[list[MicroBatch], int | None]]:
-                """Yield the micro-batches of each pass and the free bytes; training comes first.
+        """Yield the micro-batches of each pass and the free bytes; training comes first.
 
         Args:
             works: operations; those that fail meanwhile are left out.
@@ -91,7 +91,7 @@ def no_room(part: MicroBatch, why: str) -> CapacityError:
 
 
 def _within(waiting: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
-        """Return the first micro-batches within the budget; at least one, and from one operation of each adapter.
+    """Return the first micro-batches within the budget; at least one, and from one operation of each adapter.
 
     How many operations of an adapter are waiting depends on timing, and its results must not.
     """

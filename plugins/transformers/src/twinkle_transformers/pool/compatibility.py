@@ -180,8 +180,8 @@ def needs_separate_sequences(backbone: Backbone) -> bool:
     if (wrong := _against(backbone)) is not None:
         raise Unsupported(f"{name} cannot carry the adapters of a pool: {wrong}")
     get_logger().warning(
-        "%s: adapters do not share passes: %s. Each sequence runs through the model by itself: the results are the same, "
-        "and short rows take longer", name, backbone.segmenter.reason if off is None else off.reason,
+        "%s: adapters do not share passes: %s. Each sequence runs through the model by itself: the results are the "
+        "same, and short rows take longer", name, backbone.segmenter.reason if off is None else off.reason,
     )  # fmt: skip
     return True
 

@@ -29,12 +29,12 @@ PASS, PARTS, ROWS = "pass", "parts", "rows"
 
 
 class Compositions:
-        """Describes passes, and creates placeholders from descriptions.
+    """Describes passes, and creates placeholders from descriptions.
 
     Args:
         sites: the layers that adapters may adapt, in the order in which layouts have them.
         experts: the parameters of experts that adapters may adapt.
-                group: training state of placeholders.
+        group: training state of placeholders.
         device: device of the model.
     """
 
@@ -51,7 +51,7 @@ class Compositions:
         """Add a pass that succeeded to the composition of each of its operations.
 
         Args:
-                        parts: micro-batches of the pass in order, without twins.
+            parts: micro-batches of the pass in order, without twins.
             number: number of the pass, larger than those before it.
         """
         shapes = [self._shape(part) for part in parts]

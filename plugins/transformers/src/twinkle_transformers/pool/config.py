@@ -38,7 +38,7 @@ _HONOURED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-        """A configuration resolved for one model.
+    """A configuration resolved for one model.
 
     Attributes:
         config: the configuration for PEFT's files.
@@ -46,7 +46,7 @@ class AdapterPlan:
         dropout: dropout probability.
         init: "kaiming" (B is 0), "gaussian" (B is 0) or "random" (B is not).
         experts: the parameters of experts that it adapts, by name.
-                seed: seed in the configuration, if given.
+        seed: seed in the configuration, if given.
     """
 
     config: LoraConfig
@@ -78,7 +78,7 @@ def read_config(
         rank_multiple: see `Layout.of`.
 
     Raises:
-                ArgumentError: a value is invalid, or no layer matches.
+        ArgumentError: a value is invalid, or no layer matches.
         Unsupported: a pool does not support a field.
     """
     own: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
         known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
         if known is None:
             raise ArgumentError(
-                f"adapter {name!r}: PEFT has no default target_modules for {kind!r}; give them, for example 'all-linear'"
+                f"adapter {name!r}: PEFT has no default target_modules for {kind!r}; give some, such as 'all-linear'"
             )
         config.target_modules = set(known)
     matched = [key for key in sites if _matches(config, key)]
@@ -260,6 +260,8 @@ def _shape(name: str, config: LoraConfig, site: Site | ExpertSite) -> Shape:
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), site.name), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), site.name), config.lora_alpha)
     if not isinstance(rank, int) or rank < 1:
-        raise ArgumentError(f"adapter {name!r}: ranks in rank_pattern must be integers of at least 1, got {rank!r} for {site.name}")
+        raise ArgumentError(
+            f"adapter {name!r}: ranks in rank_pattern must be integers of at least 1, got {rank!r} for {site.name}"
+        )
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     return Shape(rank, site.fan_in, site.fan_out, float(scale), getattr(site, "experts", 0))

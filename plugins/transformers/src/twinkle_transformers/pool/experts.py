@@ -29,7 +29,7 @@ class ExpertSite:
     Attributes:
         name: its path in the Hugging Face module, which is its name in PEFT's `target_parameters` too.
         module: the layer of experts.
-                block: the module that contains and calls it.
+        block: the module that contains and calls it.
         experts: number of experts.
         fan_in: input size of an expert's product.
         fan_out: output size of an expert's product.
@@ -60,7 +60,7 @@ class ExpertSite:
 def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
     """Return the parameters of experts of a causal language model's text decoder, by name.
 
-        Only floating-point experts with exchangeable implementations in transformers are returned (Qwen-MoE, GPT-OSS,
+    Only floating-point experts with exchangeable implementations in transformers are returned (Qwen-MoE, GPT-OSS,
     DeepSeek, Mixtral, ...); experts that are ordinary linear layers are found by `find_sites`.
 
     Args:
@@ -179,7 +179,7 @@ def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
     cannot load files with adapters on them. Older PEFT leaves the configuration unchanged.
 
     Raises:
-                ArgumentError: PEFT refuses it because only one of two joined layers is a target.
+        ArgumentError: PEFT refuses it because only one of two joined layers is a target.
     """
     config = copy.deepcopy(config)
     try:
@@ -196,7 +196,7 @@ def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
 def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite], model: Any) -> list[str]:
     """Return the names of the parameters that `target_parameters` mean, in the order of the model.
 
-        As in PEFT, a target matches each parameter with this name, or whose name ends with `.` and this name.
+    As in PEFT, a target matches each parameter with this name, or whose name ends with `.` and this name.
 
     Args:
         name: of the adapter, for errors.
@@ -205,7 +205,7 @@ def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite]
         model: the Hugging Face module.
 
     Raises:
-                ArgumentError: a target matches nothing, or PEFT does not allow a field for experts.
+        ArgumentError: a target matches nothing, or PEFT does not allow a field for experts.
         Unsupported: a target matches a parameter that a pool cannot adapt.
     """
     targets = sorted(set(config.target_parameters or ()))
@@ -226,7 +226,7 @@ def expert_views(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield A `[experts r, fan_in]` and B `[fan_out, r experts]` of one parameter as views of `flat`, by PEFT's name.
 
-        In A the rows of an expert are contiguous, in B the columns of a rank. PEFT nests the wrappers of several adapted
+    In A the rows of an expert are contiguous, in B the columns of a rank. PEFT nests the wrappers of several adapted
     parameters of a module, the last parameter's outermost, so the names depend on the other adapted parameters.
     `adapter_config.json` needs the names of all adapted parameters (or endings that mean the same ones) as
     `target_parameters`, and no dropout.

@@ -32,7 +32,7 @@ from twinkle_transformers.token_scores import (
 
 
 class Outputs:
-        """Writes the outputs of micro-batches.
+    """Writes the outputs of micro-batches.
 
     Args:
         backbone: the model as body and head.
@@ -44,7 +44,7 @@ class Outputs:
         self.backbone, self.device, self.head = backbone, device, head
 
     def write(self, parts: Sequence[MicroBatch], stream: Stream, hidden: Tensor) -> None:
-                """Set the outputs of each micro-batch; those with equal needs of the same head share one product.
+        """Set the outputs of each micro-batch; those with equal needs of the same head share one product.
 
         Args:
             parts: the micro-batches of the pass.
@@ -155,8 +155,8 @@ class Outputs:
         transform, softcap = self.backbone.transform, part.work.needs.softcap
         if softcap is not None and softcap != transform.softcap:
             raise ArgumentError(
-                f"softcap of the loss must be that of the model ({transform.softcap}), got {softcap}; leave softcap out "
-                "to use the model's own"
+                f"softcap of the loss must be that of the model ({transform.softcap}), got {softcap}; leave softcap "
+                "out to use the model's own"
             )
         return LogitTransform(transform.scale, transform.softcap, temperature)
 

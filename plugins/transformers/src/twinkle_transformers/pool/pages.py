@@ -87,7 +87,7 @@ def erase(tenant: Tenant) -> None:
 
 
 class Page:
-        """Holds the tensors of a paged adapter.
+    """Holds the tensors of a paged adapter.
 
     Attributes:
         bytes: size of all tensors.
@@ -125,7 +125,9 @@ class Page:
             OutputError: the file cannot be written; the tensors are not moved.
         """
         held = self._host if self.file is None else self._read()
-        path = folder / f"adapter-{uuid.uuid4().hex}.safetensors"  # names of adapters may differ only by case, which some file systems ignore
+        path = (
+            folder / f"adapter-{uuid.uuid4().hex}.safetensors"
+        )  # names of adapters may differ only by case, which some file systems ignore
         work = path.with_suffix(".tmp")
         try:
             save_file({name: in_memory_order(tensor) for name, tensor in held.items()}, work)

@@ -26,7 +26,7 @@ DEVICE_SHARE, HOST_SHARE = 0.4, 0.25
 
 
 class Paging:
-        """Moves idle adapters off the device and back.
+    """Moves idle adapters off the device and back.
 
     The cost of using an adapter does not depend on the number of adapters. Adapters that a call uses stay on the device
     until the call ends (`together`); outside of a call, only the adapter used last is safe.
@@ -45,7 +45,9 @@ class Paging:
     def __init__(self, device: torch.device, adapter_memory: int | None = None, host_memory: int | None = None) -> None:
         for name, value in (("adapter_memory", adapter_memory), ("host_memory", host_memory)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ArgumentError(f"{name} must be a number of bytes (an integer of at least 0) or None, got {value!r}")
+                raise ArgumentError(
+                    f"{name} must be a number of bytes (an integer of at least 0) or None, got {value!r}"
+                )
         self.limit = _default(free_bytes(device), DEVICE_SHARE) if adapter_memory is None else adapter_memory
         self.host_limit = _default(free_host_bytes(), HOST_SHARE) if host_memory is None else host_memory
         self._here: OrderedDict[Tenant, int] = OrderedDict()
@@ -150,7 +152,7 @@ class Paging:
         """Move an adapter; see `Engine.page`.
 
         Raises:
-                        ArgumentError: `to` is unknown, or `folder` is given without "disk".
+            ArgumentError: `to` is unknown, or `folder` is given without "disk".
             TrainingStateError: a running call uses the adapter.
             CapacityError: the device has no room for it.
             OutputError: the file cannot be written; the adapter is not moved.
@@ -214,7 +216,7 @@ class Paging:
             return AdapterBytes()
         return AdapterBytes(device=bytes_in(tenant))
 
-        def _end(self) -> None:
+    def _end(self) -> None:
         """Update the sizes of adapters that finished calls have used, and page out what exceeds the limit."""
         for tenant in self._thread.held:
             self._release(tenant)

@@ -29,7 +29,7 @@ from twinkle_transformers.sites import Site
 
 @dataclass(frozen=True, slots=True)
 class PassLoad:
-        """Size of a pass.
+    """Size of a pass.
 
     Attributes:
         tokens: number of tokens of its stream.
@@ -44,14 +44,14 @@ class PassLoad:
 
 
 class LoadEstimator:
-        """Estimates the size of passes of one model; it reads the configuration once, because attribute access is slow.
+    """Estimates the size of passes of one model; it reads the configuration once, because attribute access is slow.
 
     Args:
         backbone: the model.
         dtype: of the low-rank products.
 
     Attributes:
-                layers: number of decoder layers.
+        layers: number of decoder layers.
     """
 
     def __init__(self, backbone: Backbone, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class LoadEstimator:
         self._splits, self._capped = backbone.splits, bool(backbone.transform.softcap)
 
     def estimate(self, parts: Sequence[MicroBatch], *, share: bool) -> PassLoad:
-                """Return the size of a pass over micro-batches (and their twins).
+        """Return the size of a pass over micro-batches (and their twins).
 
         Args:
             parts: the micro-batches.
@@ -111,7 +111,7 @@ class ForwardPass:
 
 
 class FusedPasses:
-        """Runs micro-batches of several operations through one model in one pass.
+    """Runs micro-batches of several operations through one model in one pass.
 
     Args:
         backbone: the model as body and head.
@@ -119,7 +119,7 @@ class FusedPasses:
         autocast: the context in which forwards run.
         dtype: of the low-rank products.
         recompute: decides whether activations are recomputed.
-                head: name of the output projection, if adapters may adapt it.
+        head: name of the output projection, if adapters may adapt it.
         alone: whether each sequence runs through the model by itself.
 
     Attributes:
@@ -166,7 +166,7 @@ class FusedPasses:
         self.recompute.forget()
 
     def forward(self, parts: Sequence[MicroBatch], free: int | None = None) -> ForwardPass:
-                """Compute the outputs of micro-batches; with a graph if one of them is trained.
+        """Compute the outputs of micro-batches; with a graph if one of them is trained.
 
         Args:
             parts: the micro-batches.
@@ -192,7 +192,7 @@ class FusedPasses:
 
         Args:
             ids: int64 `[1, T]`.
-                        layout: layout of the adapter; its weights are 0.
+            layout: layout of the adapter; its weights are 0.
 
         Returns:
             hidden states (or logits) `[T, ...]`, with a graph.
@@ -234,7 +234,7 @@ class FusedPasses:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Set `training` on checkpointed layers only: they recompute in training mode, but their modules must not drop out."""
+        """Set `training` on checkpointed layers, which recompute only then, but not on the modules inside."""
         on = self.recompute.on and torch.is_grad_enabled()
         for layer in self._layers if on else ():
             layer.training = True

@@ -66,12 +66,12 @@ class LoraPool:
     """Adapters of one model, and operations of many of them in one pass.
 
     Args:
-                backbone: the model; it is frozen and set to evaluation mode permanently.
+        backbone: the model; it is frozen and set to evaluation mode permanently.
         device: device of the model.
         autocast: returns the context in which forwards run.
         dtype: dtype of the low-rank products.
         new_recompute: returns what decides on recomputation of activations, given a function that runs one row.
-                new_group: returns the training state of a new adapter.
+        new_group: returns the training state of a new adapter.
         encode: encodes trajectories of an adapter without a template.
         tokens_per_pass: maximum number of tokens of a pass, unless a single row has more.
         on_nonfinite: "raise" fails an operation whose loss or gradient is not finite; "skip" leaves it out.
@@ -82,7 +82,7 @@ class LoraPool:
             that cannot; "auto" computes rows whole there.
 
     Attributes:
-                between: called between two passes of a call, when neither holds memory, so that a sampler can take a step. It
+        between: called between two passes of a call, when neither holds memory, so that a sampler can take a step. It
             must not change the adapters.
 
     Raises:
@@ -160,7 +160,7 @@ class LoraPool:
             self._patches.forget()
             raise
 
-        # Adapters
+    # Adapters
     def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
         """Add an adapter; see `Engine.add` for what is raised."""
         check_adapter(name, dict.fromkeys(self.tenants.names()))
@@ -215,7 +215,7 @@ class LoraPool:
         """Return the reference of the adapter that currently has a name."""
         return self.tenants.find(name).ref
 
-        # Operations
+    # Operations
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations together; see `Engine.run`."""
         with self.paging.together():
@@ -231,7 +231,7 @@ class LoraPool:
                     work.number += earlier[work.tenant.ref]
                     earlier[work.tenant.ref] += 1
                 works.append(work)
-                        except Exception as error:  # a loss or processor may raise anything, and the other operations must go on
+            except Exception as error:  # a loss or processor may raise anything, and the other operations must go on
                 works.append(OperationError(error, _name(operation.adapter), index))
         self.execute([work for work in works if isinstance(work, WorkItem)])
         return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
@@ -412,7 +412,7 @@ class LoraPool:
                 self._not_finite(part, f"{loss_name(part.work.loss)} of adapter {part.work.name!r} is {value}")
 
     def _start(self, part: MicroBatch) -> Callable[[], Any] | None:
-        """Start a loss that another process computes; return None for a loss of this process, or one that fails to start."""
+        """Start a loss that another process computes; None for a loss of this process, or one that fails to start."""
         work, item = part.work, part.item
         if work.error is not None or item is None:
             return None
@@ -437,7 +437,7 @@ class LoraPool:
         get_logger().warning("%s; these %d rows are left out", what, len(part.rows))
 
     def collect(self, forward_pass: ForwardPass) -> None:
-        """Add the finite gradients of a pass to their operations, and those of finished operations to their adapters."""
+        """Add finite gradients of a pass to their operations, and those of finished operations to their adapters."""
         for adapter_group, parts in forward_pass.stream.adapter_groups:
             if adapter_group.grads is None:
                 continue
@@ -502,7 +502,7 @@ class LoraPool:
         group.train_status.skipped += len(work.parts) - len(used)
         group.count_backward(losses.settled(used) if work.own_loss else [])
 
-        # State
+    # State
     def snapshot(self, adapter: str | AdapterRef, *, gradient: bool = True) -> dict[str, Any]:
         """Return a copy of an adapter's state; see `take_snapshot`."""
         with self.paging.together():

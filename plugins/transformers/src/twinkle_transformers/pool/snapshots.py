@@ -54,16 +54,16 @@ def take_snapshot(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
 
     Args:
         tenant: the adapter.
-        gradient: False leaves pending gradients out, and what was counted for them.
+        gradient: False leaves out pending gradients and their counters.
 
-    Components (template, processor, loss, metrics and what metrics have seen) are no part of it, nor is its usage.
+    The snapshot contains neither components (template, processor, loss, metrics and their state) nor the usage.
 
     Returns:
-        `tensors`: by name, on the host: `weights` float32 `[P]`, `gradient` `[P]` where one is pending, and
-        `optimizer/<field>/<parameter>`; `state`: what JSON can hold: shapes, counters, seed, optimizer, scheduler.
+        `tensors`: by name, in host memory: `weights` float32 `[P]`, `gradient` `[P]` if one is pending, and
+        `optimizer/<field>/<parameter>`; `state`: JSON data: shapes, counters, seed, optimizer, scheduler.
 
     Raises:
-        CheckpointError: the state of the optimizer or scheduler holds what JSON cannot.
+        CheckpointError: JSON cannot represent the state of the optimizer or scheduler.
     """
     group = tenant.group
     tensors = {WEIGHTS: tenant.flat.detach()}
@@ -92,11 +92,11 @@ def take_snapshot(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
 def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
     """Replace the state of an adapter by a snapshot of it, or of an adapter with the same layout.
 
-    A snapshot from before an optimizer was set takes the optimizer away again; one from after it wants the same class
-    of optimizer (and of scheduler) set, and brings their options with it.
+    A snapshot without an optimizer removes the adapter's; one with an optimizer (and scheduler) requires that the same
+    classes are set, and restores their options.
 
     Raises:
-        CheckpointError: it is damaged, or for another layout, dropout, optimizer or scheduler; nothing has changed.
+        CheckpointError: it is damaged, or of another layout, dropout, optimizer or scheduler; nothing has changed.
     """
     tensors, state = _read(snapshot)
     group = tenant.group
@@ -134,7 +134,7 @@ def _layout(tenant: Tenant) -> list[list[Any]]:
 def _read(snapshot: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     tensors, state = (snapshot.get(key) if isinstance(snapshot, Mapping) else None for key in ("tensors", "state"))
     if not isinstance(tensors, Mapping) or not isinstance(state, Mapping):
-        raise CheckpointError("a snapshot is a dict of `tensors` and `state`, as snapshot() returns it")
+        raise CheckpointError("a snapshot must be a dict of `tensors` and `state`, as returned by snapshot()")
     if state.get("version") != VERSION:
         raise CheckpointError(f"{_WHERE} has version {state.get('version')!r}; this is {VERSION}")
     wanted = ("rank_multiple", "layout", "dropout", "counters", "optimizer", "scheduler")
@@ -151,7 +151,7 @@ def _compare_shapes(tenant: Tenant, state: Mapping[str, Any]) -> None:
     try:
         saved = {name: values for name, *values in state["layout"]}
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{_WHERE}: its layout is no list of shapes; it is damaged") from error
+        raise CheckpointError(f"{_WHERE} is damaged: its layout is not a list of shapes") from error
     for name in own | saved:
         if name not in own or name not in saved:
             has, lacks = (_WHERE, "the adapter") if name in saved else ("the adapter", _WHERE)
@@ -168,7 +168,7 @@ def _compare_shapes(tenant: Tenant, state: Mapping[str, Any]) -> None:
                 f"{_WHERE} is of another adapter than {tenant.name!r}: its {name} is {state[name]}, here {here}"
             )
     if list(own) != list(saved):
-        raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: its matrices lie in another order")
+        raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: its matrices are in another order")
 
 
 def _check_tensors(tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
@@ -182,7 +182,7 @@ def _check_tensors(tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
                 f"{_WHERE}: {name} is {description}; it should be {tenant.flat.dtype} {list(tenant.flat.shape)}"
             )
     if odd := [n for n in tensors if n not in (WEIGHTS, GRADIENT) and not n.startswith(OPTIMIZER)]:
-        raise CheckpointError(f"{_WHERE} holds {odd[0]!r}, which is nothing of an adapter")
+        raise CheckpointError(f"{_WHERE} contains an unknown tensor {odd[0]!r}")
 
 
 def _counters(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _put_optimizer(
         parameter = names.get(name.partition("/")[2])
         if parameter is None:
             raise CheckpointError(f"{_WHERE} holds {name!r} of an optimizer, which is for no parameter of this adapter")
-        # Moments lie as their parameter does: products of matrices that lie otherwise would round otherwise.
+        # Moments get the strides of their parameter: products of matrices with other strides round differently.
         like = parameter.shape == tensor.shape
         own[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor) if like else tensor.clone()
     unpack_optimizer(tenant.group.optimizer, {**saved, "values": decode_state(saved["values"])}, own, names)
@@ -217,7 +217,7 @@ def _put_optimizer(
 
 @contextmanager
 def _undone_on_error(group: OptimizerGroup) -> Iterator[None]:
-    """Put optimizer and scheduler back as they were if what happens inside goes wrong."""
+    """Restore optimizer and scheduler if the block raises an error."""
     optimizer, scheduler = group.optimizer, group.lr_scheduler
     states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     options = [dict(options) for options in optimizer.param_groups]
@@ -242,7 +242,7 @@ TENSORS: Final = "state.safetensors"
 STATE: Final = "state.json"
 FORMAT: Final = 1
 _OLDER: Final = frozenset({"source", "optimizer", "path"})
-"""Keys of specifications that older versions wrote: those of the request that created the adapter."""
+"""Keys that older versions wrote into specifications."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class AdapterSnapshot:
     Attributes:
         spec: how the adapter was created.
         tensors: tensors of `LoraPool.snapshot`.
-        state: the rest of it, as JSON data.
+        state: state of `LoraPool.snapshot`, as JSON data.
     """
 
     spec: AdapterSpec
@@ -283,7 +283,7 @@ class WrittenSnapshot:
     Attributes:
         spec: how the adapter was created.
         vectors: names of the tensors that were split into matrices.
-        tensors: tensors of the file.
+        tensors: tensors in the file.
         state: see `AdapterSnapshot`.
     """
 
@@ -315,7 +315,7 @@ class WrittenSnapshot:
         return cls(spec, vectors, tensors, state)
 
     def arranged_as(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a snapshot for `LoraPool.restore`, its vectors arranged as those of the adapter to be replaced.
+        """Return a snapshot for `LoraPool.restore`, with vectors in the layout of the adapter to be replaced.
 
         Args:
             own: `state` of that adapter's own snapshot.
@@ -383,7 +383,7 @@ def _spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
 
 
 def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
-    """Read a specification, and check it before an adapter is created from it: a rank may be beyond all memory."""
+    """Read and check a specification; a corrupt rank must not lead to an allocation beyond all memory."""
     if not isinstance(values, dict):
         raise TypeError("the specification is not an object")
     spec = AdapterSpec(**{name: value for name, value in values.items() if name not in _OLDER})
@@ -409,7 +409,7 @@ def _shapes_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def _matrices(layout: Layout, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of A and of B transposed at each place, without the rows that pad the rank."""
+    """Yield views of A and of transposed B at each layer, without the rows that pad the rank."""
     for place, entry in layout.entries.items():
         rank = layout.shapes[place].rank
         yield f"{place}.A", entry.down_of(whole)[..., :rank, :]

@@ -23,19 +23,19 @@ def step_together(
     gradient_accumulation_steps: int | None = None,
     flush: bool = False,
 ) -> list[float]:
-    """Divide, clip and step the adapters whose accumulation is complete, and forget their gradients.
+    """Divide, clip and step the adapters whose accumulation is complete, and clear their gradients.
 
     Args:
         tenants: the adapters, each once.
         parallel: the ranks.
-        max_norm: bound of each adapter's own norm; 0 or less measures only.
-        norm_type: p of the p-norm; 2 goes through one call for all.
-        policy: "raise" or "skip" where a norm is not finite.
+        max_norm: maximum norm of each adapter's gradient; 0 or less measures only.
+        norm_type: p of the p-norm; norms with p=2 are computed in one call for all adapters.
+        policy: "raise" or "skip", for norms that are not finite.
         gradient_accumulation_steps: change the number of backward calls a step.
         flush: step an unfinished accumulation too.
 
     Returns:
-        the norm of each adapter's gradient before clipping; 0 where nothing was due.
+        the norm of each adapter's gradient before clipping; 0 if no step was due.
 
     Raises:
         TrainingStateError: an adapter has no gradients; nothing is stepped.
@@ -51,7 +51,7 @@ def step_together(
     if errors:
         if len(tenants) == 1:
             raise errors[0]
-        raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others are made", errors, [])
+        raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others were made", errors, [])
     norms = {id(tenant): norm for tenant, norm in zip(due, results, strict=True) if not isinstance(norm, Exception)}
     return [norms.get(id(tenant), 0.0) for tenant in tenants]
 
@@ -77,7 +77,7 @@ def step_each(
     norm_type: float = 2.0,
     flush: bool = False,
 ) -> list[float | Exception]:
-    """Step adapters that are due, and return the norm of each gradient before clipping, or why there was no step."""
+    """Step adapters; return the norm of each gradient before clipping, or the error that prevented the step."""
     plain = [i for i, t in enumerate(tenants) if norm_type == 2 and parallel.ranks.alone and not t.group.divided]
     norms: dict[int, float] = {}
     if plain:
@@ -107,12 +107,12 @@ def step_each(
 
 
 def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:
-    """Keep account of a step that was made (or, if its norm is not finite, was not)."""
+    """Update counters and metrics after a step that was made, or skipped because its norm is not finite."""
     group.last_loss = group.loss_sum / group.denominator if group.denominator else 0.0
     group.last_grad_norm, group.measured = norm, True
     what = f"step {group.updates + 1} of adapter {group.adapter_name!r}"
     if group.denominator <= 0 and not group.skipped:
-        get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", what)
+        get_logger().warning("%s has no effect: the denominator of its losses is 0, so its gradient is zero", what)
     if norm - norm != 0.0:
         text = f"the gradient norm of {what} is {norm}"
         if policy == "raise":

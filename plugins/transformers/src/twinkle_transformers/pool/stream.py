@@ -24,7 +24,7 @@ LEAST_ROWS = 8
 
 @dataclass(slots=True, eq=False)
 class Stream:
-        """Input of a pass: all sequences one after the other in one row.
+    """Input of a pass: all sequences one after the other in one row.
 
     Attributes:
         ids: int64 `[1, T]`.
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Scratch:
-        """Buffers that passes reuse: on a CPU, page faults of new memory cost more than the work on it.
+    """Buffers that passes reuse: on a CPU, page faults of new memory cost more than the work on it.
 
     Args:
         most: maximum number of bytes that are kept between passes.
@@ -107,7 +107,7 @@ def build(
     parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, *, share: bool = False,
     scratch: Scratch | None = None,
 ) -> Stream:  # fmt: skip
-        """Arrange micro-batches in a stream, and set the positions of each in it.
+    """Arrange micro-batches in a stream, and set the positions of each in it.
 
     Args:
         parts: the micro-batches.
@@ -150,7 +150,7 @@ def build(
 
 @dataclass(slots=True)
 class TokenPieces:
-        """Tokens of a micro-batch in stream order.
+    """Tokens of a micro-batch in stream order.
 
     Attributes:
         ids: tokens of each piece: a sequence, a shared prefix, or the rest of a sequence after one.

@@ -20,7 +20,7 @@ class Tenant:
     """One adapter.
 
     Attributes:
-                ref: its name and generation.
+        ref: its name and generation.
         plan: its configuration.
         flat: its weights, float32 `[P]`; `flat.grad` holds the pending gradients. One vector, so that an optimizer step
             of many adapters is a few operations on long tensors.
@@ -116,7 +116,7 @@ class Tenants:
     """The adapters by name.
 
     Args:
-                use: called with each adapter that is looked up for use, before it is returned.
+        use: called with each adapter that is looked up for use, before it is returned.
     """
 
     def __init__(self, use: Callable[[Tenant], None]) -> None:
@@ -168,7 +168,7 @@ class Tenants:
 
         Raises:
             ArgumentError: there is none of this name.
-                        TrainingStateError: the adapter of the reference was removed; another may have its name now.
+            TrainingStateError: the adapter of the reference was removed; another may have its name now.
         """
         if not isinstance(adapter, str | AdapterRef):
             raise ArgumentError(f"the name of an adapter must be a str, got a {type(adapter).__name__}")

@@ -16,7 +16,7 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe
 
 
 class UsageMeter:
-        """Counts the tokens and floating-point operations of passes.
+    """Counts the tokens and floating-point operations of passes.
 
     It counts products of a token with weights, at two operations a weight: linear layers of the text decoder (of
     experts, those that the token is routed to), the output projection, and the adapter's matrices. It does not count
@@ -26,7 +26,7 @@ class UsageMeter:
         model: the Hugging Face module.
 
     Attributes:
-                base: number of weights of the base model that a token is multiplied with.
+        base: number of weights of the base model that a token is multiplied with.
     """
 
     def __init__(self, model: Any) -> None:

@@ -33,7 +33,7 @@ class Scoring:
     Attributes:
         needs: what is computed.
         temperature: divides the logits.
-                targets: `()` for one target a position, `(K,)` for K targets.
+        targets: `()` for one target a position, `(K,)` for K targets.
         count: number of scored positions.
     """
 
@@ -45,14 +45,14 @@ class Scoring:
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-        """Rows of an operation that run through the model in one pass.
+    """Rows of an operation that run through the model in one pass.
 
     Attributes:
         work: the operation that the rows belong to.
         rows: the rows.
         batch: the rows as the loss sees them: padded, one sequence a row.
         places: int64 `[S]`, indices of the tokens (without padding) in the flattened batch.
-                sequences: int64 tokens of each sequence.
+        sequences: int64 tokens of each sequence.
         loss_kwargs: arguments of the loss, cut to these rows.
         first: index of the first row in the operation.
     """
@@ -103,7 +103,7 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class WorkItem:
-        """An operation in progress.
+    """An operation in progress.
 
     Attributes:
         index: its index in the call.
@@ -113,7 +113,7 @@ class WorkItem:
         needs: what the forward must compute.
         temperature: divides the logits.
         training: whether gradients are added.
-                number: number of the operation, which selects its dropout masks.
+        number: number of the operation, which selects its dropout masks.
         parts: its micro-batches.
         error: why it failed.
         grad: sum of the gradients of finished micro-batches.
@@ -167,7 +167,7 @@ def prepare(
         backbone: the model.
         processor: collates rows.
         encode: encodes trajectories.
-                evaluates: adapter whose loss and metrics may be calculated later from a forward.
+        evaluates: adapter whose loss and metrics may be calculated later from a forward.
     """
     options: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "task": "causal_lm", "topk_logprobs": None}
     options |= operation.options
@@ -204,7 +204,7 @@ def split(
         work: the operation, in one micro-batch.
         processor: collates rows.
         backbone: the model.
-                budget: maximum number of tokens of a micro-batch, unless a single row has more.
+        budget: maximum number of tokens of a micro-batch, unless a single row has more.
         rows: maximum number of rows of a micro-batch; None is no limit.
         cuts: first rows of the micro-batches, regardless of the limits.
 
