@@ -17,11 +17,11 @@ from twinkle_transformers.shared_prefixes import PrefixPlan, plan_prefixes
 
 
 class PackedBatch(dict[str, Any]):
-    """A padded batch `[sequences, longest]` that goes through the model without its padding.
+    """A padded batch `[sequences, longest]` that runs through the model as one row without padding.
 
     Attributes:
-        lengths: tokens of each sequence.
-        places: int64 `[sum of lengths]`, where they lie in the flattened batch, ascending.
+        lengths: number of tokens of each sequence.
+        places: int64 `[sum of lengths]`, ascending indices of the tokens in the flattened batch.
     """
 
     def __init__(self, batch: Mapping[str, Any], layout: Layout, side: Side) -> None:
@@ -31,11 +31,11 @@ class PackedBatch(dict[str, Any]):
 
     @property
     def width(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence."""
         return max(self.lengths)
 
     def segments(self, device: torch.device) -> Segments:
-        """Return where the sequences lie in the row that the model sees."""
+        """Return the boundaries of the sequences in the row."""
         return Segments.of(self.lengths, device)
 
     def join(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class PackedBatch(dict[str, Any]):
         return {name: value.flatten(0, 1)[self.places.to(value.device)][None] for name, value in kept.items()}
 
     def find(self, places: Tensor) -> Tensor:
-        """Return where tokens at these places (int64 `[N]`, on the CPU) of the padded batch lie in the joined row."""
+        """Return the indices in the joined row of tokens at `places` (int64 `[N]`, on the CPU) of the padded batch."""
         return torch.searchsorted(self.places, places)
 
     def pad_rows(self, values: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class PackedBatch(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a pass is: positions in all, in its longest sequence, and whether they are masked or packed."""
+    """Size of a pass: number of positions, length of the longest sequence, and whether it is masked or packed."""
 
     tokens: int
     width: int
@@ -76,7 +76,7 @@ class Size:
 
 
 def positions(batch: Mapping[str, Any]) -> Size:
-    """Return how large the pass of a batch is."""
+    """Return the size of the pass of a batch."""
     if isinstance(batch, PackedBatch):
         return Size(sum(batch.lengths), batch.width, False, True)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
@@ -91,10 +91,10 @@ def without_padding(batch: Any, *, left: bool) -> Any:
         left: whether sequences are padded on the left.
 
     Returns:
-        a `PackedBatch` where there are more sequences than rows, which the model then sees one after the other.
+        a `PackedBatch` if there are more sequences than rows; the model then processes them in one row.
 
     Raises:
-        DataError: positions within a row go back to something else than 0.
+        DataError: positions within a row restart at another number than 0.
     """
     layout = Layout.of(batch)
     side: Side = "left" if left else "right"
@@ -107,11 +107,11 @@ _TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 
 class SharedBatch(PackedBatch):
-    """A padded batch `[rows, longest]` that goes through the model as the stream of a plan.
+    """A padded batch `[rows, longest]` that runs through the model as one row, with shared prefixes only once.
 
     Attributes:
-        lengths: tokens of each segment of the stream.
-        index: int64 `[sum of the rows' lengths]`: where each token of the rows lies in the stream.
+        lengths: number of tokens of each segment of the row: a shared prefix, or the rest of a sequence after one.
+        index: int64 `[sum of the rows' lengths]`, index in the row of each token of the sequences.
     """
 
     def __init__(self, batch: dict[str, Any], plan: PrefixPlan, places: Tensor) -> None:
@@ -122,11 +122,11 @@ class SharedBatch(PackedBatch):
 
     @property
     def width(self) -> int:
-        """Tokens of the longest row."""
+        """Length of the longest row."""
         return max(len(indices) for indices in self._plan.index)
 
     def segments(self, device: torch.device) -> Segments:
-        """Return where the stream's segments lie, and what each goes on after."""
+        """Return the boundaries of the segments, and the prefix that each continues."""
         return Segments.of(self.lengths, device, parents=self._plan.parents)
 
     def join(self, arguments: Any) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class SharedBatch(PackedBatch):
         return {"input_ids": stream[None], "position_ids": self.segments(ids.device).positions[None]}
 
     def find(self, places: Tensor) -> Tensor:
-        """Return where tokens at these places of the padded batch lie in the stream."""
+        """Return the indices in the stream of tokens at `places` of the padded batch."""
         return self.index[torch.searchsorted(self.places, places)]
 
     def pad_rows(self, values: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class SharedBatch(PackedBatch):
 
 
 def check_sharing(share_prefixes: bool | str) -> bool | str:
-    """Return the option, or refuse a value that it does not have."""
+    """Return the option `share_prefixes`, or refuse an invalid value."""
     if not isinstance(share_prefixes, bool) and share_prefixes != "auto":
         raise ArgumentError(f'share_prefixes must be True, False or "auto", got {share_prefixes!r}')
     return share_prefixes
@@ -155,13 +155,13 @@ def check_sharing(share_prefixes: bool | str) -> bool | str:
 def sharing_prefixes(
     batch: dict[str, Any], segmenter: Segmenter, taken: Collection[str], *, required: bool = False
 ) -> dict[str, Any]:
-    """Return a batch that computes once what its rows share, or the batch itself where nothing is to be saved.
+    """Return a batch that computes shared prefixes once, or the batch itself if that saves nothing.
 
     Args:
-        batch: as `without_padding` returned it.
-        segmenter: of the model.
+        batch: a batch that `without_padding` returned.
+        segmenter: segmenter of the model.
         taken: names of the tensors that the model takes.
-        required: an error instead of whole rows where the model cannot share prefixes.
+        required: raise an error if the model cannot share prefixes.
 
     Raises:
         Unsupported: sharing is required, and the model cannot do it.
@@ -184,7 +184,7 @@ def sharing_prefixes(
 
 
 def _rows(batch: dict[str, Any]) -> tuple[list[int], Tensor | None]:
-    """Return the rows' lengths and where their tokens lie; None where a row has a hole or nothing."""
+    """Return the rows' lengths and the indices of their tokens; None if the mask of a row has holes or is empty."""
     if isinstance(batch, PackedBatch):
         return list(batch.lengths), batch.places
     mask = batch["attention_mask"].bool()

@@ -1,4 +1,4 @@
-"""Cuts the rows of a call into passes that fit into the memory that is free, or refuses them with the figures."""
+"""Cuts the rows of a call into passes that fit into the free memory, or refuses them with the numbers of bytes."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """What the rows of a call have in common.
+    """Common properties of the passes of a call.
 
     Attributes:
-        adapter: what is trained; activations are measured once for each.
-        needs: what a forward prepares.
+        adapter: the trained adapter; activations are measured once for each.
+        needs: what a forward computes.
         training: whether the pass keeps activations for a backward.
-        together: so many consecutive rows stay in one pass.
+        together: number of consecutive rows that stay in one pass.
         splittable: whether the rows may be computed in several passes.
-        keeps_logits: whether whole logits of a pass stay while the next one is made.
-        advice: what the caller can do where they may not.
+        keeps_logits: whether whole logits of a pass are kept during the next one.
+        advice: advice in the error if the rows do not fit.
     """
 
     adapter: str
@@ -42,13 +42,12 @@ class PassKind:
 class Budget:
     """Plans passes of one model.
 
-    A pass that would take more than 80 % of what is free recomputes its activations; where that is not enough, its rows
-    are cut into halves until it is. A pass is measured as it will run: padded, packed, or with shared prefixes, whose
-    batches tell how many tokens go through the model. What cannot be measured is let through.
+    A pass that would take more than 80 % of the free memory recomputes its activations; if that is not enough, its rows
+    are halved until it fits. Passes are measured as they run: padded, packed, or with shared prefixes. A pass that cannot be measured is admitted.
 
     Args:
         backbone: the model.
-        recompute: measures what passes keep, and knows what is free.
+        recompute: measures activations and free memory.
     """
 
     def __init__(self, backbone: Backbone, recompute: Recompute) -> None:
@@ -57,12 +56,12 @@ class Budget:
     def plan(
         self, parts: Sequence[Sequence[Any]], build: Callable[[Sequence[Any]], Batch], group: PassKind
     ) -> tuple[list[Sequence[Any]], list[Batch]]:
-        """Return the rows of each pass and their batches; what fits already stays as it is.
+        """Return the rows of each pass and their batches; passes that fit are not changed.
 
         Args:
-            parts: the rows of the passes that the caller wants.
-            build: makes a batch of rows.
-            group: what the rows have in common.
+            parts: the rows of the passes that the caller requested.
+            build: returns the batch of rows.
+            group: common properties of the passes.
 
         Raises:
             CapacityError: rows that must be computed together do not fit.
@@ -85,18 +84,18 @@ class Budget:
             cut = True
         if cut:
             get_logger().info(
-                "%d rows are computed in %d passes: more at a time would not fit into the memory that is free",
+                "%d rows are computed in %d passes: more at a time would not fit into the free memory",
                 sum(map(len, parts)), len(planned),
             )  # fmt: skip
         return [rows for rows, _ in planned], [batch for _, batch in planned]
 
     def fitting(self, batch: Batch, group: PassKind, held: int = 0) -> tuple[int, int] | None:
-        """Return None where the pass of a batch fits; else the bytes that it needs at least and those that are free.
+        """Return None if the pass of a batch fits; else the bytes that it needs at least and the free bytes.
 
         Args:
-            batch: of the pass.
-            group: what its rows have in common.
-            held: bytes that passes before it leave.
+            batch: batch of the pass.
+            group: common properties of the passes.
+            held: bytes that earlier passes keep.
         """
         size, beside, recompute = positions(batch), self.beside(batch, group) + held, self.recompute
         if recompute.surely_fits(size.tokens, size.width, beside, training=group.training):
@@ -125,7 +124,7 @@ class Budget:
         return [True] if self.recompute.mode is True else [False, True]
 
     def _kept(self, size: Size, group: PassKind, recomputed: bool) -> int | None:
-        """Return the bytes of activations and gradients: what is kept, and what one layer has on the way back."""
+        """Return the bytes of activations and gradients: those kept for the backward, and one layer's during it."""
         if not group.training:
             return self.recompute.passing_bytes(size.tokens, size.width, size.masked, packed=size.packed)
         return self.recompute.needed_bytes(
@@ -133,7 +132,7 @@ class Budget:
         )
 
     def beside(self, batch: Batch, group: PassKind) -> int:
-        """Return the bytes of the head's results that stay, and of the logits that exist at one time."""
+        """Return the bytes of the head's results that are kept, and of the logits that exist at the same time."""
         needs, model = group.needs, self.backbone.model
         config, labels = model.config.get_text_config(), batch.get("labels")
         logits = self._logits

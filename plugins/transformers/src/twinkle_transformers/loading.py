@@ -23,7 +23,7 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check_weights(folder: Path) -> None:
-    """Raise unless the weights of a Hugging Face folder are complete: all shards, whole headers, whole bytes.
+    """Check that the weights in a Hugging Face folder are complete: all shards, headers and bytes.
 
     Raises:
         ModelLoadError: there are none, or one is missing, truncated or corrupt; the message names the file.
@@ -43,13 +43,13 @@ def read_header(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return the header of a safetensors file: for each tensor its `dtype`, `shape` and `data_offsets`.
 
     Raises:
-        ModelLoadError: the file is no safetensors file, or its length is not what its header says.
+        ModelLoadError: the file is not in safetensors format, or its length differs from its header.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ModelLoadError(f"{path} is truncated or no safetensors file ({size} bytes); fetch it again")
+            raise ModelLoadError(f"{path} is truncated or not a safetensors file ({size} bytes); fetch it again")
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -98,23 +98,23 @@ def load_model(
     """Load a model in evaluation mode, and return it with the local folder it came from.
 
     Args:
-        model_id: whatever `twinkle.hub.local_model` takes.
-        dtype: of the weights: a torch dtype, its name (`bfloat16`, `bf16`, `fp32`, ...), or `auto` for the one saved.
+        model_id: argument of `twinkle.hub.local_model`.
+        dtype: dtype of the weights: a torch dtype, its name (`bfloat16`, `bf16`, `fp32`, ...), or `auto` for the saved
+            one.
         model_cls: a class with `from_pretrained`, or its name in transformers; by default the causal language model
             of the configuration.
         config: a transformers configuration to use instead of the folder's.
-        device: where the model goes; None leaves it on the CPU.
-        trust_remote_code: run Python code that lies in the model's folder.
-        skeleton: build the model without weights, on the meta device and in this dtype, for weights that come from
-            elsewhere.
-        other_arguments: names of the caller's own arguments, which the error about an unknown one may suggest.
+        device: device to move the model to; None leaves it on the CPU.
+        trust_remote_code: run Python code from the model's folder.
+        skeleton: build the model without weights, on the meta device and in this dtype; another rank sends the weights.
+        other_arguments: names of the caller's arguments, which the error about an unknown argument may suggest.
         **from_pretrained_kwargs: `attn_implementation` and the like, and fields of the configuration to change;
             `revision` and `token` go to the hub.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or corrupt; its architecture is unknown; weights that the
             model needs are absent, of another shape, or left over.
-        ArgumentError: an option is unknown, or `dtype` or `model_cls` is not one.
+        ArgumentError: an option is unknown, or `dtype` or `model_cls` is invalid.
         RequirementMissing: an option needs a package that is not installed.
     """
     wanted = dtype_of(dtype)
@@ -128,7 +128,7 @@ def load_model(
         cls = _model_class(model_cls, config, trust_remote_code)
         if "classifier_dropout" in from_pretrained_kwargs and "Classification" not in cls.__name__:
             raise ArgumentError(
-                f"classifier_dropout is of heads that classify or give values, and {cls.__name__} has none"
+                f"classifier_dropout is for classification and value heads, and {cls.__name__} has none"
             )
         if skeleton is not None:
             return _without_weights(cls, config, skeleton, options), folder
@@ -140,11 +140,11 @@ def load_model(
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a model that Twinkle saved and whose files were changed since."""
+    """Refuse a model that Twinkle saved and whose files were changed afterwards."""
     if not (folder / DIGESTS).is_file():
         return
     try:
-        check_digests(folder, [path.name for path in folder.iterdir()])  # of those that somebody removed, none
+        check_digests(folder, [path.name for path in folder.iterdir()])  # removed files are not checked
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
 
@@ -157,7 +157,7 @@ def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         if not dtype.is_floating_point:
-            raise ArgumentError(f"dtype is {dtype}; weights need a floating-point type such as torch.bfloat16")
+            raise ArgumentError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}")
         return dtype
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name == "auto":
@@ -166,8 +166,8 @@ def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
         from twinkle_registry import nearest
 
         near = nearest(name, _DTYPES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ArgumentError(f"dtype is {dtype!r}; {hint}It is 'auto', a torch dtype or one of {', '.join(_DTYPES)}")
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ArgumentError(f"dtype must be 'auto', a torch dtype or one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
     return _DTYPES[name]
 
 
@@ -176,7 +176,7 @@ def _config(folder: Path, config: Any, trust_remote_code: bool) -> Any:
 
     if config is not None:
         if not isinstance(config, PreTrainedConfig):
-            raise ArgumentError(f"config is a {type(config).__name__}; it must be a transformers configuration")
+            raise ArgumentError(f"config must be a transformers configuration, got a {type(config).__name__}")
         return config
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -199,7 +199,7 @@ def _config_problem(folder: Path, error: Exception) -> str:
     if not isinstance(fields, dict):
         return f"{folder / 'config.json'} is not a JSON object; fetch the model again"
     if "auto_map" in fields:
-        return f"{folder} brings Python code of its own; read it, then pass trust_remote_code=True to run it"
+        return f"{folder} contains Python code; read it, then pass trust_remote_code=True to run it"
     asked = fields.get("model_type")
     if asked is None:
         return f"{folder / 'config.json'} has no model_type, so its architecture is unknown"
@@ -209,16 +209,16 @@ def _config_problem(folder: Path, error: Exception) -> str:
     near = nearest(str(asked), known)
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return (
-        f"{folder}: transformers {transformers.__version__} knows no architecture {asked!r}{hint}; a newer one may: "
-        "pip install -U transformers"
+        f"{folder}: transformers {transformers.__version__} does not support the architecture {asked!r}{hint}; a newer "
+        "version may: pip install -U transformers"
     )
 
 
 def _with_fields(config: Any, given: Mapping[str, Any], others: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return the configuration with the fields among `given` changed, and the options among them."""
+    """Return a configuration with changed fields from `given`, and the options of `from_pretrained` in it."""
     options = {name: value for name, value in given.items() if name in _OPTIONS}
     fields = [name for name in config.to_dict() if not name.startswith("_")]
-    fields += ["num_labels", "classifier_dropout"]  # kept as label names, and read where a class has such a head
+    fields += ["num_labels", "classifier_dropout"]  # valid, though not stored under these names
     changed = copy.deepcopy(config)
     for name in given.keys() - options.keys():
         if name not in fields:
@@ -227,8 +227,8 @@ def _with_fields(config: Any, given: Mapping[str, Any], others: Collection[str])
             near = nearest(name, [*others, *_OPTIONS, *fields])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(
-                f"the model takes no argument {name!r}, its loading has no such option ({', '.join(_OPTIONS)}), and "
-                f"{type(config).__name__} no such field{hint}"
+                f"there is no argument {name!r} of the model, no such option of its loading ({', '.join(_OPTIONS)}), and "
+                f"no such field of {type(config).__name__}{hint}"
             )
         setattr(changed, name, given[name])
     return changed, options
@@ -244,7 +244,7 @@ def _model_class(model_cls: Any, config: Any, trust_remote_code: bool) -> Any:
         if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             listed = getattr(config, "architectures", None) or ["of another task"]
             raise ModelLoadError(
-                f"{type(config).__name__} ({', '.join(listed)}) is no causal language model in transformers; give "
+                f"{type(config).__name__} ({', '.join(listed)}) is not a causal language model in transformers; give "
                 "model_cls=, a class or its name in transformers"
             )
         return transformers.AutoModelForCausalLM
@@ -258,9 +258,7 @@ def _model_class(model_cls: Any, config: Any, trust_remote_code: bool) -> Any:
             raise ArgumentError(f"model_cls: transformers {transformers.__version__} has no {model_cls!r}{hint}")
         model_cls = resolved
     if not hasattr(model_cls, "from_pretrained"):
-        raise ArgumentError(
-            f"model_cls is {model_cls!r}, which has no from_pretrained; give a transformers model class"
-        )
+        raise ArgumentError(f"model_cls must be a transformers model class with from_pretrained, got {model_cls!r}")
     return model_cls
 
 
@@ -289,7 +287,7 @@ def _without_weights(cls: Any, config: Any, dtype: torch.dtype, options: Mapping
 
 
 def _check_report(report: Mapping[str, Any], folder: Path, name: str) -> None:
-    """Refuse a model that transformers filled up with random weights, or whose weights it left aside."""
+    """Refuse a model with missing weights, which transformers initializes randomly, or with unused ones."""
     problems = []
     if missing := sorted(report["missing_keys"]):
         problems.append(f"{len(missing)} weights of {name} are missing: {_some(missing)}")

@@ -29,20 +29,20 @@ from twinkle_registry import nearest
 from twinkle_transformers.backbone import Backbone
 
 BUCKET_BYTES = 16 << 20
-"""Above 32 MiB the host's allocator asks the kernel for fresh pages each time, which takes longer than the message."""
+"""Size of a buffer. Above 32 MiB the C library allocates fresh pages each time, which takes longer than the message."""
 
 
 @torch.no_grad()
 def sum_over_ranks(tensors: Sequence[Tensor], group: Any = None, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Replace each tensor by its sum over the ranks of `group`.
 
-    Tensors of one dtype are copied into flat buffers of at most `bucket_bytes` (one tensor may be larger), so that
-    hundreds of small gradients cost one message; while one buffer travels the next is filled.
+    Tensors of one dtype are copied to flat buffers of at most `bucket_bytes` (one tensor may be larger), so that
+    hundreds of small gradients need one message; a buffer is filled while the one before it is sent.
 
     Args:
         tensors: contiguous or not, on one device; the same shapes and dtypes in the same order on every rank.
         group: process group; None is the world.
-        bucket_bytes: size of a buffer.
+        bucket_bytes: maximum size of a buffer.
     """
     waiting: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     for bucket in _buckets(tensors, bucket_bytes):
@@ -55,7 +55,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], group: Any = None, bucket_bytes: i
 
 
 def _take_back(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
-    """Wait for a buffer and copy it to where it came from."""
+    """Wait for a buffer and copy it back to its tensors."""
     work.wait()
     parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
     torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
@@ -77,12 +77,12 @@ def _buckets(tensors: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor; changes to it are changes to the tensor."""
+    """Return this rank's part of a tensor; it shares memory with the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor on this rank; collective if it is sharded."""
+    """Return the whole tensor on this rank; collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -91,7 +91,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return `tensor`, whole on every rank, on the device and in the shards of `other`, which has its shape."""
+    """Return `tensor`, which every rank has whole, with the device and sharding of `other` of the same shape."""
     if not isinstance(other, DTensor):
         return tensor.to(other.device)
     device = local(other).device
@@ -100,14 +100,14 @@ def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into(target: Tensor, tensor: Tensor) -> None:
-    """Copy `tensor`, whole on every rank, into `target`."""
+    """Copy `tensor`, which every rank has whole, into `target`."""
     local(target).copy_(local(placed_like(tensor, target)))
 
 
 _RUN = "twinkle_run"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DDP = {"bucket_cap_mb": BUCKET_BYTES >> 20}
-# What torch's wrapper needs to be told and a sum at the step does not: each has its effect here anyway.
+# Options of torch's wrapper that a sum at the step does not need.
 _DDP_WITHOUT_EFFECT = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
 _FSDP = {
     "reshard_after_forward": True,
@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 
 class Replicated:
-    """Every rank holds the whole model. Gradients are summed over ranks once, when a step is made.
+    """Every rank holds the whole model. Gradients are summed over ranks once, at the step.
 
     Attributes:
         ranks: the data ranks.
@@ -133,12 +133,12 @@ class Replicated:
         self.options = _checked("ddp_config", options, {**_DDP, **dict.fromkeys(_DDP_WITHOUT_EFFECT)})
 
     def place(self, model: Any, blocks: Sequence[str], dtype: torch.dtype | None) -> None:
-        """Give every rank the first one's trainable weights.
+        """Broadcast the trainable weights of the first rank.
 
         Args:
             model: the causal language model.
             blocks: class names of its layers.
-            dtype: in which sharded parameters are gathered; None is their own.
+            dtype: dtype in which sharded parameters are gathered; None is their own.
         """
         if not self.ranks.alone:
             self.ranks.agree("sending the first rank's weights")
@@ -146,14 +146,14 @@ class Replicated:
                 _broadcast((p for p in model.parameters() if p.requires_grad), self.ranks)
 
     def run(self, model: Any, call: Callable[[], T]) -> T:
-        """Make a pass that uses the parameters of `model`."""
+        """Run a pass that uses the parameters of `model`."""
         return call()
 
     def settle(self) -> None:
-        """Bring parameters back to how they lie between passes, before they are read or changed."""
+        """Restore the distribution of parameters between passes, before they are read or changed."""
 
     def any_rank(self, wish: bool) -> bool:
-        """Return whether any rank wishes something."""
+        """Return whether `wish` is true on any rank."""
         return bool(self.ranks.agree("recomputation", wish).any())
 
     def idle_passes(self, call: str, passes: int) -> int:
@@ -170,7 +170,7 @@ class Replicated:
         return usable
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum gradients over ranks; a parameter that got none on some rank counts as zero there."""
+        """Sum gradients over ranks; a missing gradient on some rank counts as zero."""
         if self.ranks.alone:
             return
         own = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
@@ -195,14 +195,14 @@ class Replicated:
         return copies
 
     def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
-        """Return the norm of a gradient from the norm of what this rank holds of it."""
+        """Return the norm of a gradient, given the norm of this rank's part."""
         return norm
 
 
 class Sharded(Replicated):
     """Each rank holds a part of every parameter (FSDP2); with `dp` too, each group of `fsdp` ranks holds a copy.
 
-    The backward of each pass sums gradients over ranks and leaves each rank its part.
+    The backward of each pass sums gradients over ranks and keeps this rank's part.
     """
 
     in_lockstep = True
@@ -217,7 +217,7 @@ class Sharded(Replicated):
         self._units: list[FSDPModule] = []
 
     def place(self, model: Any, blocks: Sequence[str], dtype: torch.dtype | None) -> None:
-        """Shard the model, layer by layer; layers on the meta device get the first rank's weights before."""
+        """Shard the model layer by layer; layers on the meta device first get the weights of the first rank."""
         reduce = None if dtype is None else _DTYPES[self.options["reduce_dtype"]]
         offload: OffloadPolicy = OffloadPolicy()
         if self.options["cpu_offload"]:
@@ -235,13 +235,13 @@ class Sharded(Replicated):
             fully_shard(module, **settings)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)  # losses are sums: what divides them is known at the step
+            unit.set_gradient_divide_factor(1.0)  # losses are sums; their denominator is known at the step
             unit.set_force_sum_reduction_for_comms(True)
         setattr(model, _RUN, lambda call: call())
         register_fsdp_forward_method(model, _RUN)
 
     def run(self, model: Any, call: Callable[[], T]) -> T:
-        """Make a pass while the parameters outside the layers (embeddings, norm, head) are gathered."""
+        """Run a pass while the parameters outside the layers (embeddings, norm, head) are gathered."""
         try:
             return getattr(model, _RUN)(call)  # type: ignore[no-any-return]
         finally:
@@ -249,7 +249,7 @@ class Sharded(Replicated):
                 self.settle()
 
     def settle(self) -> None:
-        """Let go of parameters that a pass without backward left gathered: they would hide an update."""
+        """Free parameters that a pass without backward left gathered, since they would hide an update."""
         if not self.options["reshard_after_forward"]:
             for unit in self._units:
                 unit.reshard()
@@ -273,7 +273,7 @@ class Sharded(Replicated):
         """Combine the norms of the shards."""
         norm = norm.to(local_device(), torch.float64)
         norms = [torch.empty_like(norm) for _ in range(self._shards.size())]
-        dist.all_gather(norms, norm, group=self._shards)  # no MAX over ranks: gloo's may lose a NaN
+        dist.all_gather(norms, norm, group=self._shards)  # not all_reduce with MAX: gloo's may lose a NaN
         joint: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return joint
 
@@ -297,10 +297,10 @@ class Sharded(Replicated):
                 type(model).__name__, sorted(wanted), len(blocks), type(blocks[0]).__name__ if blocks else "parts",
             )  # fmt: skip
         _check_ties(model, blocks)
-        return blocks[::-1]  # what lies inside another block is sharded first
+        return blocks[::-1]  # inner blocks are sharded first
 
     def _fill(self, module: nn.Module) -> None:
-        """Give parameters and buffers of the meta device memory, and all of them the first rank's numbers."""
+        """Allocate parameters and buffers on the meta device, and broadcast all values from the first rank."""
         device = local_device()
         # By id, so that tied parameters stay tied; the old tensors stay alive meanwhile, so that ids stay unique.
         filled: dict[int, tuple[Tensor, Any]] = {}
@@ -319,11 +319,11 @@ class Sharded(Replicated):
 def parallel_of(
     mesh: DeviceMesh | None, ddp_config: Mapping[str, Any] | None, fsdp_config: Mapping[str, Any] | None
 ) -> Replicated:
-    """Return how a model lies on the ranks of a mesh: sharded where it has the dimension `fsdp`.
+    """Return how a model is distributed over the ranks of a mesh: sharded if it has the dimension `fsdp`.
 
     Raises:
-        ArgumentError: an option that is not known, or for the other way.
-        Unsupported: the mesh divides the model in other ways.
+        ArgumentError: an option is unknown, or for the other way.
+        Unsupported: the mesh has dimensions other than dp and fsdp.
     """
     ranks = Ranks.of(mesh)
     if mesh is not None and mesh.has_dim("fsdp") and dist.is_initialized():
@@ -342,11 +342,11 @@ def parallel_of(
 def load_on_ranks(
     load: Callable[..., tuple[Any, Path]], parallel: Replicated, on_first_alone: bool
 ) -> tuple[Any, Path, Backbone]:
-    """Load a model on every rank, or on the first alone; the others then have it without weights until it is placed.
+    """Load a model on every rank, or only on the first; the others then get the weights when it is sharded.
 
     Args:
         load: `load_model` with all its arguments.
-        parallel: how the parameters will lie.
+        parallel: how the parameters will be distributed.
         on_first_alone: whether only the first rank reads the weights.
     """
     ranks = parallel.ranks
@@ -372,7 +372,7 @@ def load_on_ranks(
 def _checked(what: str, given: Mapping[str, Any] | None, known: Mapping[str, Any]) -> dict[str, Any]:
     for name in given or {}:
         if name == "expert_parallel":
-            raise Unsupported(f"{what}: expert_parallel is not offered by this backend yet")
+            raise Unsupported(f"{what}: expert_parallel is not supported by this backend")
         if name not in known:
             close = nearest(name, known, 1)
             hint = f", nearest: {close[0]!r}" if close else ""
@@ -381,7 +381,7 @@ def _checked(what: str, given: Mapping[str, Any] | None, known: Mapping[str, Any
 
 
 def _check_ties(model: Any, blocks: Sequence[nn.Module]) -> None:
-    """Refuse blocks that would part a weight from the one that it is tied to."""
+    """Refuse blocks that would separate tied weights."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -396,7 +396,7 @@ def _check_ties(model: Any, blocks: Sequence[nn.Module]) -> None:
 
 
 def _torch_mesh(mesh: DeviceMesh) -> Any:
-    """Return torch's mesh with the replicas outside and the shards inside, as FSDP2 wants it."""
+    """Return torch's mesh with replicas as the outer and shards as the inner dimension, as FSDP2 requires."""
     device = mesh.device_type or Platform.device_prefix()
     grid = mesh.mesh
     names = mesh.mesh_dim_names
@@ -407,7 +407,7 @@ def _torch_mesh(mesh: DeviceMesh) -> Any:
     if len(kept) == 2 and grid.shape[0] == 1:
         grid, kept = grid[0], kept[1:]
     if any((line[:-1] > line[1:]).any() for axis in range(grid.ndim) for line in _lines(grid, axis)):
-        raise Unsupported(  # torch sorts the ranks of a group: shards would lie elsewhere than the mesh says
+        raise Unsupported(  # torch sorts the ranks of a group, so that shards would be on other ranks than in the mesh
             f"the mesh {mesh} has ranks {mesh.mesh.tolist()}; give them in ascending order where the model is sharded"
         )
     if grid.size == dist.get_world_size():
