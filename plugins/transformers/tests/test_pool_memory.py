@@ -21,7 +21,7 @@ from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.memory import saved_bytes
 from twinkle_transformers.pool.passes import ForwardPass
 from twinkle_transformers.pool.pool import LoraPool
-from twinkle_transformers.pool.usage import Costs
+from twinkle_transformers.pool.usage import UsageMeter
 from twinkle_transformers.pool.work import MicroBatch
 
 NAMES = ("a", "b", "c")
@@ -416,7 +416,7 @@ def test_experts_are_counted_that_a_token_goes_to() -> None:
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
     )  # fmt: skip
-    costs = Costs(AutoModelForCausalLM.from_config(c))
+    costs = UsageMeter(AutoModelForCausalLM.from_config(c))
     attention = 32 * 8 * (4 + 2 * 2) + 4 * 8 * 32
     assert costs.base == 2 * (attention + 32 * 6 + 2 * 3 * 32 * 16) + 32 * 64
     layout = Layout.of([("q_proj", Shape(4, 32, 32, 1.0)), ("experts.down_proj", Shape(4, 16, 32, 1.0, experts=6))])

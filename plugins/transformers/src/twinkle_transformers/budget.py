@@ -43,7 +43,8 @@ class Budget:
     """Plans passes of one model.
 
     A pass that would take more than 80 % of the free memory recomputes its activations; if that is not enough, its rows
-    are halved until it fits. Passes are measured as they run: padded, packed, or with shared prefixes. A pass that cannot be measured is admitted.
+    are halved until it fits. Passes are measured as they run: padded, packed, or with shared prefixes. A pass that
+    cannot be measured is admitted.
 
     Args:
         backbone: the model.

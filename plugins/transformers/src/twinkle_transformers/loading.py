@@ -227,8 +227,8 @@ def _with_fields(config: Any, given: Mapping[str, Any], others: Collection[str])
             near = nearest(name, [*others, *_OPTIONS, *fields])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(
-                f"there is no argument {name!r} of the model, no such option of its loading ({', '.join(_OPTIONS)}), and "
-                f"no such field of {type(config).__name__}{hint}"
+                f"there is no argument {name!r} of the model, no such option of its loading ({', '.join(_OPTIONS)}), "
+                f"and no such field of {type(config).__name__}{hint}"
             )
         setattr(changed, name, given[name])
     return changed, options

@@ -72,8 +72,8 @@ class TorchSampler(ReceivesWeights, Sampler):
             cache_bytes: memory for keys and values of running requests; by default a third of the memory that is free
                 at the first call.
             prefix_cache_bytes: memory for keys and values of earlier prompts, reused by prompts with the same
-                beginning; by default a quarter of `cache_bytes`, 0 disables it. Concurrent prompts share their beginning
-                in any case.
+                beginning; by default a quarter of `cache_bytes`, 0 disables it. Concurrent prompts share theirs in any
+                case.
             prefill_tokens: maximum number of prompt tokens in a step; more make prompts faster and running sequences
                 slower.
             batch_invariant: pad every step to a multiple of 8 rows and share no prefixes, so that the same kernels
@@ -227,8 +227,8 @@ class TorchSampler(ReceivesWeights, Sampler):
     def step(self) -> bool:
         """Take one step for all running requests, for a loop that does other work in between.
 
-        It does not block: if another thread is taking steps, it returns True immediately. A model that cannot be sampled
-        step by step completes the next call.
+        It does not block: if another thread is taking steps, it returns True immediately. A model that cannot be
+        sampled step by step completes the next call.
 
         Returns:
             False if there is no request.
