@@ -83,9 +83,12 @@ def hollow() -> Any:
 
 def pool_on(model: Any, **options: Any) -> LoraPool:
     """Return a pool on a model."""
-    recompute = Recompute(model, False, CPU)
+
+    def new_recompute(forward: Any) -> Recompute:
+        return Recompute(model, False, CPU, forward=forward)
+
     return LoraPool(
-        Backbone.of(model), CPU, contextlib.nullcontext, torch.float32, recompute, new_group, encode, **options
+        Backbone.of(model), CPU, contextlib.nullcontext, torch.float32, new_recompute, new_group, encode, **options
     )
 
 

@@ -40,7 +40,7 @@ import twinkle
 from twinkle import DeviceMesh, Platform
 from twinkle.dataloader import DataLoader
 from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.reduce import BUCKET_BYTES, sum_over_ranks
+from twinkle_transformers.parallel import BUCKET_BYTES, sum_over_ranks
 
 ALL_REDUCE, BALANCE, SCALING = 5.0, 1.02, 0.9
 BATCHES, ROWS, BEST_OF = 100, 8, 3

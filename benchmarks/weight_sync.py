@@ -69,8 +69,8 @@ class Contest:
         self.model: Any = TransformersModel(model_id=place, mixed_precision="no")
         self.model.add_adapter_to_model("default", lora)
         self.model.add_adapter_to_model("other", lora)  # what PEFT's way writes into
-        self.model._select("default")
-        self.model.active_group = "default"
+        self.model._adapters.select("default")
+        self.model._adapters.active = "default"
         self.sampler: Any = TorchSampler(place)
         self.shared: Any = TorchSampler(model=self.model)
         self.managers = [CheckpointEngineManager(self.model, sampler) for sampler in (self.sampler, self.shared)]

@@ -16,7 +16,7 @@ import twinkle
 from twinkle import DeviceMesh, Platform
 from twinkle.data_format import LossOutput
 from twinkle.errors import NonFiniteError, RankError, Unsupported
-from twinkle_transformers.reduce import sum_over_ranks
+from twinkle_transformers.parallel import sum_over_ranks
 
 TEXTS = [{"input_ids": row["input_ids"], "labels": int(index % 2 == 0)} for index, row in enumerate(rows()[:8])]
 CALLS: dict[str, Callable[[Any], Any]] = {

@@ -311,7 +311,9 @@ def fast_paths(folder: Path) -> dict[str, Any]:
             seen["paths"] = {found.path: found.exact for found in model.evidence()}
         model.forward_backward(inputs=own(mesh, data))
         seen["norms"].append(model.clip_grad_norm(1.0))
-        seen["shared"].append(hasattr(model._batch(model.optimizer_group["default"], own(mesh, data)), "lengths"))
+        seen["shared"].append(
+            hasattr(model._passes.batch(model.optimizer_group["default"], own(mesh, data)), "lengths")
+        )
     seen["same"] = {found.path: found.exact for found in model.evidence()}
     return seen
 

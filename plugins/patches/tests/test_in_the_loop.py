@@ -53,7 +53,7 @@ def test_a_patched_forward_is_what_the_loop_runs(model: TransformersModel, adapt
             torch.testing.assert_close(made[row, place], expected[row, place, label], rtol=1e-5, atol=1e-6)
     model.undo_patch(Sharper)
     assert torch.equal(logps(model), own)
-    assert model._backbone.splits
+    assert model.backbone.splits
 
 
 def test_a_patch_from_before_the_first_adapter_is_undone_too(model: TransformersModel) -> None:

@@ -201,7 +201,7 @@ def test_the_full_model_is_not_trained_or_saved_behind_its_adapters(folder: Path
         lambda: model.set_optimizer("SGD", adapter_name=""),
         lambda: model.save("full", str(tmp_path), adapter_name=""),
     ):
-        with pytest.raises(TrainingStateError, match=r"name one of \['default'\]"):
+        with pytest.raises(TrainingStateError, match=r"give the name of one of \['default'\]"):
             call()
 
 
@@ -385,7 +385,7 @@ def test_nothing_that_is_no_checkpoint_is_replaced(folder: Path, tmp_path: Path)
     model = build(folder)
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="something that is no checkpoint stands there"):
+    with pytest.raises(OutputError, match="it exists and is not a checkpoint"):
         model.save("final", str(tmp_path))
     assert (tmp_path / "final" / "notes.txt").read_text() == "mine"
     for name in (".", "../up", "/absolute"):

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twinkle_torch.layout import Layout, Shape
-from twinkle_transformers.lowrank.excerpts import excerpt
 from twinkle_transformers.lowrank.grouped import Groups
-from twinkle_transformers.lowrank.products import Cohort, Routing, linear
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing, excerpt, linear
 
 LENGTHS = (3, 2, 4, 1, 5, 2)
 OWNERS = ((0, 1), (2,), (3,), (4,))
@@ -32,8 +31,8 @@ def masks(start: int) -> object:
     return mask
 
 
-def routing(trained: int) -> tuple[Routing, list[Cohort]]:
-    """Return two cohorts: the first two operations of one layout, the others of another, with dropout."""
+def routing(trained: int) -> tuple[Routing, list[AdapterGroup]]:
+    """Return two adapter_groups: the first two operations of one layout, the others of another, with dropout."""
     draw = torch.Generator().manual_seed(0)
     found, start = [], 0
     for number, layout in enumerate(LAYOUTS):
@@ -41,7 +40,7 @@ def routing(trained: int) -> tuple[Routing, list[Cohort]]:
         weights = torch.randn(2, layout.size, generator=draw, dtype=torch.float64)
         grads = torch.zeros_like(weights) if trained else None
         dropout = masks(start) if number else None
-        found.append(Cohort(layout, Groups(start, lengths), weights, grads, dropout))  # type: ignore[arg-type]
+        found.append(AdapterGroup(layout, Groups(start, lengths), weights, grads, dropout))  # type: ignore[arg-type]
         start += sum(lengths)
     return Routing(found, sum(LENGTHS), trained), found
 
@@ -61,7 +60,7 @@ def cut(tensor: Tensor, chosen: list[int]) -> Tensor:
 @given(st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_calls_of_any_parts_are_one_call_of_the_whole(parts: list[int]) -> None:
     x, weight, upper = data()
-    whole, cohorts = routing(15)
+    whole, adapter_groups = routing(15)
     whole_x = x.clone().requires_grad_()
     wanted = linear(whole_x, weight, None, whole, "x")
     (wanted * upper)[:15].sum().backward()
@@ -77,7 +76,7 @@ def test_calls_of_any_parts_are_one_call_of_the_whole(parts: list[int]) -> None:
             (found * cut(upper, chosen))[: small.trained].sum().backward()
             assert whole_x.grad is not None
             torch.testing.assert_close(mine.grad, cut(whole_x.grad, chosen))
-    for one, other in zip(others, cohorts, strict=True):
+    for one, other in zip(others, adapter_groups, strict=True):
         torch.testing.assert_close(one.grads, other.grads)
 
 
@@ -86,4 +85,4 @@ def test_rows_of_the_base_have_no_terms(chosen: list[int]) -> None:
     split, _ = routing(0)
     small = excerpt(split, [BOUNDS[at] for at in chosen])
     assert small.trained == 0
-    assert [cohort.groups.lengths for cohort in small.cohorts] == [(3,)] * (len(chosen) - 1)
+    assert [adapter_group.groups.lengths for adapter_group in small.adapter_groups] == [(3,)] * (len(chosen) - 1)

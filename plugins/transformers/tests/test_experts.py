@@ -13,19 +13,19 @@ from torch import Tensor
 
 from twinkle.errors import Unsupported
 from twinkle_torch.layout import Layout, Shape
-from twinkle_transformers.lowrank import experts, pieces
+from twinkle_transformers.lowrank import dispatch, experts
 from twinkle_transformers.lowrank.dispatch import Dispatch
 from twinkle_transformers.lowrank.grouped import Groups
-from twinkle_transformers.lowrank.products import Cohort, Routing
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 
 EXPERTS, WIDTH, IN, OUT = 5, 2, 16, 24
 
 
 @dataclass
 class Case:
-    """A layer, its tokens, and adapters: ranks of the operations of each cohort, their lengths, rows without any."""
+    """A layer, its tokens, and adapters: ranks and lengths of the operations of each adapter group, other rows."""
 
-    cohorts: Sequence[tuple[int, Sequence[int]]] = ((8, (4, 3)), (4, (5,)))
+    adapter_groups: Sequence[tuple[int, Sequence[int]]] = ((8, (4, 3)), (4, (5,)))
     gap: int = 2
     tail: int = 3
     trained: int | None = None
@@ -36,7 +36,7 @@ class Case:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.total = sum(sum(lengths) + self.gap for _, lengths in self.cohorts) + self.tail
+        self.total = sum(sum(lengths) + self.gap for _, lengths in self.adapter_groups) + self.tail
         self.chosen = torch.stack([torch.randperm(EXPERTS)[:WIDTH] for _ in range(self.total)])
         self.weight = torch.randn(EXPERTS, OUT, IN, dtype=self.dtype)
         self.biases = torch.randn(EXPERTS, OUT, dtype=self.dtype) if self.bias else None
@@ -44,14 +44,14 @@ class Case:
         self.g = torch.randn(self.total, WIDTH, OUT, dtype=self.dtype)
         self.rows = self.total if self.trained is None else self.trained
         self.g[self.rows :] = 0
-        self.built: list[Cohort] = []
+        self.built: list[AdapterGroup] = []
         self.owners: list[tuple[Layout, Tensor, Tensor] | None] = [None] * self.total
         start = 0
-        for rank, lengths in self.cohorts:
+        for rank, lengths in self.adapter_groups:
             layout = Layout.of([("other", Shape(rank, 3, 3, 1.0)), ("site", Shape(rank, IN, OUT, 1.7, EXPERTS))])
             flats = [torch.randn(layout.size, dtype=self.dtype) * 0.3 for _ in lengths]
             weights = torch.stack(flats)
-            self.built.append(Cohort(layout, Groups(start, tuple(lengths)), weights, torch.zeros_like(weights)))
+            self.built.append(AdapterGroup(layout, Groups(start, tuple(lengths)), weights, torch.zeros_like(weights)))
             for begin, length, flat in zip(accumulate(lengths, initial=start), lengths, flats, strict=False):
                 self.owners[begin : begin + length] = [(layout, flat, torch.zeros_like(flat))] * length
             start += sum(lengths) + self.gap
@@ -98,10 +98,10 @@ class Case:
         mine, theirs = self.fused(), self.plain()
         for ours, other in zip(mine, theirs, strict=True):
             assert (ours - other).norm() <= limit * other.norm()
-        for cohort in self.built:
-            assert cohort.grads is not None
-            starts = accumulate(cohort.groups.lengths[:-1], initial=cohort.groups.start)
-            for start, grad in zip(starts, cohort.grads, strict=True):
+        for adapter_group in self.built:
+            assert adapter_group.grads is not None
+            starts = accumulate(adapter_group.groups.lengths[:-1], initial=adapter_group.groups.start)
+            for start, grad in zip(starts, adapter_group.grads, strict=True):
                 owner = self.owners[start]
                 assert owner is not None
                 assert (grad - owner[2]).norm() <= limit * owner[2].norm()
@@ -114,18 +114,18 @@ class Case:
         Case(shared=False),
         Case(transposed=True, bias=True),
         Case(bias=True, shared=False),
-        Case(trained=9, cohorts=((4, (4, 5)),)),
+        Case(trained=9, adapter_groups=((4, (4, 5)),)),
         Case(trained=0),
-        Case(cohorts=((4, (6,)),), gap=0, tail=0),
-        Case(cohorts=((8, (1,) * 6), (2, (1, 1))), gap=0),
-        Case(cohorts=(), tail=4),
+        Case(adapter_groups=((4, (6,)),), gap=0, tail=0),
+        Case(adapter_groups=((8, (1,) * 6), (2, (1, 1))), gap=0),
+        Case(adapter_groups=(), tail=4),
     ],
     ids=str,
 )
 def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(case: Case) -> None:
     if case.trained == 0:
-        for cohort in case.built:
-            cohort.grads = torch.zeros_like(cohort.weights)
+        for adapter_group in case.built:
+            adapter_group.grads = torch.zeros_like(adapter_group.weights)
         case.g.zero_()
     case.check()
 
@@ -134,31 +134,33 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(case: Case) -> No
 @given(st.data())
 def test_any_shape_of_a_pass_gives_the_numbers_of_the_loop(data: Any) -> None:
     lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
-    cohorts = data.draw(st.lists(st.tuples(st.integers(1, 5), lengths), max_size=3))
+    adapter_groups = data.draw(st.lists(st.tuples(st.integers(1, 5), lengths), max_size=3))
     gap, tail = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3))
-    Case(cohorts, gap, tail + (not cohorts), shared=data.draw(st.booleans()), bias=data.draw(st.booleans())).check()
+    Case(
+        adapter_groups, gap, tail + (not adapter_groups), shared=data.draw(st.booleans()), bias=data.draw(st.booleans())
+    ).check()
 
 
 @pytest.mark.parametrize(
-    "case", [Case(dtype=torch.float32), Case(dtype=torch.float32, cohorts=((8, (9, 2, 4)),), gap=0)]
+    "case", [Case(dtype=torch.float32), Case(dtype=torch.float32, adapter_groups=((8, (9, 2, 4)),), gap=0)]
 )
 @pytest.mark.parametrize("most", [1023, 2])
 def test_the_grouped_kernel_gives_the_same_numbers(case: Case, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case.__post_init__()
-    for module in (experts, pieces):
+    for module in (experts, dispatch):
         monkeypatch.setattr(module, "has_kernel", lambda *factors: True)
-    monkeypatch.setattr(pieces, "_MOST_GROUPS", most)
+    monkeypatch.setattr(dispatch, "_MOST_GROUPS", most)
     case.check(2e-6)
 
 
 def test_the_grouped_kernel_leaves_rows_without_training_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (experts, pieces):
+    for module in (experts, dispatch):
         monkeypatch.setattr(module, "has_kernel", lambda *factors: True)
-    Case(dtype=torch.float32, cohorts=((4, (4, 5)),), trained=9, bias=True).check(2e-6)
+    Case(dtype=torch.float32, adapter_groups=((4, (4, 5)),), trained=9, bias=True).check(2e-6)
 
 
 def test_rows_outside_what_is_trained_get_no_gradient_whatever_arrives() -> None:
-    case = Case(cohorts=((4, (4, 5)),), trained=9)
+    case = Case(adapter_groups=((4, (4, 5)),), trained=9)
     case.g = torch.randn_like(case.g)
     _, dx = case.fused()
     assert dx[:9].all()
@@ -167,26 +169,26 @@ def test_rows_outside_what_is_trained_get_no_gradient_whatever_arrives() -> None
 
 def test_weights_of_a_wider_dtype_collect_the_gradients_of_half_precision() -> None:
     case, exact = Case(dtype=torch.bfloat16), Case()
-    for cohort in case.built:
-        cohort.grads = torch.zeros(cohort.weights.shape)
+    for adapter_group in case.built:
+        adapter_group.grads = torch.zeros(adapter_group.weights.shape)
     exact.__dict__ |= {key: getattr(case, key).double() for key in ("weight", "x", "g")}
-    for cohort, other in zip(case.built, exact.built, strict=True):
-        other.weights = cohort.weights.double()
+    for adapter_group, other in zip(case.built, exact.built, strict=True):
+        other.weights = adapter_group.weights.double()
     case.fused()
     exact.fused()
-    for cohort, other in zip(case.built, exact.built, strict=True):
-        assert cohort.grads is not None
+    for adapter_group, other in zip(case.built, exact.built, strict=True):
+        assert adapter_group.grads is not None
         assert other.grads is not None
-        assert (cohort.grads - other.grads).norm() < 0.02 * other.grads.norm()
+        assert (adapter_group.grads - other.grads).norm() < 0.02 * other.grads.norm()
 
 
 def test_pieces_are_every_pair_of_a_cohort_once_and_know_expert_and_operation() -> None:
     case = Case()
     routing = Routing(case.built, case.total, case.total)
     dispatch = Dispatch(case.chosen, EXPERTS, routing)
-    for cohort in case.built:
-        found = dispatch.pieces(cohort)
-        bounds = list(accumulate(cohort.groups.lengths, initial=cohort.groups.start))
+    for adapter_group in case.built:
+        found = dispatch.pieces(adapter_group)
+        bounds = list(accumulate(adapter_group.groups.lengths, initial=adapter_group.groups.start))
         seen = 0
         columns = (found.experts, found.operations, found.starts, found.lengths)
         for expert, operation, start, length in zip(*columns, strict=True):
@@ -195,7 +197,7 @@ def test_pieces_are_every_pair_of_a_cohort_once_and_know_expert_and_operation() 
             assert (bounds[operation] <= pairs // WIDTH).all()
             assert (pairs // WIDTH < bounds[operation + 1]).all()
             seen += length
-        assert seen == sum(cohort.groups.lengths) * WIDTH
+        assert seen == sum(adapter_group.groups.lengths) * WIDTH
 
 
 def test_another_number_of_tokens_and_experts_that_are_not_there_are_refused() -> None:
@@ -209,7 +211,7 @@ def test_another_number_of_tokens_and_experts_that_are_not_there_are_refused() -
 def test_dropout_is_refused() -> None:
     case = Case()
     case.built[0].dropout = lambda name, size, dtype: torch.ones(7, size, dtype=dtype)
-    with pytest.raises(Unsupported, match=r"dropout on site.*lora_dropout to 0"):
+    with pytest.raises(Unsupported, match=r"lora_dropout must be 0 for adapters on experts \(site"):
         case.fused()
 
 
@@ -217,16 +219,19 @@ def test_dropout_is_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here; `make gpu` runs these on one")
 @pytest.mark.parametrize("trained", [None, 9])
 def test_half_precision_on_a_gpu_gives_the_cpus_numbers(trained: int | None) -> None:
-    case = Case(dtype=torch.bfloat16, cohorts=((8, (4, 5)), (16, (7,))), trained=trained, gap=0, bias=True)
-    on_cpu, grads = case.fused(), [cohort.grads for cohort in case.built]
+    case = Case(dtype=torch.bfloat16, adapter_groups=((8, (4, 5)), (16, (7,))), trained=trained, gap=0, bias=True)
+    on_cpu, grads = case.fused(), [adapter_group.grads for adapter_group in case.built]
     for key in ("chosen", "weight", "biases", "x", "g"):
         setattr(case, key, getattr(case, key).cuda())
-    for cohort in case.built:
-        cohort.weights, cohort.grads = cohort.weights.cuda(), torch.zeros(cohort.weights.shape, device="cuda")
+    for adapter_group in case.built:
+        adapter_group.weights, adapter_group.grads = (
+            adapter_group.weights.cuda(),
+            torch.zeros(adapter_group.weights.shape, device="cuda"),
+        )
     on_gpu = case.fused()
     for mine, theirs in zip(on_gpu, on_cpu, strict=True):
         assert (mine.cpu().float() - theirs.float()).norm() < 0.02 * theirs.float().norm()
-    for cohort, theirs in zip(case.built, grads, strict=True):
-        assert cohort.grads is not None
+    for adapter_group, theirs in zip(case.built, grads, strict=True):
+        assert adapter_group.grads is not None
         assert theirs is not None
-        assert (cohort.grads.cpu() - theirs.float()).norm() < 0.02 * theirs.float().norm()
+        assert (adapter_group.grads.cpu() - theirs.float()).norm() < 0.02 * theirs.float().norm()

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from twinkle.errors import ArgumentError, ModelLoadError
 from twinkle.testing import tiny_model
-from twinkle_transformers.loading import dtype_of, load_model
-from twinkle_transformers.weights import read_header
+from twinkle_transformers.loading import dtype_of, load_model, read_header
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_a_misspelt_class_names_the_nearest(source):
 
 
 def test_something_that_is_no_model_class_is_refused(source):
-    with pytest.raises(ArgumentError, match="no from_pretrained"):
+    with pytest.raises(ArgumentError, match="a transformers model class with from_pretrained"):
         load_model(source, model_cls=int)
 
 
@@ -179,7 +178,7 @@ def test_an_unknown_architecture_names_the_nearest(folder):
 
 def test_a_model_of_another_task_asks_for_its_class(folder):
     change_config(folder, model_type="vit", architectures=["ViTModel"])
-    with pytest.raises(ModelLoadError, match=r"is no causal language model.*model_cls="):
+    with pytest.raises(ModelLoadError, match=r"is not a causal language model.*model_cls="):
         load_model(folder)
 
 

@@ -15,10 +15,10 @@ from twinkle.model import TransformersModel
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers import memory
-from twinkle_transformers.budget import Group
-from twinkle_transformers.loop import needs_of
+from twinkle_transformers.batches import positions
+from twinkle_transformers.budget import PassKind
+from twinkle_transformers.losses import needs_of
 from twinkle_transformers.memory import free_host_bytes, own_limit, saved_bytes
-from twinkle_transformers.packing import positions
 from twinkle_transformers.sampling.runner import Runner
 
 ROWS = make_rows(12, (9, 30, 17, 24), seed=3)
@@ -42,7 +42,7 @@ def opened(folder: Path, free: int | None = PLENTY, mode: Any = "auto", **option
 
 
 def set_free(model: Any, free: int | None) -> None:
-    model._recompute._free = lambda device: free
+    model._passes.recompute._free = lambda device: free
 
 
 def gradients(model: Any) -> torch.Tensor:
@@ -52,27 +52,27 @@ def gradients(model: Any) -> torch.Tensor:
 def watched(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return a list that gets the rows, and the bytes that are needed at least, of each pass from now on."""
     found: list[tuple[int, int]] = []
-    made = model._pass
+    made = model._passes._pass
 
     def note(group: Any, status: Any, rows: Any, batch: Any, *rest: Any, **options: Any) -> Any:
         found.append((len(rows), needed(model, rows, training=status is group.train_status)))
         return made(group, status, rows, batch, *rest, **options)
 
-    monkeypatch.setattr(model, "_pass", note)
+    monkeypatch.setattr(model._passes, "_pass", note)
     return found
 
 
-def common(model: Any, *, training: bool) -> Group:
+def common(model: Any, *, training: bool) -> PassKind:
     group = model.optimizer_group["a"]
     group.loss()
     status = group.train_status if training else group.eval_status
-    return Group("a", needs_of(group, status, False), training)
+    return PassKind("a", needs_of(group, status, False), training)
 
 
 def needed(model: Any, rows: Any, *, training: bool, recomputed: bool = True) -> int:
-    budget, which = model._budget, common(model, training=training)
-    batch = model._batch(model.optimizer_group["a"], rows)
-    kept = budget._kept(positions(batch), which, recomputed and model._recompute.possible)
+    budget, which = model._passes.budget, common(model, training=training)
+    batch = model._passes.batch(model.optimizer_group["a"], rows)
+    kept = budget._kept(positions(batch), which, recomputed and model._passes.recompute.possible)
     assert kept is not None
     return int(kept + budget.beside(batch, which))
 
@@ -135,7 +135,7 @@ def test_recomputation_comes_before_cutting(tmp_path: Path, monkeypatch: pytest.
     passes = watched(model, monkeypatch)
     model.forward_backward(inputs=ROWS)
     assert [rows for rows, _ in passes] == [12]
-    assert model._recompute.on
+    assert model._passes.recompute.on
 
 
 def test_the_cut_is_logged_with_its_reason(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,9 +246,9 @@ def kept_by(model: Any, rows: Any, *, training: bool = True) -> int:
     """Return the bytes that the body of a real pass keeps for its backward."""
     group = model.optimizer_group["a"]
     own = {t.untyped_storage().data_ptr() for t in [*model.model.parameters(), *model.model.buffers()]}
-    batch = model._batch(group, rows)
+    batch = model._passes.batch(group, rows)
     model.model.train()
-    backbone = model._backbone
+    backbone = model.backbone
     arguments = {k: v for k, v in batch.items() if k in backbone.inputs and isinstance(v, torch.Tensor)}
     arguments = batch.join(arguments) if positions(batch).packed else arguments
     return saved_bytes(lambda _: backbone._hidden(arguments, batch), 0, own)
@@ -267,11 +267,11 @@ def test_the_estimate_is_that_of_the_path_that_runs(folder: Path, path: str, mon
     if path == "prefixes off":
         monkeypatch.setenv("TWINKLE_DISABLE_FAST_PATHS", "prefixes")
     rows = rows_of(path)
-    batch = model._batch(model.optimizer_group["a"], rows)
+    batch = model._passes.batch(model.optimizer_group["a"], rows)
     size = positions(batch)
     assert size.packed is (path == "prefixes")
     assert size.tokens == {"padded": 12 * 30, "prefixes": 40 + 12 * 8, "prefixes off": 12 * 48}[path]
-    predicted = model._recompute.needed_bytes(size.tokens, size.width, "a", size.masked, packed=size.packed)
+    predicted = model._passes.recompute.needed_bytes(size.tokens, size.width, "a", size.masked, packed=size.packed)
     missing = sum(p.numel() * 4 for p in model.model.parameters() if p.requires_grad)
     # Keys and values of a shared prefix are gathered beside what one sequence alone keeps.
     assert 0.75 <= (predicted - missing) / kept_by(model, rows) <= 1.25

@@ -198,7 +198,7 @@ def test_recomputation_sees_the_segments_that_the_forward_saw(name: str) -> None
 def test_recomputation_that_would_forget_the_segments_is_refused(options: dict[str, Any]) -> None:
     model = made("llama")
     model.activation_checkpointing_enable(options)
-    with pytest.raises(TrainingStateError, match="forgets where packed sequences lie; enable it with"):
+    with pytest.raises(TrainingStateError, match="loses the boundaries of packed sequences; enable it with"):
         packed(model)
     with torch.no_grad():
         Segmenter(model).within(Segments.of(LENGTHS))

@@ -20,9 +20,17 @@ from twinkle_torch.layout import Layout, Shape
 from twinkle_torch.precision import RoundingNoise
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.grouped import Groups
-from twinkle_transformers.lowrank.products import Cohort, Routing
-from twinkle_transformers.pool.expert_files import as_peft_reads, expert_views, from_peft, match_experts, to_peft
-from twinkle_transformers.pool.experts import find_expert_sites, install_experts, uninstall_experts
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
+from twinkle_transformers.pool.experts import (
+    as_peft_reads,
+    expert_views,
+    find_expert_sites,
+    from_peft,
+    install_experts,
+    match_experts,
+    to_peft,
+    uninstall_experts,
+)
 from twinkle_transformers.segments import Segmenter, recompute_contexts, routing_now
 from twinkle_transformers.sites import find_sites, install, uninstall
 
@@ -133,9 +141,11 @@ def weigh(logits: Tensor, number: int) -> Tensor:
     return (logits * torch.randn(logits.shape, generator=draw, dtype=torch.float64).to(logits)).sum()
 
 
-def fused(model: Any, cohorts: list[Cohort], trained: int, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+def fused(
+    model: Any, adapter_groups: list[AdapterGroup], trained: int, lengths: Sequence[int] = LENGTHS
+) -> list[Tensor]:
     """Run one pass; return the logits of each sequence, after the backward of those that are trained."""
-    routing = Routing(cohorts, sum(lengths), trained)
+    routing = Routing(adapter_groups, sum(lengths), trained)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with installed(model), Segmenter(model).within(Segments.of(lengths), routing):
         logits = model(torch.cat(tokens(lengths))[None], position_ids=positions, use_cache=False).logits[0]
@@ -157,12 +167,12 @@ def error(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).norm() / theirs.norm())
 
 
-def cohort(adapters: Sequence[Adapter], start: int, lengths: Sequence[int]) -> Cohort:
+def adapter_group(adapters: Sequence[Adapter], start: int, lengths: Sequence[int]) -> AdapterGroup:
     weights = torch.stack([adapter.flat for adapter in adapters])
-    return Cohort(adapters[0].layout, Groups(start, tuple(lengths)), weights, torch.zeros_like(weights))
+    return AdapterGroup(adapters[0].layout, Groups(start, tuple(lengths)), weights, torch.zeros_like(weights))
 
 
-def assert_gradients(adapter: Adapter, mine: Cohort, operation: int, wrapped: Any, limit: float) -> None:
+def assert_gradients(adapter: Adapter, mine: AdapterGroup, operation: int, wrapped: Any, limit: float) -> None:
     """Compare an operation's buffer with what PEFT's parameters have."""
     assert mine.grads is not None
     parameters = dict(wrapped.named_parameters())
@@ -187,10 +197,10 @@ def rounding_of_logits(kind: str, dtype: torch.dtype) -> float:
 def test_two_adapters_of_different_rank_in_one_pass_are_each_as_with_peft_alone(kind: str) -> None:
     model = make(kind)
     first, second = Adapter(model, 4, seed=1), Adapter(model, 3, seed=2)
-    cohorts = [cohort([first], 0, [LENGTHS[0]]), cohort([second], LENGTHS[0], [sum(LENGTHS[1:])])]
-    logits = fused(model, cohorts, sum(LENGTHS))
+    adapter_groups = [adapter_group([first], 0, [LENGTHS[0]]), adapter_group([second], LENGTHS[0], [sum(LENGTHS[1:])])]
+    logits = fused(model, adapter_groups, sum(LENGTHS))
     limit = max(1e-10, FACTOR * rounding_of_logits(kind, torch.float64))
-    for adapter, mine, numbers in ((first, cohorts[0], [0]), (second, cohorts[1], [1, 2, 3])):
+    for adapter, mine, numbers in ((first, adapter_groups[0], [0]), (second, adapter_groups[1], [1, 2, 3])):
         wrapped = adapter.peft(kind, torch.float64)
         for number in numbers:
             assert error(logits[number], alone(wrapped, number)) < limit
@@ -202,7 +212,7 @@ def test_two_adapters_of_different_rank_in_one_pass_are_each_as_with_peft_alone(
 def test_in_float32_the_numbers_are_those_of_peft_but_for_rounding(kind: str) -> None:
     model = make(kind, torch.float32)
     adapter = Adapter(model, 4, std=0.1)
-    mine = cohort([adapter], 0, [sum(LENGTHS)])
+    mine = adapter_group([adapter], 0, [sum(LENGTHS)])
     logits = fused(model, [mine], sum(LENGTHS))
     exact = adapter.peft(kind, torch.float64)
     theirs = [alone(exact, number) for number in range(len(LENGTHS))]
@@ -217,7 +227,7 @@ def test_some_rows_see_the_base_model_alone_and_some_are_not_trained(targets: tu
     model = make("qwen3-moe")
     lengths = (6, 8, 3, 5, 7)
     one, two, reference = (Adapter(model, 4, targets=targets, seed=seed) for seed in (1, 2, 3))
-    trained, last = cohort([one, two], 0, lengths[:2]), cohort([reference], 22, lengths[4:])
+    trained, last = adapter_group([one, two], 0, lengths[:2]), adapter_group([reference], 22, lengths[4:])
     last.grads = None
     logits = fused(model, [trained, last], 17, lengths)
     base = make("qwen3-moe")
@@ -233,10 +243,10 @@ def test_some_rows_see_the_base_model_alone_and_some_are_not_trained(targets: tu
 def test_a_neighbour_changes_an_operation_by_rounding_at_most_and_its_nan_by_nothing() -> None:
     model = make("qwen3-moe", torch.float32)
     one, two = Adapter(model, 4, seed=1), Adapter(model, 4, seed=2)
-    lonely = cohort([one], 0, [9])
+    lonely = adapter_group([one], 0, [9])
     logits = fused(model, [lonely], 9, (9,))[0]
     two.flat.fill_(float("nan"))
-    both = cohort([one, two], 0, [9, 12])
+    both = adapter_group([one, two], 0, [9, 12])
     beside = fused(model, [both], 21, (9, 12))
     assert error(beside[0], logits) < 2e-6
     assert lonely.grads is not None
@@ -248,16 +258,16 @@ def test_a_neighbour_changes_an_operation_by_rounding_at_most_and_its_nan_by_not
 def test_a_pass_without_training_has_the_same_outputs_and_no_graph() -> None:
     model = make("gpt-oss")
     adapter = Adapter(model, 4)
-    mine = cohort([adapter], 0, [sum(LENGTHS)])
+    mine = adapter_group([adapter], 0, [sum(LENGTHS)])
     logits = fused(model, [mine], sum(LENGTHS))
-    again = fused(model, [cohort([adapter], 0, [sum(LENGTHS)])], 0)
+    again = fused(model, [adapter_group([adapter], 0, [sum(LENGTHS)])], 0)
     assert all(error(a, b) < 1e-12 for a, b in zip(again, logits, strict=True))
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
     model = make("qwen3-moe")
     adapter = Adapter(model, 4)
-    plain, again = (cohort([adapter], 0, [sum(LENGTHS)]) for _ in range(2))
+    plain, again = (adapter_group([adapter], 0, [sum(LENGTHS)]) for _ in range(2))
     fused(model, [plain], sum(LENGTHS))
     model.train()
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
@@ -270,9 +280,9 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
 def test_half_precision_by_autocast_stays_near_the_exact_numbers() -> None:
     model = make("qwen3-moe", torch.float32)
     adapter = Adapter(model, 4)
-    mine = cohort([adapter], 0, [sum(LENGTHS)])
+    mine = adapter_group([adapter], 0, [sum(LENGTHS)])
     exact = fused(model, [mine], sum(LENGTHS))
-    half = Cohort(mine.layout, mine.groups, mine.weights.bfloat16(), torch.zeros_like(mine.weights))
+    half = AdapterGroup(mine.layout, mine.groups, mine.weights.bfloat16(), torch.zeros_like(mine.weights))
     with torch.autocast("cpu", torch.bfloat16):
         logits = fused(model, [half], sum(LENGTHS))
     assert error(torch.cat(logits).float(), torch.cat(exact)) < 0.1
@@ -288,13 +298,13 @@ def test_without_adapters_on_experts_the_layer_is_transformers_own(monkeypatch: 
     passes: list[Any] = []
     own = type(layer).forward
     monkeypatch.setattr(type(layer), "forward", lambda *args: passes.append(routing_now()) or own(*args))
-    fused(model, [cohort([adapter], 0, [sum(LENGTHS)])], sum(LENGTHS))
+    fused(model, [adapter_group([adapter], 0, [sum(LENGTHS)])], sum(LENGTHS))
     assert sum(routing is not None for routing in passes) == 2
     passes.clear()
     with installed(model):
         assert torch.isfinite(model(tokens((4,))[0][None]).logits).all()
     assert passes == [None, None]
-    with_experts = cohort([Adapter(model, 4)], 0, [sum(LENGTHS)])
+    with_experts = adapter_group([Adapter(model, 4)], 0, [sum(LENGTHS)])
     passes.clear()
     fused(model, [with_experts], sum(LENGTHS))
     assert not any(passes)
@@ -319,7 +329,7 @@ def test_layers_get_their_own_forward_back_and_a_replaced_one_is_refused() -> No
         install_experts(sites.values())
     del model.model.layers[1].mlp.forward
     layer._is_expert_parallel = True
-    with pytest.raises(Unsupported, match="lie on several devices"):
+    with pytest.raises(Unsupported, match="are on several devices"):
         install_experts(sites.values())
 
 
@@ -332,9 +342,9 @@ def test_experts_that_lie_transposed_say_so_and_models_without_any_have_no_site(
 
 def test_dropout_on_experts_is_refused_where_it_would_act() -> None:
     model = make("qwen3-moe")
-    mine = cohort([Adapter(model, 4)], 0, [sum(LENGTHS)])
+    mine = adapter_group([Adapter(model, 4)], 0, [sum(LENGTHS)])
     mine.dropout = lambda name, size, dtype: torch.ones(sum(LENGTHS), size, dtype=dtype)
-    with pytest.raises(Unsupported, match=r"dropout on .*experts\.gate_up_proj"):
+    with pytest.raises(Unsupported, match=r"lora_dropout must be 0 .*experts\.gate_up_proj"):
         fused(model, [mine], sum(LENGTHS))
 
 

@@ -19,8 +19,8 @@ from twinkle.patch import Patch, apply_patch, undo_patch
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
 from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.pool.compatibility import check_model_kind
 from twinkle_transformers.pool.config import read_config
-from twinkle_transformers.pool.fit import check_kind
 from twinkle_transformers.sites import find_sites, install
 
 SMALL: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_quantised_layers_are_refused() -> None:
     model = llama()
     model.model.layers[1].mlp.up_proj = Int8Linear(model.model.layers[1].mlp.up_proj)
     with pytest.raises(Unsupported, match=r"layers.1.mlp.up_proj is quantised \(Int8Linear with weights of torch.int8"):
-        check_kind(Backbone.of(model))
+        check_model_kind(Backbone.of(model))
 
 
 def test_layers_whose_forward_was_replaced_are_refused() -> None:
@@ -225,7 +225,7 @@ def test_after_a_patch_that_mixes_tokens_sequences_go_alone(folder: Path, caplog
     before = trained(model)
     with caplog.at_level(logging.WARNING):
         model.apply_patch(Running)
-    assert re.search(r"its sequences see each other: .* Each sequence goes through the model alone", caplog.text)
+    assert re.search(r"its sequences see each other: .* Each sequence runs through the model by itself", caplog.text)
     together = model.forward_only(inputs=ROWS, adapter_name=["a", None])
     alone = [
         model.forward_only(inputs=[row], adapter_name=[who])[0] for row, who in zip(ROWS, ["a", None], strict=True)
@@ -271,7 +271,7 @@ def test_a_sampler_that_shares_the_model_follows_its_patches(folder: Path, kind:
     shared = TorchSampler(model=model)
     before = scores(shared)
     assert [str(found) for found in shared.evidence() if not found.exact] == []
-    assert shared._service.runner.backbone is model._backbone, "nothing is measured twice"
+    assert shared._service.runner.backbone is model.backbone, "nothing is measured twice"
     model.apply_patch(Running) if by == "the model" else apply_patch(model.model, Running)
     assert scores(shared) == pytest.approx(scores(TorchSampler(model=model.model)), rel=0, abs=1e-5)
     assert scores(shared) != pytest.approx(before, rel=0, abs=1e-2)
@@ -293,9 +293,7 @@ def test_rows_with_images_are_refused_and_text_goes_on(tmp_path: Path) -> None:
     model = opened(saved(tmp_path, source), model_cls="Qwen2_5_VLForConditionalGeneration")
     assert all(".language_model." in name for name in model.pool.tenants["a"].plan.layout.entries)
     image = {"pixel_values": torch.randn(4, 1176), "image_grid_thw": torch.tensor([[1, 2, 2]])}
-    with pytest.raises(
-        DataError, match="rows hold 'pixel_values'; where many adapters share a pass, rows are text alone"
-    ):
+    with pytest.raises(DataError, match="rows must contain only text where adapters share a pass, got 'pixel_values'"):
         model.forward_backward(inputs=[ROWS[0] | image], adapter_name="a")
     logps, _ = trained(model)
     path = model.save("a", str(tmp_path), adapter_name="a")
@@ -313,7 +311,9 @@ def test_targets_that_lie_outside_the_text_decoder_are_refused(tmp_path: Path) -
     )
     source = transformers.Gemma3ForConditionalGeneration(config)
     model = opened(saved(tmp_path, source), model_cls="Gemma3ForConditionalGeneration")
-    with pytest.raises(Unsupported, match=r"its targets match model.vision_tower.*the text decoder alone"):
+    with pytest.raises(
+        Unsupported, match=r"its targets match model.vision_tower.*only linear layers of the text decoder"
+    ):
         model.add_adapter_to_model("b", {"r": 2, "target_modules": ["q_proj"]})
     with pytest.raises(Unsupported, match="embed_tokens, a Gemma3TextScaledWordEmbedding"):
         model.add_adapter_to_model("b", {"r": 2, "target_modules": ["embed_tokens"]})

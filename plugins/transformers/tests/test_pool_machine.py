@@ -110,7 +110,7 @@ class Pool(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), config=st.sampled_from(CONFIGS), lr=st.sampled_from(LEARNING_RATES), seed=seeds)
     def add(self, name: str, config: dict[str, Any], lr: float, seed: int) -> None:
         if name in self.twins:
-            with pytest.raises(ArgumentError, match="exists already"):
+            with pytest.raises(ArgumentError, match="already exists"):
                 self.model.add_adapter_to_model(name, config)
             return
         self.model.add_adapter_to_model(name, config, seed=seed)

@@ -19,10 +19,10 @@ from twinkle.loss import Loss
 from twinkle.testing import tiny_model
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.memory import saved_bytes
-from twinkle_transformers.pool.accounting import Costs
-from twinkle_transformers.pool.passes import Flight
+from twinkle_transformers.pool.passes import ForwardPass
 from twinkle_transformers.pool.pool import LoraPool
-from twinkle_transformers.pool.work import Part
+from twinkle_transformers.pool.usage import UsageMeter
+from twinkle_transformers.pool.work import MicroBatch
 
 NAMES = ("a", "b", "c")
 ROWS = {"a": make_rows(4, 9, seed=0), "b": make_rows(3, (12, 5, 8), seed=1), "c": make_rows(1, 30, seed=2)}
@@ -55,10 +55,10 @@ def watched(pool: LoraPool) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     forward = pool.passes.forward
 
-    def watch(parts: list[Part], free: int | None = None) -> Flight:
-        flight = forward(parts, free)
-        found.append((flight.stream.routing.total, flight.recomputed))
-        return flight
+    def watch(parts: list[MicroBatch], free: int | None = None) -> ForwardPass:
+        forward_pass = forward(parts, free)
+        found.append((forward_pass.stream.routing.total, forward_pass.recomputed))
+        return forward_pass
 
     pool.passes.forward = watch  # type: ignore[method-assign]
     return found
@@ -74,7 +74,7 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
     return gradients(pool)
 
 
-def parts_of(pool: LoraPool, *names: str) -> list[Part]:
+def parts_of(pool: LoraPool, *names: str) -> list[MicroBatch]:
     return [part for at, op in enumerate(operations(*names)) for part in pool.prepare(at, op).parts]
 
 
@@ -87,7 +87,7 @@ def needed(pool: LoraPool, *names: str, recomputed: bool) -> int:
 # what a pass needs
 
 
-def kept_by(pool: LoraPool, parts: list[Part]) -> int:
+def kept_by(pool: LoraPool, parts: list[MicroBatch]) -> int:
     """Return the bytes that a real pass keeps for its way back, hidden states of the head included."""
     model = pool.backbone.model
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
@@ -121,7 +121,7 @@ def test_what_is_beside_activations_is_counted(folder: Path) -> None:
     [part] = parts_of(pool, "a")
     head = 36 * hidden * 4 + 2 * 36 * vocabulary * 4
     assert pool.passes.load([part]).beside == 4 * size + 8 * size + head  # a copy; the pass's gradients and those kept
-    pool.tenants["a"].keep_room()
+    pool.tenants["a"].reserve_gradient()
     assert pool.passes.load([part]).beside == 4 * size + 4 * size + head
     [part] = pool.prepare(0, Operation("a", "forward", ROWS["a"], options={"return_logits": True})).parts
     assert pool.passes.load([part]).beside == 4 * size + 3 * 36 * vocabulary * 4
@@ -287,11 +287,11 @@ def failing(pool: LoraPool, when: Callable[[int, int], bool], *, back: bool = Fa
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
         return body(stream)
 
-    def backward_of(flight: Flight) -> None:
+    def backward_of(forward_pass: ForwardPass) -> None:
         if back and when(len(begun), begun[-1]):
-            backward(flight)  # all is done, and then it fails
+            backward(forward_pass)  # all is done, and then it fails
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-        backward(flight)
+        backward(forward_pass)
 
     pool.passes._body, pool.passes.backward = forward_of, backward_of  # type: ignore[method-assign]
     return begun
@@ -337,10 +337,10 @@ def test_errors_hold_on_to_no_pass(folder: Path) -> None:
     begun: list[weakref.ref[torch.Tensor]] = []
     forward = pool.passes.forward
 
-    def noted(parts: list[Part], free: int | None = None) -> Flight:
-        flight = forward(parts, free)
-        begun.append(weakref.ref(flight.stream.ids))
-        return flight
+    def noted(parts: list[MicroBatch], free: int | None = None) -> ForwardPass:
+        forward_pass = forward(parts, free)
+        begun.append(weakref.ref(forward_pass.stream.ids))
+        return forward_pass
 
     pool.passes.forward = noted  # type: ignore[method-assign]
 
@@ -416,7 +416,7 @@ def test_experts_are_counted_that_a_token_goes_to() -> None:
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
     )  # fmt: skip
-    costs = Costs(AutoModelForCausalLM.from_config(c))
+    costs = UsageMeter(AutoModelForCausalLM.from_config(c))
     attention = 32 * 8 * (4 + 2 * 2) + 4 * 8 * 32
     assert costs.base == 2 * (attention + 32 * 6 + 2 * 3 * 32 * 16) + 32 * 64
     layout = Layout.of([("q_proj", Shape(4, 32, 32, 1.0)), ("experts.down_proj", Shape(4, 16, 32, 1.0, experts=6))])

@@ -130,9 +130,12 @@ def strong(cls: Any, config: Any, dtype: torch.dtype) -> Any:
 
 def pool_of(model: Any, recompute: bool = False, dtype: torch.dtype | None = None) -> LoraPool:
     cpu = torch.device("cpu")
-    again = Recompute(model, recompute, cpu, recompute_contexts)
+
+    def new_recompute(forward: Any) -> Recompute:
+        return Recompute(model, recompute, cpu, recompute_contexts, forward=forward)
+
     return LoraPool(
-        Backbone.of(model), cpu, contextlib.nullcontext, dtype or model.dtype, again, new_group, lambda row: row
+        Backbone.of(model), cpu, contextlib.nullcontext, dtype or model.dtype, new_recompute, new_group, lambda row: row
     )
 
 
@@ -233,7 +236,7 @@ def test_a_pass_of_three_adapters_and_the_base_is_peft_row_by_row(name: str, cap
     base = copy.deepcopy(model)
     with caplog.at_level(logging.INFO):
         pool = pool_of(model)
-    assert caplog.text.count("Each sequence goes through the model alone") == (name in ALONE)
+    assert caplog.text.count("Each sequence runs through the model by itself") == (name in ALONE)
     assert caplog.text.count("sees sequences of one length at a time") == (name in MIXERS)
     compare(base, pool, configs(pool))
 

@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_changes_nothing(folder: 
         ("b", damaged(snapshot, scheduler=None), r"no scheduler, the model has CosineWarmupScheduler"),
         ("b", damaged(snapshot, counters={**counters, "updates": None}), r"updates is None"),
         ("b", damaged(snapshot, counters={}), r"counters are incomplete"),
-        ("b", damaged(snapshot, layout=[1]), r"no list of shapes"),
+        ("b", damaged(snapshot, layout=[1]), r"not a list of shapes"),
         ("b", damaged(snapshot, optimizer=odd), r"for other parameters; adapter"),
         ("b", damaged(snapshot, optimizer={"class": "AdamW"}), r"does not fit: KeyError"),
         ("b", {"tensors": {}}, r"a dict of `tensors` and `state`"),

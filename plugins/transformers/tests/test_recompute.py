@@ -224,7 +224,7 @@ def test_a_model_that_cannot_recompute_is_refused_for_true_and_left_alone_by_aut
     recompute = deciding(model, 0)
     recompute.prepare(10**9)
     assert not recompute.on
-    with pytest.raises(ArgumentError, match="choose True, False or 'auto'"):
+    with pytest.raises(ArgumentError, match="must be True, False or 'auto'"):
         Recompute(model, "always", "cpu")  # type: ignore[arg-type]
 
 

@@ -69,8 +69,8 @@ def test_what_it_samples_with_adapters_and_base_is_what_the_pool_scores(model, w
 def test_an_adapter_on_the_output_projection_scores_prompts_either_way(model, way, splits, monkeypatch):
     if not splits:
         monkeypatch.setattr(Runner, "_refusal", lambda self: "the test says so")
-        model._backbone = dataclasses.replace(model._backbone, splits=False)
-        model.pool.look_again(model._backbone)
+        model._loaded.backbone = dataclasses.replace(model.backbone, splits=False)
+        model.pool.rebind(model.backbone)
     sampler = TorchSampler(model=model)
     names = ["b", None, "c", "b"]
     rows = [{"input_ids": list(range(n, 3 * n + 2)), "labels": [*range(n + 1, 3 * n + 2), -100]} for n in (2, 3, 4, 5)]
@@ -89,7 +89,7 @@ def test_a_head_given_its_own_forward_back_is_adapted_at_the_next_call(model, mo
     sampler = TorchSampler(model=model)
     params = {"max_tokens": 4, "temperature": 0, "stop": [], "logprobs": 1}
     before = sampler.sample(ROWS[:1], params, adapter_name="b")[0].sequences[0].logprobs
-    model.pool.look_again(model._backbone)
+    model.pool.rebind(model.backbone)
     assert sampler.sample(ROWS[:1], params, adapter_name="b")[0].sequences[0].logprobs == before
 
 

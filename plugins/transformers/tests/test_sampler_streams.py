@@ -44,7 +44,7 @@ def test_a_stream_takes_one_input_and_one_sample(folder):
     sampler = sampler_of(folder)
     with pytest.raises(ArgumentError, match="num_samples is 2"):
         sampler.sample_stream(rows()[0], {"num_samples": 2})
-    with pytest.raises(ArgumentError, match="one input, not 2"):
+    with pytest.raises(ArgumentError, match="one input, got 2"):
         sampler.submit(rows(PROMPTS[:2]))
     with pytest.raises(ArgumentError, match="sample 2 of a request with 2 samples"):
         list(sampler.submit(rows()[0], {"max_tokens": 1}, num_samples=2).tokens(2))

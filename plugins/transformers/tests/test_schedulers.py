@@ -22,8 +22,8 @@ from twinkle.scheduler import (
     PolynomialWarmupScheduler,
     WSDScheduler,
 )
-from twinkle_transformers import plain
 from twinkle_transformers.optimizers import build_scheduler
+from twinkle_transformers.training_state import decode_state, encode_state
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -248,11 +248,11 @@ def test_each_is_built_by_name_and_goes_on_from_its_saved_state(name: str) -> No
     first = momentum()
     scheduler = build_scheduler(name, first, **BY_NAME[name])
     begun = advance(first, scheduler, 4)
-    kept = json.loads(json.dumps(plain.encode(scheduler.state_dict(), name)))
+    kept = json.loads(json.dumps(encode_state(scheduler.state_dict(), name)))
     second = momentum()
     resumed = build_scheduler(name, second, **BY_NAME[name])
     second.load_state_dict(first.state_dict())
-    resumed.load_state_dict(plain.decode(kept))
+    resumed.load_state_dict(decode_state(kept))
     wanted = advance(first, scheduler, 4)
     assert advance(second, resumed, 4) == wanted
     assert len({2.0, *begun, *wanted}) > 1 or name == "ConstantWarmupScheduler"  # at its full rate after one step

@@ -10,7 +10,7 @@ from twinkle.data_format import LossOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import FusedLoss, HeadProduct, Loss
 from twinkle.testing import tiny_model
-from twinkle_transformers import scores
+from twinkle_transformers import token_scores
 from twinkle_transformers.model import TransformersModel
 
 ROWS: list[Any] = [
@@ -84,9 +84,11 @@ def test_positions_of_weight_zero_are_scored_only_where_somebody_may_want_them(f
 
 def test_the_head_is_told_the_chunk_size_of_the_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    score = scores.score_tokens
+    score = token_scores.score_tokens
     monkeypatch.setattr(
-        scores, "score_tokens", lambda *args, **options: told.append(options["chunk_tokens"]) or score(*args, **options)
+        token_scores,
+        "score_tokens",
+        lambda *args, **options: told.append(options["chunk_tokens"]) or score(*args, **options),
     )
     build(folder, "ChunkedCrossEntropyLoss", chunk_size=3).forward_backward(inputs=ROWS)
     build(folder, "CrossEntropyLoss").forward_backward(inputs=ROWS)
@@ -137,7 +139,7 @@ def test_evaluation_and_whole_logits_do_not_ask_the_loss(folder: Path, monkeypat
 
 def test_a_softcap_that_is_not_the_models_is_refused(folder: Path) -> None:
     model = build(folder, "LigerFusedLinearCrossEntropyLoss", softcap=7.0)
-    with pytest.raises(ArgumentError, match=r"the loss says softcap=7.0, but .* caps its logits at"):
+    with pytest.raises(ArgumentError, match=r"softcap of the loss must be that of .*, got 7.0"):
         model.forward_backward(inputs=ROWS)
     own = model.model.config.get_text_config()
     if getattr(own, "final_logit_softcapping", None):

@@ -144,7 +144,7 @@ def test_models_that_keep_no_state_at_the_end_of_a_prefix_are_refused(name: str)
     assert segmenter.check() is None
     assert not segmenter.shares_prefixes()
     with pytest.raises(
-        Unsupported, match=rf"{MIXERS[name]} at the end of a prefix is not kept.*give each sequence its prefix"
+        Unsupported, match=rf"{MIXERS[name]} at the end of a prefix is not stored.*give each sequence its prefix"
     ):
         segmenter.within(Segments.of([3, 2], parents=[-1, 0]))
     with segmenter.within(Segments.of([3, 2])):

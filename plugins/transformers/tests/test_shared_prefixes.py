@@ -152,7 +152,7 @@ def test_rows_may_be_lists_arrays_and_tensors() -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([], "given no rows"),
+        ([], "at least one row, got none"),
         ([[1], []], "row 1 is empty"),
         ([[1.5]], "row 0 is no sequence of integers"),
         ([["a"]], "row 0 is no sequence of integers"),

@@ -47,7 +47,7 @@ def build(folder: Path, shares: Any, gradient_checkpointing: bool = False) -> Tr
 def tokens_seen(model: TransformersModel) -> list[int]:
     """Return a list that grows by the number of tokens of each forward of the model's body."""
     seen: list[int] = []
-    model._backbone.body.register_forward_pre_hook(
+    model.backbone.body.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     return seen
@@ -108,7 +108,7 @@ def test_a_model_that_keeps_a_state_along_the_row_computes_rows_whole(
 ) -> None:
     plain = build(folder, False).forward_only(inputs=group())["logps"]
     model = build(folder, "auto")
-    monkeypatch.setattr(type(model._backbone.segmenter), "check_prefixes", lambda self: "it carries a state")
+    monkeypatch.setattr(type(model.backbone.segmenter), "check_prefixes", lambda self: "it carries a state")
     seen = tokens_seen(model)
     assert torch.equal(model.forward_only(inputs=group())["logps"], plain)
     assert sum(seen) == 8 * 45

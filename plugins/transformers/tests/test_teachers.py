@@ -14,8 +14,7 @@ from twinkle.errors import ArgumentError, OperationsFailed
 from twinkle.model import MultiLoraTransformersModel
 from twinkle.testing import tiny_model
 from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.needs import Needs
-from twinkle_transformers.scores import score_logits
+from twinkle_transformers.token_scores import Needs, score_logits
 
 LENGTHS = (5, 9, 12, 7, 3)
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
@@ -96,13 +95,15 @@ def test_what_cannot_be_asked_for_is_refused(folders: Any, rows: Any, many: bool
     model = pool_of(folders[0], "a") if many else opened(folders[0])
     options: dict[str, Any] = {"adapter_name": "a"} if many else {}
     for count in (0, True, 2.5):
-        with pytest.raises(ArgumentError, match=f"topk_logprobs={count}; it must be a whole number of at least 1"):
+        with pytest.raises(
+            ArgumentError, match=f"topk_logprobs must be an integer of at least 1, or None, got {count}"
+        ):
             model.forward_only(inputs=rows, topk_logprobs=count, **options)
     with pytest.raises(ArgumentError, match="the 300 most probable of 264 tokens were asked for"):
         model.forward_only(inputs=rows, topk_logprobs=300, **options)
     bare = [{"input_ids": row["input_ids"]} for row in rows]
     for given, task in ((bare, "causal_lm"), (rows, "embedding")):
-        with pytest.raises(ArgumentError, match="topk_logprobs are those of positions with a label"):
+        with pytest.raises(ArgumentError, match="topk_logprobs requires positions with a label"):
             model.forward_only(inputs=given, topk_logprobs=2, task=task, **options)
 
 

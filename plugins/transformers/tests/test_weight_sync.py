@@ -182,7 +182,7 @@ def test_a_shared_sampler_is_frozen_by_a_sync_and_the_base_never_written(folder:
         assert apart(model, sampler) > 1e-4
         assert apart(model, sampler, sampled="other") > 1e-4
         assert apart(model, sampler, sampled="default", adapter_name="default") < 1e-5
-        model._select("other")
+        model._adapters.select("other")
 
 
 def test_a_shared_pool_is_frozen_adapter_by_adapter(folder: Path) -> None:

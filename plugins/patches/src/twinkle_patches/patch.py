@@ -22,12 +22,14 @@ class Patch:
         changes: the symbols that it replaces, in words, for `twinkle plugins patches`.
         needed: when somebody needs it, in words.
         otherwise: what to do where another version is installed, in words.
+        own_unpatch: whether the class defines `unpatch` itself; set when the class is created.
     """
 
     versions: ClassVar[Mapping[str, str]] = {}
     changes: ClassVar[tuple[str, ...]] = ()
     needed: ClassVar[str] = ""
     otherwise: ClassVar[str] = ""
+    own_unpatch: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -35,6 +37,7 @@ class Patch:
             cls.__call__ = _recorded(cls.__call__)  # type: ignore[method-assign]
         if "unpatch" in vars(cls):
             cls.unpatch = _unrecorded(cls.unpatch)  # type: ignore[method-assign]
+        cls.own_unpatch = cls.unpatch is not Patch.unpatch
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Change `module` (a `torch.nn.Module`, or whatever object the patch documents) and return it.

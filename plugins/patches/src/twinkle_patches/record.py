@@ -310,9 +310,7 @@ def can_undo(application: Application) -> bool:
 
 
 def _own_unpatch(patch: Any) -> bool:
-    from twinkle_patches.patch import Patch
-
-    return isinstance(patch, Patch) and type(patch).unpatch is not Patch.unpatch
+    return bool(getattr(patch, "own_unpatch", False))
 
 
 def _restore(application: Application) -> list[str]:
@@ -345,10 +343,9 @@ def _find(patch: Any, target: Any) -> Application | None:
 
 
 def _key(patch: Any) -> Any:
-    """Return what makes two patches the same one: the class, or the function."""
-    from twinkle_patches.patch import Patch
-
-    return type(patch) if isinstance(patch, Patch) else patch
+    """Return what identifies a patch: the class of a `Patch` (only those have `own_unpatch`), or the function."""
+    is_instance = hasattr(patch, "own_unpatch") and not isinstance(patch, type)
+    return type(patch) if is_instance else patch
 
 
 def _arguments(

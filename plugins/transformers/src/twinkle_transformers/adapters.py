@@ -19,15 +19,15 @@ from twinkle.digests import check_digests
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle.hub import local_folder
 from twinkle_registry import check_keywords
-from twinkle_transformers import single
-from twinkle_transformers.reading import read_tensors
-from twinkle_transformers.sharding import copy_into
+from twinkle_transformers import lora_linear
+from twinkle_transformers.parallel import copy_into
+from twinkle_transformers.training_state import read_tensors
 from twinkle_transformers.value_heads import leave_head, peft_task
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 _MEANING = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
-"""Fields of a configuration that change what the same weights compute."""
+"""Fields of a configuration that change the output of the same weights."""
 
 
 def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftModel, Any]:
@@ -40,10 +40,10 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
             hub id of a saved adapter.
 
     Returns:
-        the `PeftModel` and the adapter's configuration. Adapter weights are float32 whatever the base's dtype.
+        the `PeftModel` and the adapter's configuration. Adapter weights are float32 for any dtype of the base.
 
     Raises:
-        CheckpointError: the folder holds no adapter, or one for another model; the model is then as it was.
+        CheckpointError: the folder contains no adapter, or one for another model; the model is unchanged then.
         Unsupported: the configuration is not LoRA.
     """
     folder = None
@@ -64,16 +64,16 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
             "fields, or the folder of a saved LoRA adapter"
         )
     if config.r < 1:
-        raise ArgumentError(f"adapter {name!r}: rank r={config.r}; it must be at least 1")
-    config = copy.deepcopy(config)  # PEFT writes into it, and the caller may use it again
+        raise ArgumentError(f"adapter {name!r}: rank r must be at least 1, got {config.r}")
+    config = copy.deepcopy(config)  # PEFT changes it, and the caller may use it again
     config.base_model_name_or_path = None
     config.task_type = peft_task(model.get_base_model() if isinstance(model, PeftModel) else model, config.task_type)
     leave_head(config)
     trainable = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     try:
         with warnings.catch_warnings():
-            # peft 0.21 reads an attribute that transformers 5.23 renamed, and warns of short adapter names because its
-            # own loader confuses them; users can do nothing about the first, and the second is not the loader used here
+            # Users cannot avoid these warnings: peft 0.21 reads an attribute that transformers 5.23 renamed, and warns
+            # about short adapter names because of its own loader, which is not used here.
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
             warnings.filterwarnings("ignore", message="Adapter name .* should not be contained in the prefix")
             if isinstance(model, PeftModel):
@@ -93,7 +93,7 @@ def add_adapter(model: nn.Module, name: str, config_or_dir: Any) -> tuple[PeftMo
         _take_back(model, wrapped, name, trainable)
         raise
     wrapped.set_adapter(name)
-    single.install(wrapped)
+    lora_linear.install(wrapped)
     return wrapped, config
 
 
@@ -124,11 +124,11 @@ def read_config(folder: Path) -> Any:
     """Return the PEFT configuration of a saved adapter.
 
     Raises:
-        CheckpointError: the folder is missing or holds no adapter.
+        CheckpointError: the folder is missing or contains no adapter.
     """
     if not (folder / CONFIG).is_file():
-        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"no adapter at {folder}: {CONFIG} is missing; found: {found}")
+        present = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise CheckpointError(f"no adapter at {folder}: {CONFIG} is missing; found: {present}")
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (TypeError, ValueError, KeyError, RecursionError) as error:
@@ -138,7 +138,7 @@ def read_config(folder: Path) -> Any:
 
 
 def load_weights(model: PeftModel, name: str, folder: Path) -> None:
-    """Copy a saved adapter's weights into adapter `name`; every name and shape is compared before anything is copied.
+    """Copy a saved adapter's weights into adapter `name`; names and shapes are compared before anything is copied.
 
     Raises:
         CheckpointError: the file is missing or corrupt, or belongs to another model or rank.
@@ -153,27 +153,27 @@ def load_weights(model: PeftModel, name: str, folder: Path) -> None:
     except Exception as error:  # safetensors raises its own type, a bare Exception in older versions
         raise CheckpointError(f"{path} cannot be read ({error}); the file is missing, truncated or corrupt") from error
     for key in sorted(own.keys() | shapes.keys()):
-        mine = list(own[key].shape) if key in own else None
-        if mine != shapes.get(key):
+        shape = list(own[key].shape) if key in own else None
+        if shape != shapes.get(key):
             raise CheckpointError(
                 f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
-                f"{_shape(mine)} in this model; load the base model that it was trained on"
+                f"{_shape(shape)} in this model; load the base model that it was trained on"
             )
     for key, tensor in read_tensors(path).items():
         copy_into(own[key], tensor)
 
 
-def compare_configs(mine: Any, saved: Any, folder: Path) -> None:
-    """Refuse weights of a configuration that computes something else with them.
+def compare_configs(own: Any, saved: Any, folder: Path) -> None:
+    """Refuse weights that were trained with a configuration in which they have another effect.
 
     Raises:
-        CheckpointError: names the field that differs.
+        CheckpointError: the message names the field that differs.
     """
     for field in _MEANING:
-        if getattr(mine, field, None) != getattr(saved, field, None):
+        if getattr(own, field, None) != getattr(saved, field, None):
             raise CheckpointError(
                 f"the adapter in {folder} was trained with {field}={getattr(saved, field, None)!r}, this one has "
-                f"{getattr(mine, field, None)!r}; the same weights would be another model. Add an adapter from the "
+                f"{getattr(own, field, None)!r}, with which the weights have another effect. Add an adapter from the "
                 "folder itself: add_adapter_to_model(name, folder)"
             )
 
@@ -181,7 +181,7 @@ def compare_configs(mine: Any, saved: Any, folder: Path) -> None:
 def named_parameters(model: nn.Module, name: str, *, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trainable parameters of adapter `name` (or of a full model, name "") under their saved names.
 
-    With `frozen`, those that take no gradient now too: all of an adapter that is not the active one.
+    With `frozen`, also parameters that do not require a gradient: all of an adapter that is not active.
     """
     ours = re.compile(rf"(\.(?:lora_\w+|modules_to_save))\.{re.escape(name)}(?=\.|$)")
     for key, parameter in model.named_parameters():
@@ -199,14 +199,14 @@ def weights(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
 def tuned_places(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers of a module that PEFT has wrapped, with their paths as they are without its wrappers.
 
-    It does not look at what PEFT has put inside: a walk over all modules takes longer than copying an adapter.
+    It does not descend into PEFT's own modules: a walk over all modules takes longer than copying an adapter.
     """
-    found: list[tuple[str, nn.Module]] = []
+    layers: list[tuple[str, nn.Module]] = []
 
     def walk(part: nn.Module, path: str) -> None:
         inside = _wrapped(part)
         if inside:
-            found.append((path, part))
+            layers.append((path, part))
             walk(part.get_submodule(inside), path)
             return
         for name, child in part._modules.items():
@@ -214,18 +214,18 @@ def tuned_places(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 walk(child, f"{path}.{name}" if path else name)
 
     walk(model, "")
-    return found
+    return layers
 
 
 def _wrapped(part: nn.Module) -> str:
-    """Return the name under which a wrapper of PEFT keeps what it wraps; "" for other modules."""
+    """Return the attribute in which a wrapper of PEFT keeps the wrapped module; "" for other modules."""
     if isinstance(part, BaseTunerLayer):
         return "base_layer"
     return "original_module" if isinstance(part, AuxiliaryTrainingWrapper) else ""
 
 
 def select(model: nn.Module, name: str, trainable: bool = True) -> None:
-    """Make adapter `name` the active one, trainable or not; costs nothing when it already is."""
+    """Make adapter `name` the active one, trainable or not; does nothing if it already is."""
     if isinstance(model, PeftModel) and name and model.active_adapters != [name]:
         model.set_adapter(name)
         if not trainable:
@@ -233,13 +233,13 @@ def select(model: nn.Module, name: str, trainable: bool = True) -> None:
 
 
 def freeze(model: nn.Module, name: str) -> None:
-    """Take the gradients of adapter `name` away."""
+    """Make the parameters of adapter `name` require no gradient."""
     for _, parameter in list(named_parameters(model, name)):
         parameter.requires_grad_(False)
 
 
 def without_adapters(model: nn.Module, off: bool) -> AbstractContextManager[None]:
-    """Return a context in which the base model answers alone (if `off`); adapters are back also after an error."""
+    """Return a context in which adapters are disabled (if `off`); they are enabled again also after an error."""
     return model.disable_adapter() if off and isinstance(model, PeftModel) else nullcontext()
 
 

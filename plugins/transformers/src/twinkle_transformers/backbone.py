@@ -1,4 +1,4 @@
-"""A model seen as body, head and what lies between, so that whole logits need never exist."""
+"""A causal language model as body and head, so that log-probabilities need no whole logits."""
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
@@ -15,12 +15,9 @@ from twinkle_torch.head import wide
 from twinkle_torch.logits import LogitTransform, transform_of
 from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens
 from twinkle_torch.pooling import embed, pool
-from twinkle_transformers.needs import Needs
-from twinkle_transformers.packing import PackedBatch
-from twinkle_transformers.scores import IGNORE, check_top, has_targets, score_hidden, score_logits
+from twinkle_transformers.batches import PackedBatch
 from twinkle_transformers.segments import Segmenter, body_of
-
-__all__ = ["IGNORE", "Backbone", "Needs", "check_batch"]
+from twinkle_transformers.token_scores import IGNORE, Needs, check_top, has_targets, score_hidden, score_logits
 
 _NOT_DATA = frozenset(
     {
@@ -28,7 +25,7 @@ _NOT_DATA = frozenset(
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     }
 )  # fmt: skip
-"""Parameters of a model's forward that are switches or set here: a row's key of that name is no input."""
+"""Parameters of a forward that are switches or set here; a key of a row with this name is not passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,10 @@ class Backbone:
     Attributes:
         model: the whole Hugging Face module.
         splits: whether its logits are `transform(head(hidden))`; if not, whole logits are made.
-        transform: what the model does to `head(hidden)`.
-        inputs: names of the tensors that its body takes.
-        segmenter: lets it see several sequences in one row, if it can.
-        scores_rows: whether its head gives one vector a row (sequence classification) and no tokens.
+        transform: transformation of `head(hidden)` into logits.
+        inputs: names of the tensors that the body takes.
+        segmenter: runs it on several sequences in one row, if the model supports that.
+        scores_rows: whether the head returns one vector a row (sequence classification) instead of tokens.
     """
 
     model: Any
@@ -53,11 +50,11 @@ class Backbone:
 
     @classmethod
     def of(cls, model: Any, splits: bool | None = None) -> "Backbone":
-        """Split `model`, and check on two tokens that body, head and transform give its own logits.
+        """Split `model`, and check on two tokens that body, head and transform reproduce its logits.
 
         Args:
             model: the causal language model.
-            splits: the result of that check where it was made already, for a model without weights.
+            splits: the result of that check, if another rank made it, for a model without weights.
         """
         config = model.config.get_text_config()
         if getattr(config, "output_router_logits", False):
@@ -66,21 +63,19 @@ class Backbone:
                 "not added to the loss here; leave it off"
             )
         if getattr(model.config, "is_encoder_decoder", False):
-            raise Unsupported(
-                f"{type(model).__name__} is an encoder with a decoder; a model here reads and writes one text"
-            )
+            raise Unsupported(f"{type(model).__name__} is an encoder-decoder model; only decoder models are supported")
         taken = frozenset(inspect.signature(body_of(model).forward).parameters) - _NOT_DATA
         segmenter = Segmenter(model)
         if model.get_output_embeddings() is None:
             rows = type(model).__name__.endswith("ForSequenceClassification") and hasattr(model, "score")
             return cls(model, False, LogitTransform(), taken, segmenter, scores_rows=rows)
-        found = cls(model, True, transform_of(config), taken, segmenter)
-        evidence = found._judge() if splits is None else None
+        backbone = cls(model, True, transform_of(config), taken, segmenter)
+        evidence = backbone._judge() if splits is None else None
         if splits if evidence is None else evidence.exact:
-            return found
+            return backbone
         get_logger().info(
-            "%s: body and head, one after the other, do not give its own logits%s; whole logits will be made, which "
-            "takes more memory but gives the same numbers",
+            "%s: body and head, called separately, do not reproduce its logits%s; whole logits will be computed, which "
+            "takes more memory but gives the same results",
             type(model).__name__, "" if evidence is None else f" ({evidence.reason})",
         )  # fmt: skip
         return cls(model, False, LogitTransform(), taken, segmenter)
@@ -108,7 +103,7 @@ class Backbone:
 
     @property
     def head(self) -> nn.Module:
-        """The output projection as it is now: an adapter or a resize puts another module in its place."""
+        """The present output projection; an adapter or a resize replaces the module."""
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
@@ -117,17 +112,17 @@ class Backbone:
 
         Args:
             batch: tensors on the CPU; `input_ids` int64 `[B, T]`, optional `labels` (target tokens int64 `[B, T]`, or
-                `[B, T, K]` for several a position; what else they are is the loss's affair). Whatever the model does
-                not take is left aside.
-            device: where the model is.
-            needs: what to prepare beside `logps`.
+                `[B, T, K]` for several a position; other labels are only for the loss). Keys that the model does not
+                take are ignored.
+            device: device of the model.
+            needs: what to compute beside `logps`.
             temperature: divides the logits.
         """
         arguments = {k: v for k, v in batch.items() if k in self.inputs and isinstance(v, Tensor)}
         if isinstance(batch, PackedBatch):
             arguments = batch.join(arguments)
         elif _is_plain(arguments):
-            # The causal fast path of the attention kernels: nothing is masked and positions count from 0.
+            # Without mask and positions, attention uses its causal fast path.
             arguments = {k: v for k, v in arguments.items() if k not in ("attention_mask", "position_ids")}
         arguments = {k: v.to(device) for k, v in arguments.items()}
         scored = has_targets(batch.get("labels")) and self.model.get_output_embeddings() is not None
@@ -137,12 +132,12 @@ class Backbone:
                 raise ArgumentError("task='embedding' makes no logits; leave temperature and return_logits out")
             return {"embeddings": embed(self._hidden(arguments, batch), batch)}
         if self.scores_rows:
-            # The model's own pooling looks for its padding token, which need not be what stands in the padding.
+            # The model's own pooling searches its padding token, but other tokens may be used as padding.
             return {"logits": self.model.score(pool(self._hidden(arguments, batch), batch)) / temperature}
         if needs.softcap is not None and needs.softcap != self.transform.softcap:
             raise ArgumentError(
-                f"the loss says softcap={needs.softcap}, but {type(self.model).__name__} caps its logits at "
-                f"{self.transform.softcap}; leave softcap out to use the model's own"
+                f"softcap of the loss must be that of {type(self.model).__name__} ({self.transform.softcap}), got "
+                f"{needs.softcap}; leave softcap out to use the model's own"
             )
         if not self.splits or needs.logits or not has_targets(batch.get("labels")):
             return self._whole(arguments, batch, needs, temperature)
@@ -152,7 +147,7 @@ class Backbone:
     def _hidden(self, arguments: dict[str, Any], batch: dict[str, Any]) -> Tensor:
         with self._seeing(batch, arguments):
             hidden: Tensor = self.body(**arguments, use_cache=False).last_hidden_state
-        return batch.spread(hidden) if isinstance(batch, PackedBatch) else hidden
+        return batch.pad_rows(hidden) if isinstance(batch, PackedBatch) else hidden
 
     def _seeing(self, batch: dict[str, Any], arguments: dict[str, Any]) -> AbstractContextManager[None]:
         if not isinstance(batch, PackedBatch):
@@ -161,12 +156,12 @@ class Backbone:
 
     def _whole(self, arguments: dict[str, Any], batch: dict[str, Any], needs: Needs, temperature: float) -> ModelOutput:
         with self._seeing(batch, arguments):
-            made = self.model(**arguments, use_cache=False)
-        if getattr(made, "logits", None) is None:
+            raw = self.model(**arguments, use_cache=False)
+        if getattr(raw, "logits", None) is None:
             raise Unsupported(
                 f"{type(self.model).__name__} has no head; use task='embedding', or load a class that has one"
             )
-        logits = batch.spread(made.logits) if isinstance(batch, PackedBatch) else made.logits
+        logits = batch.pad_rows(raw.logits) if isinstance(batch, PackedBatch) else raw.logits
         if temperature != 1.0:
             logits = logits / temperature
         output: ModelOutput = {}
@@ -179,7 +174,7 @@ class Backbone:
 
 
 def check_batch(batch: dict[str, Any], model: Any) -> None:
-    """Refuse what the model would answer with wrong numbers or, on a GPU, with the end of the process.
+    """Refuse token ids that would give wrong results or, on a GPU, a device-side assertion that ends the process.
 
     Raises:
         DataError: a token id is outside the vocabulary.

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.scoring import loss_name
+from twinkle_transformers.losses import loss_name
 
 
 def describe(

@@ -232,10 +232,10 @@ class TransformersEngine(Engine):
         """Replace the state of an adapter by a written snapshot; see `Engine.restore`."""
         with _engine_errors():
             written, own = snapshots.WrittenSnapshot.read(folder), self._specs[adapter]
-            for name, theirs in asdict(written.spec).items():
-                if name != "seed" and theirs != getattr(own, name):
+            for name, saved_value in asdict(written.spec).items():
+                if name != "seed" and saved_value != getattr(own, name):
                     raise CheckpointError(
-                        f"cannot restore the snapshot: it was saved with {name}={theirs}, the adapter has "
+                        f"cannot restore the snapshot: it was saved with {name}={saved_value}, the adapter has "
                         f"{name}={getattr(own, name)}"
                     )
             state = self._pool.snapshot(adapter, gradient=False)["state"]

@@ -1,4 +1,4 @@
-"""What belongs to one adapter (or to the full model): optimizer, loss, template, counters, pending gradients."""
+"""Training state of one adapter (or of the full model): optimizer, loss, template, counters, pending gradients."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import TrainingStateError
 
 DEFAULT_METRICS = ("LossMetric", "Accuracy", "TrainMetric")
-"""What is measured unless somebody changes it."""
+"""Metrics of a new adapter."""
 
 
 @dataclass
 class Pass:
-    """One micro-batch that went forward: its rows, tensors, outputs and, once calculated, its loss."""
+    """The forward pass of one micro-batch: its tensors, outputs, rows and, once calculated, its loss."""
 
     inputs: InputBatch
     outputs: ModelOutput
@@ -27,9 +27,9 @@ class Pass:
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     usable: bool = True
-    """False when its loss is not finite and is left out."""
+    """False if its loss is not finite and is left out."""
     counted: bool = False
-    """Whether evaluation metrics have seen it."""
+    """Whether it was added to evaluation metrics."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Status:
     passes: list[Pass] = field(default_factory=list)
     metrics: list[Any] = field(default_factory=list)
     unseen: list[Pass] = field(default_factory=list)
-    """Passes whose metrics wait for the step that they belong to."""
+    """Passes that are added to metrics with the step that they belong to."""
     idle: bool = False
     """Whether the last forward had no rows on this rank."""
     skipped: int = 0
@@ -48,27 +48,31 @@ class Status:
 
 @dataclass
 class OptimizerGroup:
-    """State of one adapter; the full model's has the name `""`.
+    """Training state of one adapter; the full model has the name `""`.
 
     Attributes:
-        cur_step: number of backward calls made (a call with micro-batches counts once).
-        updates: number of optimizer steps made.
+        cur_step: number of backward calls (a call with micro-batches counts once).
+        updates: number of optimizer steps.
         gradient_accumulation_steps: backward calls for each update.
-        pending: backward calls whose gradients wait for the next update.
-        denominator: sum of the denominators of the pending gradients.
-        loss_sum: sum of their losses.
+        pending: number of backward calls since the last update.
+        denominator: sum of the denominators of pending gradients.
+        loss_sum: sum of the losses of pending gradients.
+        divided: whether the pending gradients were summed over ranks and divided by their denominator.
+        measured: whether their norm is known.
+        stepped: whether they were used for an update.
+        dropped: whether the update is skipped, because their norm is not finite.
     """
 
     adapter_name: str
     adapter_config: Any = None
     trainable: bool = True
     placed: bool = False
-    """Whether its parameters lie where the ranks want them."""
+    """Whether its parameters were distributed over ranks."""
     wide: bool = False
-    """Whether its parameters are in the dtype in which they are trained."""
+    """Whether its parameters were converted to the dtype in which they are trained."""
     optimizer: Any = None
     left_out: list[torch.nn.Parameter] = field(default_factory=list)
-    """Trainable parameters that the optimizer does not update; the backward gives them gradients all the same."""
+    """Trainable parameters outside the optimizer; the backward adds gradients to them too."""
     lr_scheduler: Any = None
     loss_scale: Any = None
     """The loss scale of fp16."""
@@ -77,7 +81,7 @@ class OptimizerGroup:
     processor: Any = None
     gradient_accumulation_steps: int = 1
     seed: int | None = None
-    """Of first weights and dropout, where those are drawn from a seed of its own."""
+    """Seed of first weights and dropout masks of an adapter of a pool."""
     cur_step: int = 0
     updates: int = 0
     pending: int = 0
@@ -88,25 +92,25 @@ class OptimizerGroup:
     stepped: bool = False
     dropped: bool = False
     skipped: int = 0
-    """Micro-batches left out of the pending gradients, since their loss was not finite."""
+    """Micro-batches left out of the pending gradients, because their loss was not finite."""
     scheduled: int = 0
-    """Updates that the scheduler has followed."""
+    """Number of updates that the scheduler was advanced for."""
     last_grad_norm: float | None = None
     last_loss: float = 0.0
-    """Loss of the last update, for schedulers that watch it."""
+    """Loss of the last update, for schedulers that depend on it."""
     training: bool = True
-    """Whether the last forward was one in training mode, which `calculate_loss` then scores."""
+    """Whether the last forward ran in training mode; `calculate_loss` scores the last forward."""
     train_status: Status = field(default_factory=Status)
     eval_status: Status = field(default_factory=Status)
 
     def loss(self) -> Any:
-        """Return the loss; where none was set, cross entropy."""
+        """Return the loss; cross entropy if none was set."""
         if self.loss_instance is None:
             self.loss_instance = registry().build("CrossEntropyLoss", "loss")
         return self.loss_instance
 
     def encoder(self, model_path: Path) -> Callable[[Any], Any]:
-        """Return what encodes trajectories: the template, by default the one that the model in `model_path` brings."""
+        """Return a function that encodes trajectories: the template, by default that of the model in `model_path`."""
 
         def encode(trajectory: Any) -> Any:
             if self.template is None:
@@ -127,22 +131,22 @@ class OptimizerGroup:
         """Check that gradients may be added.
 
         Raises:
-            TrainingStateError: the last update's gradients, already divided, are still there.
+            TrainingStateError: the gradients of the last update, which were divided already, were not cleared.
         """
         if self.divided:
             done = "step() and zero_grad()" if not self.stepped else "zero_grad()"
             raise TrainingStateError(
-                f"adapter {self.adapter_name!r}: backward after clip_grad_norm() or step(), but the old gradients are "
-                f"still there; call {done} first (clip_grad_and_step() does all of it)"
+                f"adapter {self.adapter_name!r}: cannot call backward after clip_grad_norm() or step() before the old "
+                f"gradients are cleared; call {done} first (clip_grad_and_step() makes all these calls)"
             )
 
     def drop_passes(self) -> None:
-        """Forget the gradients, passes and numbers of an unfinished step."""
+        """Discard gradients, passes and counters of an unfinished step."""
         self.clear_gradients()
         self.train_status.passes, self.train_status.unseen = [], []
 
     def count_backward(self, passes: list[Pass]) -> None:
-        """Count one backward call and keep its passes for the metrics of their step."""
+        """Count one backward call, and keep its passes for the metrics of the step."""
         self.cur_step += 1
         self.pending += 1
         for item in passes:
@@ -160,7 +164,7 @@ class OptimizerGroup:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def clear_gradients(self, set_to_none: bool = True) -> None:
-        """Forget the pending gradients."""
+        """Discard the pending gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=set_to_none)
         for parameter in self.left_out:
@@ -170,7 +174,7 @@ class OptimizerGroup:
 
 
 def new_group(name: str, mesh: Any = None, ranks: Any = None) -> OptimizerGroup:
-    """Return the state of an adapter at its start: right padding and the usual metrics.
+    """Return the initial training state of an adapter: right padding and the default metrics.
 
     Args:
         name: of the adapter; "" is the full model.
@@ -189,9 +193,9 @@ def build_metric(metric: Any, mesh: Any, ranks: Any, **kwargs: Any) -> Any:
 
 
 def build_for_ranks(component: Any, kind: str, offered: Mapping[str, Any], kwargs: dict[str, Any]) -> Any:
-    """Build a component; of the arguments `offered`, a class that takes one gets it unless it is given."""
-    found = registry().resolve(component, kind)
-    if isinstance(found, type):
-        taken = inspect.signature(found).parameters
+    """Build a component; a class gets those of the `offered` arguments that it accepts and `kwargs` lacks."""
+    resolved = registry().resolve(component, kind)
+    if isinstance(resolved, type):
+        taken = inspect.signature(resolved).parameters
         kwargs = {name: value for name, value in offered.items() if name in taken} | kwargs
-    return registry().build(found, kind, **kwargs)
+    return registry().build(resolved, kind, **kwargs)

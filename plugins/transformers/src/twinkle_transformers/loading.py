@@ -1,8 +1,8 @@
-"""Loads a causal language model from a model id, whole or not at all, and without a word to the terminal."""
+"""Loads a causal language model from a model id, after checking that its files are complete."""
 
 import copy
-import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,61 @@ from twinkle.errors import ArgumentError, CheckpointError, ModelLoadError, Requi
 from twinkle.hub import local_model
 from twinkle.hub.quiet import quiet_transformers
 from twinkle_transformers.value_heads import settle_head
-from twinkle_transformers.weights import check_weights
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def check_weights(folder: Path) -> None:
+    """Check that the weights in a Hugging Face folder are complete: all shards, headers and bytes.
+
+    Raises:
+        ModelLoadError: there are none, or one is missing, truncated or corrupt; the message names the file.
+    """
+    if (folder / _INDEX).is_file():
+        for shard in sorted(_shards(folder / _INDEX)):
+            if not (folder / shard).is_file():
+                raise ModelLoadError(f"{folder} lacks {shard}, which {_INDEX} lists; fetch the model again")
+            read_header(folder / shard)
+    elif (folder / _SINGLE).is_file():
+        read_header(folder / _SINGLE)
+    elif not any((folder / name).is_file() for name in _PICKLES):
+        raise ModelLoadError(f"{folder} has a config.json but no weights: neither {_SINGLE} nor {_INDEX} is there")
+
+
+def read_header(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the header of a safetensors file: for each tensor its `dtype`, `shape` and `data_offsets`.
+
+    Raises:
+        ModelLoadError: the file is not in safetensors format, or its length differs from its header.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ModelLoadError(f"{path} is truncated or not a safetensors file ({size} bytes); fetch it again")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ModelLoadError(f"{path} is corrupt: its safetensors header cannot be read; fetch it again") from error
+    if 8 + length + end != size:
+        raise ModelLoadError(
+            f"{path} is truncated or damaged: {size} bytes, its header says {8 + length + end}; fetch it again"
+        )
+    return dict(header)
+
+
+def _shards(index: Path) -> set[str]:
+    try:
+        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return set(weights.values())
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ModelLoadError(f"{index} is corrupt: {error}; fetch it again") from error
+
 
 _DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
@@ -38,27 +92,29 @@ def load_model(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     skeleton: torch.dtype | None = None,
+    other_arguments: Collection[str] = (),
     **from_pretrained_kwargs: Any,
 ) -> tuple[Any, Path]:
     """Load a model in evaluation mode, and return it with the local folder it came from.
 
     Args:
-        model_id: whatever `twinkle.hub.local_model` takes.
-        dtype: of the weights: a torch dtype, its name (`bfloat16`, `bf16`, `fp32`, ...), or `auto` for the one saved.
+        model_id: argument of `twinkle.hub.local_model`.
+        dtype: dtype of the weights: a torch dtype, its name (`bfloat16`, `bf16`, `fp32`, ...), or `auto` for the saved
+            one.
         model_cls: a class with `from_pretrained`, or its name in transformers; by default the causal language model
             of the configuration.
         config: a transformers configuration to use instead of the folder's.
-        device: where the model goes; None leaves it on the CPU.
-        trust_remote_code: run Python code that lies in the model's folder.
-        skeleton: build the model without weights, on the meta device and in this dtype, for weights that come from
-            elsewhere.
+        device: device to move the model to; None leaves it on the CPU.
+        trust_remote_code: run Python code from the model's folder.
+        skeleton: build the model without weights, on the meta device and in this dtype; another rank sends the weights.
+        other_arguments: names of the caller's arguments, which the error about an unknown argument may suggest.
         **from_pretrained_kwargs: `attn_implementation` and the like, and fields of the configuration to change;
             `revision` and `token` go to the hub.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or corrupt; its architecture is unknown; weights that the
             model needs are absent, of another shape, or left over.
-        ArgumentError: an option is unknown, or `dtype` or `model_cls` is not one.
+        ArgumentError: an option is unknown, or `dtype` or `model_cls` is invalid.
         RequirementMissing: an option needs a package that is not installed.
     """
     wanted = dtype_of(dtype)
@@ -68,11 +124,11 @@ def load_model(
     _check_files(folder)
     with quiet_transformers():
         config = _config(folder, config, trust_remote_code)
-        config, options = _with_fields(config, from_pretrained_kwargs)
+        config, options = _with_fields(config, from_pretrained_kwargs, other_arguments)
         cls = _model_class(model_cls, config, trust_remote_code)
         if "classifier_dropout" in from_pretrained_kwargs and "Classification" not in cls.__name__:
             raise ArgumentError(
-                f"classifier_dropout is of heads that classify or give values, and {cls.__name__} has none"
+                f"classifier_dropout is for classification and value heads, and {cls.__name__} has none"
             )
         if skeleton is not None:
             return _without_weights(cls, config, skeleton, options), folder
@@ -84,11 +140,11 @@ def load_model(
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a model that Twinkle saved and whose files were changed since."""
+    """Refuse a model that Twinkle saved and whose files were changed afterwards."""
     if not (folder / DIGESTS).is_file():
         return
     try:
-        check_digests(folder, [path.name for path in folder.iterdir()])  # of those that somebody removed, none
+        check_digests(folder, [path.name for path in folder.iterdir()])  # removed files are not checked
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
 
@@ -101,7 +157,7 @@ def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         if not dtype.is_floating_point:
-            raise ArgumentError(f"dtype is {dtype}; weights need a floating-point type such as torch.bfloat16")
+            raise ArgumentError(f"dtype must be a floating-point type such as torch.bfloat16, got {dtype}")
         return dtype
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name == "auto":
@@ -110,8 +166,8 @@ def dtype_of(dtype: str | torch.dtype) -> str | torch.dtype:
         from twinkle_registry import nearest
 
         near = nearest(name, _DTYPES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ArgumentError(f"dtype is {dtype!r}; {hint}It is 'auto', a torch dtype or one of {', '.join(_DTYPES)}")
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ArgumentError(f"dtype must be 'auto', a torch dtype or one of {', '.join(_DTYPES)}, got {dtype!r}{hint}")
     return _DTYPES[name]
 
 
@@ -120,7 +176,7 @@ def _config(folder: Path, config: Any, trust_remote_code: bool) -> Any:
 
     if config is not None:
         if not isinstance(config, PreTrainedConfig):
-            raise ArgumentError(f"config is a {type(config).__name__}; it must be a transformers configuration")
+            raise ArgumentError(f"config must be a transformers configuration, got a {type(config).__name__}")
         return config
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -143,7 +199,7 @@ def _config_problem(folder: Path, error: Exception) -> str:
     if not isinstance(fields, dict):
         return f"{folder / 'config.json'} is not a JSON object; fetch the model again"
     if "auto_map" in fields:
-        return f"{folder} brings Python code of its own; read it, then pass trust_remote_code=True to run it"
+        return f"{folder} contains Python code; read it, then pass trust_remote_code=True to run it"
     asked = fields.get("model_type")
     if asked is None:
         return f"{folder / 'config.json'} has no model_type, so its architecture is unknown"
@@ -153,28 +209,26 @@ def _config_problem(folder: Path, error: Exception) -> str:
     near = nearest(str(asked), known)
     hint = f"; nearest: {', '.join(near)}" if near else ""
     return (
-        f"{folder}: transformers {transformers.__version__} knows no architecture {asked!r}{hint}; a newer one may: "
-        "pip install -U transformers"
+        f"{folder}: transformers {transformers.__version__} does not support the architecture {asked!r}{hint}; a newer "
+        "version may: pip install -U transformers"
     )
 
 
-def _with_fields(config: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the configuration with the fields among `given` changed, and the options among them."""
+def _with_fields(config: Any, given: Mapping[str, Any], others: Collection[str]) -> tuple[Any, dict[str, Any]]:
+    """Return a configuration with changed fields from `given`, and the options of `from_pretrained` in it."""
     options = {name: value for name, value in given.items() if name in _OPTIONS}
     fields = [name for name in config.to_dict() if not name.startswith("_")]
-    fields += ["num_labels", "classifier_dropout"]  # kept as label names, and read where a class has such a head
+    fields += ["num_labels", "classifier_dropout"]  # valid, though not stored under these names
     changed = copy.deepcopy(config)
     for name in given.keys() - options.keys():
         if name not in fields:
             from twinkle_registry import nearest
-            from twinkle_transformers.model import TransformersModel
 
-            own = set(inspect.signature(TransformersModel).parameters) - {"kwargs"}
-            near = nearest(name, [*own, *_OPTIONS, *fields])
+            near = nearest(name, [*others, *_OPTIONS, *fields])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(
-                f"the model takes no argument {name!r}, its loading has no such option ({', '.join(_OPTIONS)}), and "
-                f"{type(config).__name__} no such field{hint}"
+                f"there is no argument {name!r} of the model, no such option of its loading ({', '.join(_OPTIONS)}), "
+                f"and no such field of {type(config).__name__}{hint}"
             )
         setattr(changed, name, given[name])
     return changed, options
@@ -190,23 +244,21 @@ def _model_class(model_cls: Any, config: Any, trust_remote_code: bool) -> Any:
         if not remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             listed = getattr(config, "architectures", None) or ["of another task"]
             raise ModelLoadError(
-                f"{type(config).__name__} ({', '.join(listed)}) is no causal language model in transformers; give "
+                f"{type(config).__name__} ({', '.join(listed)}) is not a causal language model in transformers; give "
                 "model_cls=, a class or its name in transformers"
             )
         return transformers.AutoModelForCausalLM
     if isinstance(model_cls, str):
-        found = getattr(transformers, model_cls, None)
-        if found is None:
+        resolved = getattr(transformers, model_cls, None)
+        if resolved is None:
             from twinkle_registry import nearest
 
             near = nearest(model_cls, [name for name in dir(transformers) if "For" in name or name.endswith("Model")])
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise ArgumentError(f"model_cls: transformers {transformers.__version__} has no {model_cls!r}{hint}")
-        model_cls = found
+        model_cls = resolved
     if not hasattr(model_cls, "from_pretrained"):
-        raise ArgumentError(
-            f"model_cls is {model_cls!r}, which has no from_pretrained; give a transformers model class"
-        )
+        raise ArgumentError(f"model_cls must be a transformers model class with from_pretrained, got {model_cls!r}")
     return model_cls
 
 
@@ -235,7 +287,7 @@ def _without_weights(cls: Any, config: Any, dtype: torch.dtype, options: Mapping
 
 
 def _check_report(report: Mapping[str, Any], folder: Path, name: str) -> None:
-    """Refuse a model that transformers filled up with random weights, or whose weights it left aside."""
+    """Refuse a model with missing weights, which transformers initializes randomly, or with unused ones."""
     problems = []
     if missing := sorted(report["missing_keys"]):
         problems.append(f"{len(missing)} weights of {name} are missing: {_some(missing)}")

@@ -1,4 +1,4 @@
-"""How much memory a pass may still take, and how much of it a forward keeps for its backward."""
+"""Memory: what is free, what a forward keeps, and host buffers of millions of numbers."""
 
 import ctypes
 import os
@@ -6,15 +6,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from twinkle.errors import ArgumentError
 
 LIMIT = "TWINKLE_MEMORY_LIMIT"
-"""The environment variable that bounds the memory of the host for which this process plans its passes."""
+"""Environment variable that limits the host memory that this process plans its passes for."""
 
 _CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -22,12 +24,12 @@ _CGROUPS = (
 )
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BUFFER = 1 << 20
-"""Bytes from which a buffer of its own is given back as soon as it is free; see `give_back_at_once`."""
+"""Size in bytes of buffers that are returned to the system when freed; see `give_back_at_once`."""
 _M_MMAP_THRESHOLD = -3
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that tensors on `device` may still take, the allocator's cache included; None if unknown."""
+    """Return the bytes available for tensors on `device`, including the allocator's cache; None if unknown."""
     if device.type == "cpu":
         return free_host_bytes()
     backend = getattr(torch, device.type, None)
@@ -39,26 +41,26 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process may still take; None if nothing says so.
+    """Return the bytes of host memory available to this process; None if unknown.
 
-    That is what the kernel calls available, or less where the limit of a control group (of a container, or of one that
-    this process is in) or `TWINKLE_MEMORY_LIMIT` is nearer. The latter counts the process's own resident memory.
+    The minimum of the kernel's `MemAvailable`, the limits of control groups of this process (for example of a
+    container), and `TWINKLE_MEMORY_LIMIT` minus the process's resident memory.
     """
-    found = []
+    limits = []
     if (available := _field(root / "proc/meminfo", "MemAvailable:")) is not None:
-        found.append(available * 1024)
+        limits.append(available * 1024)
     for mount, limit, used, cached in _CGROUPS:
         for folder in _groups(root, mount):
             bound, taken = _number(folder / limit), _number(folder / used)
             if bound is not None and taken is not None:
-                found.append(max(0, bound - taken + (_field(folder / "memory.stat", cached) or 0)))
+                limits.append(max(0, bound - taken + (_field(folder / "memory.stat", cached) or 0)))
     if (own := own_limit()) is not None:
-        found.append(max(0, own - (resident_bytes(root) or 0)))
-    return min(found, default=None)
+        limits.append(max(0, own - (resident_bytes(root) or 0)))
+    return min(limits, default=None)
 
 
 def own_limit() -> int | None:
-    """Return the bytes in `TWINKLE_MEMORY_LIMIT`; None where it is not set.
+    """Return the bytes in `TWINKLE_MEMORY_LIMIT`; None if it is not set.
 
     Raises:
         ArgumentError: it is not a size.
@@ -74,15 +76,15 @@ def own_limit() -> int | None:
 
 
 def resident_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of host memory that this process has; None if unknown."""
+    """Return the resident memory of this process in bytes; None if unknown."""
     kilobytes = _field(root / "proc/self/status", "VmRSS:")
     return None if kilobytes is None else kilobytes * 1024
 
 
 def give_back_host_memory() -> None:
-    """Give back what the C library keeps of freed memory, where it can (glibc).
+    """Return memory that the C library (glibc) has cached to the system.
 
-    torch's buffers on a CPU come from it, and what it keeps looks like memory that is in use.
+    torch's buffers on a CPU come from the C library, and its cache counts as used memory.
     """
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
@@ -90,11 +92,11 @@ def give_back_host_memory() -> None:
 
 @cache
 def give_back_at_once() -> None:
-    """Let freed buffers of 1 MiB and more go back to the system at once, from now on (glibc).
+    """Make the C library (glibc) return freed buffers of 1 MiB and more to the system immediately.
 
-    By default glibc keeps freed buffers of up to 32 MiB in a heap, whose holes make a process several times as large as
-    the tensors that it holds: an estimate of those says little of what it takes. Each buffer's first touch costs more
-    in return, which is why this is left until memory is short.
+    By default glibc keeps freed buffers of up to 32 MiB in a heap, whose fragmentation can make a process several times
+    as large as its tensors, so that estimates of their size are useless. In return the first use of each buffer is
+    slower, so this is done only when memory is short.
     """
     if (library := _glibc()) is not None:
         library.mallopt(_M_MMAP_THRESHOLD, _BUFFER)
@@ -111,7 +113,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def _groups(root: Path, mount: str) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, from the outermost that can be seen here."""
+    """Yield the folders of the control groups of this process, from the outermost visible one."""
     base = root / mount
     yield base
     try:
@@ -129,10 +131,10 @@ def _groups(root: Path, mount: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a forward keeps for its backward: `fixed + per_token * tokens + per_pair * tokens * width`.
+    """Bytes that a forward saves for its backward: `fixed + per_token * tokens + per_pair * tokens * width`.
 
     Attributes:
-        fixed: whatever the batch, such as weights in autocast's dtype.
+        fixed: independent of the batch, such as weights in autocast's dtype.
         per_token: activations.
         per_pair: attention weights and masks; `width` is the length of the padded rows.
     """
@@ -150,8 +152,8 @@ def measure(forward: Callable[[int], object], own: Iterable[Tensor], unit: int) 
     """Fit a footprint to three forwards of one row each.
 
     Args:
-        forward: runs a row of so many tokens with gradients.
-        own: parameters and buffers, which are there anyway.
+        forward: runs a row of a given number of tokens with gradients.
+        own: parameters and buffers, which are not counted.
         unit: width of the first row; the others are two and three times as wide.
     """
     kept = {_plain(tensor).untyped_storage().data_ptr() for tensor in own}
@@ -168,7 +170,7 @@ def saved_bytes(forward: Callable[[int], object], tokens: int, kept: set[int]) -
     def pack(tensor: Tensor) -> None:
         storage = _plain(tensor).untyped_storage()
         if storage.data_ptr() not in kept:
-            storages[storage.data_ptr()] = storage  # held: an address that is used again would hide what it held
+            storages[storage.data_ptr()] = storage  # kept alive: a reused address would hide a storage
 
     def unpack(_: None) -> Tensor:
         raise RuntimeError("a forward that only measures has no backward")
@@ -185,7 +187,7 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the part of a distributed tensor that is here."""
+    """Return this process's part of a distributed tensor."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -204,3 +206,46 @@ def _field(path: Path, name: str) -> int | None:
     except OSError:
         return None
     return next((int(words[1]) for line in lines if (words := line.split()) and words[0] == name), None)
+
+
+_HUGE = 4 << 20
+"""Size in bytes above which numpy uses huge pages; below, torch's allocator is equally fast."""
+
+
+def host_empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+    """Return an uninitialized dense tensor in host memory.
+
+    torch allocates small pages, whose first use costs several times as much as copying into them.
+    """
+    size = prod(shape) * dtype.itemsize
+    if pinned or size < _HUGE:
+        return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=pinned)
+    raw = torch.from_numpy(np.empty(size, np.uint8))
+    return raw.view(dtype).as_strided(shape, stride)
+
+
+def host_zeros(count: int) -> Tensor:
+    """Return float32 zeros `[count]` in host memory; pages are allocated at their first use."""
+    return torch.from_numpy(np.zeros(count, np.float32))
+
+
+def host_copy(tensor: Tensor, *, pinned: bool = False) -> Tensor:
+    """Return a copy in host memory; strides of a dense tensor are kept.
+
+    A copy from another device to pinned memory is asynchronous: synchronize the device before reading it.
+    """
+    tensor = tensor.detach()
+    copy = host_empty(tuple(tensor.shape), dense_stride(tensor), tensor.dtype, pinned=pinned)
+    return copy.copy_(tensor, non_blocking=pinned)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy without gaps: the tensor's own if it has none."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a view `[n]` of a dense tensor in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,44 +1,34 @@
 """`TransformersModel`: a Hugging Face model with its adapters, trained by a loop that the user writes."""
 
-import functools
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from twinkle import remote_class, remote_function
+from twinkle.checkpoint_engine import CheckpointEngineMixin
 from twinkle.data_format import ModelOutput
-from twinkle.errors import TrainingStateError
-from twinkle.hub.fingerprint import commit_of, fingerprint
+from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
-from twinkle.platform import Platform
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers import adapters, loop
-from twinkle_transformers.checkpoints import Checkpoints
+from twinkle_transformers import adapters
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.checkpoints import ModelCheckpoints
 from twinkle_transformers.describe import describe
-from twinkle_transformers.group import OptimizerGroup, Pass
-from twinkle_transformers.loading import load_model
-from twinkle_transformers.options import (
-    check_call,
-    check_clipping,
-    check_model_id,
-    check_model_options,
-    top_of_call,
-)
-from twinkle_transformers.parallel import load_on_ranks, parallel_of
+from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup
+from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.parallel import whole
 from twinkle_transformers.passes import Passes
-from twinkle_transformers.recompute import Recompute
-from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_together, share_arguments, split_rows
-from twinkle_transformers.scoring import check_loss_arguments, check_rows_for
-from twinkle_transformers.segments import recompute_contexts
-from twinkle_transformers.sharding import whole
-from twinkle_transformers.sharing import check_sharing
-from twinkle_transformers.stepping import clip_group, schedule, set_accumulation, step_group
-from twinkle_transformers.sync.sending import SendsWeights
+from twinkle_transformers.peft_adapters import PeftAdapters
+from twinkle_transformers.sync.sending import outgoing_weights
+from twinkle_transformers.training import AdapterTraining
 
 
 @remote_class()
-class TransformersModel(Passes, Checkpoints, SendsWeights):
+class TransformersModel(TwinkleModel, CheckpointEngineMixin):
     """A causal language model from a Hugging Face folder (or GGUF file), on one device or on the ranks of a mesh.
 
     Without an adapter the whole model is trained; `add_adapter_to_model` freezes it and trains LoRA. The loop methods
@@ -85,6 +75,8 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         Unsupported: the mesh divides the model by other dimensions than dp and fsdp.
     """
 
+    default_metrics = DEFAULT_METRICS
+
     def __init__(
         self,
         model_cls: Any = None,
@@ -104,44 +96,116 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         dtype: Any = None,
         **kwargs: Any,
     ) -> None:
-        check_model_options(mixed_precision, strategy, on_nonfinite, grad_scaler_config)
-        check_model_id(model_id, model_cls, kwargs)
-        self.model_id = str(model_id)
-        self.device_mesh = device_mesh
-        self.mixed_precision = mixed_precision
-        self.on_nonfinite = on_nonfinite
-        self.device = torch.device(Platform.get_local_device())
-        self.parallel = parallel_of(device_mesh, ddp_config, fsdp_config)
-        dtype = dtype or ("float32" if mixed_precision == "no" else "auto")
-        # What will be sharded is loaded into host memory and moved layer by layer.
-        place = None if self.parallel.in_lockstep else self.device
-        load = functools.partial(
-            load_model, self.model_id, dtype=dtype, model_cls=model_cls, config=config, device=place, **kwargs
-        )
-        self.model, self.model_path, self._backbone = load_on_ranks(load, self.parallel, memory_efficient_init)
-        self._backbone.segmenter.precision = self.autocast
-        self.base = {
-            "id": self.model_id,
-            "fingerprint": fingerprint(self.model_path),
-            "commit": commit_of(self.model_path),
-        }
-        self._recompute = Recompute(
-            self._backbone.model, gradient_checkpointing, self.device, recompute_contexts,
-            forward=self._probe, agree=self.parallel.any_rank if self.parallel.in_lockstep else None,
+        loaded = LoadedModel(
+            model_cls, model_id, config, device_mesh, mixed_precision, strategy=strategy, ddp_config=ddp_config,
+            fsdp_config=fsdp_config, grad_scaler_config=grad_scaler_config,
+            memory_efficient_init=memory_efficient_init, gradient_checkpointing=gradient_checkpointing,
+            on_nonfinite=on_nonfinite, dtype=dtype, **kwargs,
         )  # fmt: skip
-        self._scaler_options = grad_scaler_config
-        self._longest, self._shares = 0, check_sharing(share_prefixes)
-        self.optimizer_group: dict[str, OptimizerGroup] = {"": self._new_group("")}
-        self.active_group = ""
+        self._loaded = loaded
+        self.model_id, self.model_path, self.base = loaded.model_id, loaded.path, loaded.base
+        self.device, self.device_mesh, self.parallel = loaded.device, loaded.device_mesh, loaded.parallel
+        self.mixed_precision, self.on_nonfinite = loaded.mixed_precision, loaded.on_nonfinite
+        self._adapters = PeftAdapters(loaded)
+        self._training = AdapterTraining(loaded, self._adapters)
+        self._passes = Passes(loaded, self._adapters, self._training, share_prefixes)
+        self._checkpoints = ModelCheckpoints(loaded, self._adapters)
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face module, wrapped by `peft.PeftModel` once it has an adapter."""
+        return self._loaded.module
+
+    @property
+    def backbone(self) -> Backbone:
+        """The module as body and head."""
+        return self._loaded.backbone
+
+    @property
+    def optimizer_group(self) -> dict[str, OptimizerGroup]:
+        """Training state of each adapter by name; the full model has the name `""`."""
+        return self._adapters.groups
+
+    @property
+    def active_group(self) -> str:
+        """Name of the adapter that calls without `adapter_name=` use."""
+        return self._adapters.active
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which forwards of this model run: mixed precision, if it is on."""
+        return self._loaded.autocast()
 
     def evidence(self) -> list[Evidence]:
         """Return what was measured about each fast path of this model, after measuring what was not measured yet.
 
-        A model whose weights are sharded over ranks measured before they were sharded, and does not measure again.
+        A model whose weights are sharded over ranks was measured before it was sharded, and is not measured again.
         """
-        return list(self._backbone.segmenter.measured().values())
+        return self._loaded.evidence()
 
-    # forward and backward
+    # Components
+
+    def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the loss; keyword arguments go to its constructor."""
+        self._training.set_loss(adapter_name, loss_cls, kwargs)
+
+    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the optimizer over the adapter's parameters, or over the whole model's.
+
+        Args:
+            optimizer_cls: any form of component argument; every optimizer of `torch.optim` has its name there.
+            adapter_name: whose; by default the active one.
+            **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
+        """
+        self._adapters.set_optimizer(adapter_name, optimizer_cls, kwargs)
+
+    def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the scheduler of the adapter's optimizer, which must have been set; kwargs go to the constructor."""
+        self._training.set_lr_scheduler(adapter_name, scheduler_cls, kwargs)
+
+    def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the template that encodes trajectories; `model_id` is this model's unless given."""
+        self._training.set_template(adapter_name, template_cls, kwargs)
+
+    def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the processor that collates rows; keyword arguments go to its constructor."""
+        self._training.set_processor(adapter_name, processor_cls, kwargs)
+
+    def add_metric(
+        self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """Add a metric for training, for evaluation, or (None) one for each."""
+        self._training.add_metric(adapter_name, metric_cls, is_training, kwargs)
+
+    def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set the loss scale of fp16; keyword arguments in the words of `torch.amp.GradScaler`."""
+        self._training.set_grad_scaler(adapter_name, kwargs)
+
+    def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
+        """Apply a patch to the Hugging Face module."""
+        self._loaded.apply_patch(patch_cls, kwargs)
+        self._passes.recompute.forget()
+
+    def undo_patch(self, patch_cls: Any) -> None:
+        """Undo a patch that `apply_patch` applied, also one from before the model's first adapter."""
+        self._loaded.undo_patch(patch_cls)
+        self._passes.recompute.forget()
+
+    def add_adapter_to_model(
+        self, adapter_name: str, config_or_dir: Any, *, is_trainable: bool = True, gradient_accumulation_steps: int = 1
+    ) -> None:
+        """Add a LoRA adapter, freeze the base model, and make the adapter the active one.
+
+        Args:
+            adapter_name: letters, digits, `_` and `-`.
+            config_or_dir: `peft.LoraConfig`, a dict of its fields, or the folder of a saved adapter.
+            is_trainable: False adds it for `forward_only` and sampling alone.
+            gradient_accumulation_steps: backward calls for each update.
+        """
+        self._adapters.add(
+            adapter_name, config_or_dir, is_trainable=is_trainable, accumulation=gradient_accumulation_steps
+        )
+
+    # Forward and backward
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward(
@@ -166,16 +230,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         Returns:
             `logps` `[B, T]`, and `logits` if asked for; or `embeddings` `[B, H]`; with graph.
         """
-        check_call(task, temperature)
-        group = self._trained(adapter_name)
-        rows = as_rows(inputs, group.encoder(self.model_path))
-        self._ready(group, training=True)
-        batch = self._uncut(group, rows, return_logits, task)
-        self._idle_passes("forward", 1)
-        group.training = True
-        item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
-        group.train_status.passes = [item]
-        return group.train_status.passes[0].outputs
+        return self._passes.forward(adapter_name, inputs, temperature, return_logits, task)
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_only(
@@ -196,25 +251,9 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         k most probable tokens at each trained position, as `topk_logprobs` and `topk_indices` `[B, T, k]`, without
         making whole logits. The other arguments are those of `forward`.
         """
-        check_call(task, temperature)
-        top = top_of_call(topk_logprobs)
-        group = self._select(adapter_name)
-        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(group.loss_instance))
-        status = group.eval_status
-        self._ready(group, training=False)
-        group.training = False
-        base = disable_lora or not group.adapter_name
-        with torch.no_grad(), adapters.without_adapters(self.model, base):
-            parts, batches = self._plan(group, status, parts, return_logits, task, top)
-            idle = self._idle_passes("forward_only", len(parts))
-            status.passes = [
-                self._pass(group, status, part, batch, temperature, return_logits, task, top)
-                for part, batch in zip(parts, batches, strict=True)
-            ]
-            for _ in range(idle):
-                self._idle_pass(group, status, task)
-        status.idle = not parts
-        return loop.join([item.outputs for item in status.passes], left=group.pads_left()) if parts else {}
+        return self._passes.forward_only(
+            adapter_name, inputs, temperature, return_logits, task, micro_batch_size, disable_lora, topk_logprobs
+        )
 
     @remote_function(collect="mean")
     def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
@@ -225,43 +264,12 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         Raises:
             NonFiniteError: as `forward_backward`.
         """
-        group = self._select(adapter_name)
-        status = group.train_status if group.training else group.eval_status
-        if not status.passes and status.idle:
-            return 0.0
-        if not status.passes:
-            raise TrainingStateError("calculate_loss: there is no forward to score; call forward or forward_only first")
-        loss = group.loss()
-        check_loss_arguments(loss, loss_kwargs)
-        sizes = [batch_size(item.inputs) for item in status.passes]
-        shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=group.pads_left())
-        spread = not self.parallel.ranks.alone
-        with torch.set_grad_enabled(group.training):
-            for item, share in zip(status.passes, shares, strict=True):
-                loop.score(group.loss_instance, item, split=len(status.passes) > 1, spread=spread, loss_kwargs=share)
-                if group.training:
-                    loop.check_finite(group, item, self.on_nonfinite, self._counts)
-        if not group.training:
-            status.unseen += loop.settled(item for item in status.passes if not item.counted)
-            for item in status.passes:
-                item.counted = True  # scoring the same forward again is no second evaluation
-            loop.feed_metrics(group, status)
-        return float(loop.join([item.outputs for item in status.passes])["loss"])
+        return self._training.calculate_loss(adapter_name, loss_kwargs)
 
     @remote_function()
     def backward(self, *, adapter_name: str | None = None) -> None:
         """Add the gradients of the last calculated loss."""
-        group = self._trained(adapter_name)
-        status = group.train_status
-        if not status.passes:
-            raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
-        group.begin_backward()
-        self.model.train()  # recomputation runs in it, and a forward_only may have come between
-        usable = [item for item in status.passes if item.usable]
-        self._idle_passes("backward", len(usable))
-        for item in usable:
-            loop.backward(group, item)
-        group.count_backward(loop.settled(usable))
+        self._passes.backward(adapter_name)
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_backward(
@@ -293,45 +301,11 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
             NonFiniteError: the loss is NaN or infinite and `on_nonfinite="raise"`; weights and optimizer are as before,
                 the gradients of the unfinished step are gone (as after any error once a gradient was added).
         """
-        check_call(task, temperature)
-        group = self._trained(adapter_name)
-        group.begin_backward()
-        loss = group.loss()
-        check_loss_arguments(loss, loss_kwargs)
-        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(loss))
-        self._ready(group, training=True)
-        # All batches first: a bad row must not cost a gradient.
-        parts, batches = self._plan(group, group.train_status, parts, return_logits, task)
-        left, sizes = group.pads_left(), [batch_size(batch) for batch in batches]
-        check_rows_for(loss, sizes)
-        shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=left)
-        group.training, group.train_status.passes = True, []
-        done: list[Pass] = []
-        touched, spread = False, not self.parallel.ranks.alone
-        idle = self._idle_passes("forward_backward", len(parts))
-        try:
-            for part, batch, share in zip(parts, batches, shares, strict=True):
-                item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
-                loop.score(group.loss_instance, item, split=len(parts) > 1, spread=spread, loss_kwargs=share)
-                loop.check_finite(group, item, self.on_nonfinite, self._counts)
-                if item.usable:
-                    touched = True
-                    loop.backward(group, item)
-                    done.append(item)
-                loop.detach(item, logits=return_logits)
-            for _ in range(idle):
-                self._idle_pass(group, group.train_status, task)
-        except BaseException:
-            if touched:
-                group.drop_passes()  # a part of a batch's gradient is the gradient of nothing
-            raise
-        group.count_backward(loop.settled(done))
-        outputs = [item.outputs for item in done]
-        if not done:
-            return {"loss": float("nan") if parts else 0.0, "num_tokens": 0.0}
-        return loop.join(outputs, left=left)
+        return self._passes.forward_backward(
+            adapter_name, inputs, micro_batch_size, temperature, return_logits, task, loss_kwargs
+        )
 
-    # the step
+    # Step
 
     @remote_function(collect="first")
     def clip_grad_norm(
@@ -351,12 +325,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
             ArgumentError: `max_grad_norm` is no number, or `norm_type` none above 0.
             NonFiniteError: the norm is not finite and `on_nonfinite="raise"`; nothing was updated.
         """
-        check_clipping(max_grad_norm, norm_type)
-        group = self._trained(adapter_name)
-        set_accumulation(group, gradient_accumulation_steps)
-        if not group.due(flush):
-            return 0.0
-        return clip_group(group, self.parallel, max_grad_norm, norm_type, self.on_nonfinite)
+        return self._training.clip_grad_norm(adapter_name, max_grad_norm, norm_type, gradient_accumulation_steps, flush)
 
     @remote_function()
     def step(
@@ -378,9 +347,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         Raises:
             TrainingStateError: nothing was accumulated, or the last update's gradients are still there.
         """
-        group = self._trained(adapter_name)
-        set_accumulation(group, gradient_accumulation_steps)
-        step_group(group, self.parallel, optim_params, flush, self.on_nonfinite)
+        self._training.step(adapter_name, optim_params, gradient_accumulation_steps, flush)
 
     @remote_function()
     def zero_grad(
@@ -392,10 +359,7 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         flush: bool = False,
     ) -> None:
         """Forget the gradients of a finished accumulation (of an unfinished one too with `flush`)."""
-        group = self._group(adapter_name)
-        set_accumulation(group, gradient_accumulation_steps)
-        if group.stepped or group.due(flush):
-            group.clear_gradients(set_to_none)
+        self._training.zero_grad(adapter_name, set_to_none, gradient_accumulation_steps, flush)
 
     @remote_function()
     def lr_step(
@@ -411,40 +375,133 @@ class TransformersModel(Passes, Checkpoints, SendsWeights):
         `metrics` is the number that a scheduler such as `ReduceLROnPlateau` watches; by default the step's loss.
         `flush` is that of `step`, which has made the update or has not.
         """
-        group = self._group(adapter_name)
-        set_accumulation(group, gradient_accumulation_steps)
-        schedule(group, metrics)
+        self._training.lr_step(adapter_name, metrics, gradient_accumulation_steps)
 
-    # numbers
+    # Metrics and state
 
     @remote_function(collect="first")
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, float]:
         """Return the numbers of all metrics since the last call; each is a plain number of the steps it covers."""
-        group = self._group(adapter_name)
-        status = group.train_status if is_training else group.eval_status
-        loop.feed_metrics(group, status)
-        skipped = self.parallel.ranks.agree(f"calculate_metric({is_training})", status.skipped).sum()
-        values: dict[str, float] = {}
-        for metric in status.metrics:
-            values |= metric.calculate()
-        if skipped:
-            values["nonfinite_skipped"] = int(skipped)
-        status.skipped, status.passes = 0, []
-        return values
+        return self._training.calculate_metric(adapter_name, is_training)
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         """Return a readable summary of what is trained and how."""
-        group = self._select(adapter_name)
+        group = self._adapters.select(adapter_name)
         return describe(self.model, group, precision=self.mixed_precision, source=self.model_id)
 
     def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
         """Return the trained weights by saved name (PEFT's names for an adapter), whole; collective if sharded."""
-        group = self._select(adapter_name)
-        self._idle_passes("get_state_dict", 0)
+        group = self._adapters.select(adapter_name)
+        self.parallel.idle_passes("get_state_dict", 0)
         self.parallel.settle()
         return {name: whole(tensor) for name, tensor in adapters.weights(self.model, group.adapter_name).items()}
 
     def get_peft_config_dict(self, adapter_name: str | None = None) -> dict[str, Any] | None:
         """Return the adapter's PEFT configuration as a dict, or None for the full model."""
-        config = self._group(adapter_name).adapter_config
-        return None if config is None else config.to_dict()
+        return self._training.peft_config(adapter_name)
+
+    # ModelCheckpoints and weight transfer
+
+    @remote_function(collect="first")
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+        loop_state: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """Save a PEFT adapter, or the full model as Hugging Face safetensors, with the tokenizer's files.
+
+        Args:
+            name: folder name, by default `checkpoint-step-<cur_step>`.
+            output_dir: its parent, by default `output`.
+            interval: save only when `cur_step` is a multiple; else return None.
+            adapter_name: which; by default the active one.
+            save_optimizer: also save what `resume_from_checkpoint` needs to go on bit for bit.
+            consumed_train_samples: kept in `trainer_state.json`, from `DataLoader.get_state()`.
+            loop_state: what else the loop needs to go on, as JSON can hold it; kept there under `loop`.
+
+        Returns:
+            the directory, which is absent or whole at every moment. An older checkpoint of that name is replaced.
+
+        Raises:
+            OutputError: it cannot be written, or something that is no checkpoint stands there.
+            ArgumentError: JSON cannot hold `loop_state`.
+        """
+        return self._checkpoints.save(
+            adapter_name, name, output_dir, interval, save_optimizer=save_optimizer,
+            consumed_train_samples=consumed_train_samples, loop_state=loop_state,
+        )  # fmt: skip
+
+    @remote_function()
+    def load(
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
+    ) -> None:
+        """Load weights (and, with `load_optimizer`, the whole training state) that `save` wrote.
+
+        Args:
+            name: a checkpoint's folder, its name below `output_dir`, or its id on a hub.
+            output_dir: parent of `name`.
+            adapter_name: which adapter to load into; by default the active one.
+            load_optimizer: as `resume_from_checkpoint`.
+            token: for a private repository of a hub.
+
+        Raises:
+            CheckpointError: it is missing, incomplete, or belongs to another model; nothing is changed then.
+            HubError: the hub cannot be reached, refuses, or has no such repository.
+        """
+        self._checkpoints.load(adapter_name, name, output_dir, load_optimizer=load_optimizer, token=token)
+
+    @remote_function(collect="first")
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        """Load weights, optimizer, scheduler, counters and random state, adapters and full models alike.
+
+        Args:
+            checkpoint_dir: a folder that `save(save_optimizer=True)` wrote.
+            resume_only_model: weights and counters only.
+            adapter_name: which adapter; by default the active one.
+
+        Returns:
+            `cur_step`, `consumed_train_samples`, `gradient_accumulation_steps`.
+        """
+        return self._checkpoints.resume(adapter_name, Path(checkpoint_dir), only_model=resume_only_model)
+
+    @remote_function(dispatch="all")
+    def send_weights(
+        self,
+        adapter_name: str | None = None,
+        base_sync_done: bool = False,
+        merge_and_sync: bool = False,
+        model_keys: Sequence[str] | None = None,
+    ) -> None:
+        """Send weights by the engine that a `CheckpointEngineManager` prepared, and wait until they were taken.
+
+        Weights of the base come under the names of the Hugging Face model, tied ones once; A and B of an adapter come
+        after them under PEFT's.
+
+        Args:
+            adapter_name: which adapter; by default the active one. Where there is none, all weights are sent.
+            base_sync_done: send the adapter alone.
+            merge_and_sync: send the base with the adapter merged into it, and no adapter.
+            model_keys: names of the weights that the receiver has, to be compared before anything is computed.
+
+        Raises:
+            ArgumentError: the receiver lacks a weight, or `base_sync_done` with `merge_and_sync`.
+            Unsupported: the adapter cannot be merged, or not be sent alone, or the model is sharded.
+        """
+        weights = outgoing_weights(
+            self._loaded, self._adapters, adapter_name, base_sync_done, merge_and_sync, model_keys
+        )
+        asyncio.run(self.checkpoint_engine.send_weights(weights))

@@ -92,12 +92,12 @@ class Muon(torch.optim.Optimizer):
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         pairs = [item if isinstance(item, tuple) else ("", item) for item in members]
-        theirs = {id(p) for name, p in pairs if p.ndim != 2 or self._match.search(name)}
+        adamw_ids = {id(p) for name, p in pairs if p.ndim != 2 or self._match.search(name)}
         options = {key: value for key, value in param_group.items() if key != "params"}
         for part in _PARTS:
-            mine = [p for _, p in pairs if (id(p) in theirs) == (part == "adamw")]
-            if mine:
-                super().add_param_group({"params": mine, **self._group_options(part, options)})
+            parameters = [p for _, p in pairs if (id(p) in adamw_ids) == (part == "adamw")]
+            if parameters:
+                super().add_param_group({"params": parameters, **self._group_options(part, options)})
         self._inner = {}
 
     @torch.no_grad()

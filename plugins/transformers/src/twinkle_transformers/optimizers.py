@@ -1,8 +1,9 @@
-"""Building optimizers and schedulers from names, classes or instances."""
+"""Optimizers and schedulers: built from component arguments, over parameter groups with rules."""
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,148 @@ from torch import nn
 
 from twinkle import registry
 from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
-from twinkle_registry import check_keywords
-from twinkle_transformers.parameter_groups import make_groups, without_names
+from twinkle.logging import get_logger
+from twinkle_registry import check_keywords, nearest
+
+_NO_DECAY = ("bias", "norm", "ln_")
+_KEYS = ("params", "match")
+_FORMS = (
+    "give parameters, torch groups ({'params': [...], 'lr': 1e-3}) or rules on saved names ({'match': 'lora_B', "
+    "'lr': 1e-3})"
+)
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def make_groups(named: Named, params: Any, decay: float | None, optimizer: Any) -> list[dict[str, Any]]:
+    """Return parameter groups whose `params` are pairs of name and parameter.
+
+    Args:
+        named: the trained parameters by saved name.
+        params: None for the two default groups; parameters; torch groups; or rules.
+        decay: the optimizer's weight decay, None if it has none.
+        optimizer: the class (or function) that the groups are for; one of torch's own knows which options exist.
+
+    Raises:
+        ArgumentError: a rule that matches nothing, a parameter that is not trained or given twice, an unknown option.
+    """
+    if params is None:
+        return parameter_groups(named, decay)
+    given: list[Any] = [params] if isinstance(params, torch.Tensor | Mapping) else list(params)
+    if not given:
+        raise ArgumentError(f"set_optimizer: params= is empty; {_FORMS}, or leave it out")
+    rules = [item for item in given if isinstance(item, Mapping) and "match" in item]
+    if rules and len(rules) != len(given):
+        raise ArgumentError("set_optimizer: params= mixes rules ('match') with other forms; give one form")
+    if any(isinstance(item, Mapping) for item in given):
+        for group in given:
+            _check_group(group, optimizer)
+        return _by_rules(named, rules, decay) if rules else _torch_groups(named, given)
+    return _torch_groups(named, [{"params": given}])
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], decay: float | None) -> list[dict[str, Any]]:
+    """Return groups of named parameters: matrices with weight decay, biases and norms without.
+
+    A group without members is left out; with `decay` None (an optimizer that has none) there is one group. The key
+    `decays` says which is which, so that a later weight decay finds its group.
+    """
+    named = list(named)
+    if decay is None:
+        return [{"params": named}]
+    plain = [pair for pair in named if pair[1].ndim < 2 or any(word in pair[0].lower() for word in _NO_DECAY)]
+    kept = {id(p) for _, p in plain}
+    groups = [
+        {"params": [pair for pair in named if id(pair[1]) not in kept], "weight_decay": decay, "decays": True},
+        {"params": plain, "weight_decay": 0.0, "decays": False},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def without_names(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with bare parameters; torch would keep the names in every checkpoint."""
+    return [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
+
+
+def _by_rules(named: Named, rules: Sequence[Mapping[str, Any]], decay: float | None) -> list[dict[str, Any]]:
+    left, groups = named, []
+    for rule in rules:
+        matches = _matcher(rule["match"])
+        matched = [pair for pair in left if matches(pair[0])]
+        if not matched:
+            taken = any(matches(name) for name, _ in named)
+            raise ArgumentError(
+                f"set_optimizer: the rule {rule['match']!r} "
+                + ("gets nothing: earlier rules took all that it matches" if taken else "matches no trained parameter")
+                + f"; names look like {', '.join(repr(name) for name in _examples(named))}"
+            )
+        left = [pair for pair in left if not matches(pair[0])]
+        options = {key: value for key, value in rule.items() if key != "match"}
+        if "weight_decay" in options:
+            groups.append({"params": matched, **options, "decays": bool(options["weight_decay"])})
+        else:
+            groups += [group | options for group in parameter_groups(matched, decay)]
+    return groups + (parameter_groups(left, decay) if left else [])
+
+
+def _matcher(match: Any) -> Any:
+    patterns = [match] if isinstance(match, str) else match
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except (re.error, TypeError) as error:
+        raise ArgumentError(
+            f"set_optimizer: 'match' is {match!r}, which is no regular expression or list of them: {error}"
+        ) from error
+    return lambda name: any(pattern.search(name) for pattern in compiled)
+
+
+def _torch_groups(named: Named, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    name_of = {id(parameter): name for name, parameter in named}
+    seen: set[int] = set()
+    groups = []
+    for group in given:
+        members = group["params"]
+        pairs = []
+        for item in [members] if isinstance(members, torch.Tensor) else members:
+            parameter = item[1] if isinstance(item, tuple) else item
+            if not isinstance(parameter, torch.Tensor):
+                raise ArgumentError(f"set_optimizer: params= holds a {type(parameter).__name__}; {_FORMS}")
+            if id(parameter) not in name_of:
+                raise ArgumentError(
+                    f"set_optimizer: params= holds a parameter of shape {list(parameter.shape)} that the model (or "
+                    "this adapter) does not train; take them from what has requires_grad"
+                )
+            if id(parameter) in seen:
+                raise ArgumentError(f"set_optimizer: params= holds {name_of[id(parameter)]} twice; give it one group")
+            seen.add(id(parameter))
+            pairs.append((name_of[id(parameter)], parameter))
+        groups.append({**group, "params": pairs})
+    if len(seen) < len(named):
+        get_logger().info("set_optimizer: %d trained parameters are in no group and stay", len(named) - len(seen))
+    return groups
+
+
+def _check_group(group: Any, optimizer: Any) -> None:
+    if not isinstance(group, Mapping) or not any(key in group for key in _KEYS):
+        raise ArgumentError(f"set_optimizer: params= holds {group!r}; {_FORMS}")
+    if all(key in group for key in _KEYS):
+        raise ArgumentError("set_optimizer: a group of params= has both 'params' and 'match'; give one of them")
+    if not optimizer.__module__.startswith(("torch.optim", "twinkle_transformers")):
+        return  # a stranger's optimizer may read options of its own from its groups
+    known = [name for name in inspect.signature(optimizer).parameters if name != "params"]
+    for key in group:
+        if key not in known and key not in _KEYS:
+            near = nearest(key, known)
+            raise ArgumentError(
+                f"set_optimizer: {optimizer.__name__} has no {key!r} for a group of params="
+                f"{f', nearest: {near[0]!r}' if near else ''}; it has {', '.join(known)}"
+            )
+
+
+def _examples(named: Named) -> list[str]:
+    names = [name for name, _ in named]
+    return names[:: max(1, len(names) // 3)][:3]
+
 
 DEFAULT_LR = 1e-5
 DEFAULT_WEIGHT_DECAY = 0.01
@@ -44,26 +185,26 @@ def build_optimizer(
         TrainingStateError: nothing is trainable.
         Unsupported: an optimizer that calls the loss itself (LBFGS) or wants sparse gradients (SparseAdam).
     """
-    found = registry().resolve(optimizer, "optimizer")
+    resolved = registry().resolve(optimizer, "optimizer")
     named = list(named_parameters)
-    _refuse_impossible(found)
-    if isinstance(found, torch.optim.Optimizer):
-        return _taken_as_it_is(found, named, {"lr": lr, "weight_decay": weight_decay, "params": params, **kwargs})
+    _refuse_impossible(resolved)
+    if isinstance(resolved, torch.optim.Optimizer):
+        return _taken_as_it_is(resolved, named, {"lr": lr, "weight_decay": weight_decay, "params": params, **kwargs})
     if not named:
         raise TrainingStateError("set_optimizer: the model has no trainable parameters; add an adapter first")
-    name = _name_of(found)
+    name = _name_of(resolved)
     arguments = {"lr": DEFAULT_LR if lr is None else lr, **kwargs}
-    if weight_decay is not None or "weight_decay" in inspect.signature(found).parameters:
+    if weight_decay is not None or "weight_decay" in inspect.signature(resolved).parameters:
         arguments["weight_decay"] = DEFAULT_WEIGHT_DECAY if weight_decay is None else weight_decay
-    check_keywords(found, {"params": None, **arguments}, what=f"the optimizer {name}")
-    _refuse_texts(found, arguments, name)
+    check_keywords(resolved, {"params": None, **arguments}, what=f"the optimizer {name}")
+    _refuse_texts(resolved, arguments, name)
     if arguments.get("differentiable"):
         raise Unsupported(f"set_optimizer: {name}(differentiable=True) gives updates a gradient; training needs none")
-    groups = make_groups(named, params, arguments.get("weight_decay"), found)
-    if not getattr(found, "splits_by_name", False):
+    groups = make_groups(named, params, arguments.get("weight_decay"), resolved)
+    if not getattr(resolved, "splits_by_name", False):
         groups = without_names(groups)
     try:
-        built = found(groups, **arguments)
+        built = resolved(groups, **arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ArgumentError(f"set_optimizer: {name} refuses its arguments: {error}") from error
     if not isinstance(built, torch.optim.Optimizer):
@@ -96,25 +237,27 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
         TrainingStateError: there is no optimizer yet.
         ArgumentError: an argument or a value that the scheduler does not take.
     """
-    found = registry().resolve(scheduler, "scheduler")
-    if not callable(found) or isinstance(found, torch.optim.lr_scheduler.LRScheduler):
+    resolved = registry().resolve(scheduler, "scheduler")
+    if not callable(resolved) or isinstance(resolved, torch.optim.lr_scheduler.LRScheduler):
         if kwargs:
-            raise ArgumentError(f"set_lr_scheduler: {type(found).__name__} is an instance and takes no more arguments")
-        if found.optimizer is not optimizer:
             raise ArgumentError(
-                f"set_lr_scheduler: this {type(found).__name__} was built on another optimizer; build it on the "
+                f"set_lr_scheduler: {type(resolved).__name__} is an instance and takes no more arguments"
+            )
+        if resolved.optimizer is not optimizer:
+            raise ArgumentError(
+                f"set_lr_scheduler: this {type(resolved).__name__} was built on another optimizer; build it on the "
                 "model's, model.optimizer_group[name].optimizer, or give its name"
             )
-        return found
+        return resolved
     if optimizer is None:
         raise TrainingStateError("set_lr_scheduler: set the optimizer first; a scheduler is built on it")
-    name = _name_of(found)
+    name = _name_of(resolved)
     arguments = {"optimizer": optimizer, **kwargs}
-    check_keywords(found, arguments, what=f"the scheduler {name}")
+    check_keywords(resolved, arguments, what=f"the scheduler {name}")
     if "schedulers" in kwargs:
         arguments["schedulers"] = [_part(item, optimizer, name) for item in kwargs["schedulers"]]
     try:
-        return found(**arguments)
+        return resolved(**arguments)
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise ArgumentError(f"set_lr_scheduler: {name} refuses its arguments: {error}") from error
 
@@ -142,8 +285,8 @@ def override(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Non
         group[key] = value
 
 
-def _refuse_impossible(found: Any) -> None:
-    owner = found if isinstance(found, type) else type(found)
+def _refuse_impossible(resolved: Any) -> None:
+    owner = resolved if isinstance(resolved, type) else type(resolved)
     step = getattr(owner, "step", None)
     closure = inspect.signature(step).parameters.get("closure") if step is not None else None
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -158,9 +301,9 @@ def _refuse_impossible(found: Any) -> None:
         )
 
 
-def _refuse_texts(found: Any, arguments: Mapping[str, Any], name: str) -> None:
+def _refuse_texts(resolved: Any, arguments: Mapping[str, Any], name: str) -> None:
     """Refuse a text (or True) where a number belongs, as a configuration file that says "1e-3" would give it."""
-    parameters = inspect.signature(found).parameters
+    parameters = inspect.signature(resolved).parameters
     for key, value in arguments.items():
         default = parameters[key].default if key in parameters else None
         number = key == "lr" or (isinstance(default, int | float) and not isinstance(default, bool))
@@ -169,19 +312,19 @@ def _refuse_texts(found: Any, arguments: Mapping[str, Any], name: str) -> None:
 
 
 def _taken_as_it_is(
-    found: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], given: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]], given: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    kind = type(found).__name__
+    kind = type(optimizer).__name__
     if extra := sorted(name for name, value in given.items() if value is not None):
         raise ArgumentError(f"set_optimizer: {kind} is an instance; {extra[0]}= goes to its constructor")
     trained = {id(parameter) for _, parameter in named}
-    if odd := [p for group in found.param_groups for p in group["params"] if id(p) not in trained]:
+    if odd := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in trained]:
         raise ArgumentError(
             f"set_optimizer: this {kind} was built over a parameter of shape {list(odd[0].shape)} that the model (or "
             f"this adapter) does not train ({len(odd)} such); build it over model.model's parameters that require a "
             "gradient, or give its name"
         )
-    return found
+    return optimizer
 
 
 def _part(item: Any, optimizer: torch.optim.Optimizer, owner: str) -> Any:
@@ -208,5 +351,5 @@ def _checked(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _name_of(found: Any) -> str:
-    return str(getattr(found, "__name__", type(found).__name__))
+def _name_of(resolved: Any) -> str:
+    return str(getattr(resolved, "__name__", type(resolved).__name__))

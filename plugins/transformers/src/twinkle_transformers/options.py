@@ -1,4 +1,4 @@
-"""What the constructor and the calls of `TransformersModel` accept on one device, and how the rest is refused."""
+"""Validation of the arguments of the models of this package."""
 
 import json
 import math
@@ -21,9 +21,9 @@ def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapp
     """Refuse options that do not exist or that would be ignored.
 
     Args:
-        precision: mixed precision.
-        strategy: the published name of a way to train on several devices.
-        policy: what happens to numbers that are not finite.
+        precision: `mixed_precision` of the model.
+        strategy: published name of a strategy for several devices.
+        policy: `on_nonfinite` of the model.
         scaler: options of the loss scale of fp16.
     """
     if precision not in PRECISION:
@@ -37,7 +37,7 @@ def check_model_options(precision: str, strategy: str, policy: str, scaler: Mapp
 
 
 def check_model_id(model_id: Any, model_cls: Any, others: Mapping[str, Any]) -> None:
-    """Refuse a model without an id, and say where the id that was meant may stand instead."""
+    """Refuse a model without an id, and suggest the argument that probably contains it."""
     if model_id is not None:
         return
     meant = (
@@ -50,51 +50,55 @@ def check_model_id(model_id: Any, model_cls: Any, others: Mapping[str, Any]) -> 
 
 
 def check_call(task: str, temperature: float) -> None:
-    """Refuse tasks that there are not, and temperatures that are none."""
+    """Refuse unknown tasks, and temperatures of 0 or less."""
     if not temperature > 0:
-        raise ArgumentError(f"temperature={temperature}; a forward needs a number above 0")
+        raise ArgumentError(f"temperature must be above 0 in a forward, got {temperature}")
     if task not in ("causal_lm", "fused_lm_ce", "embedding"):
         raise Unsupported(f"task={task!r}; choose 'causal_lm', 'fused_lm_ce' or 'embedding'")
 
 
 def top_of_call(topk: Any) -> int:
-    """Return how many most probable tokens a call asks for: `topk_logprobs`, 0 for None."""
+    """Return `topk_logprobs` of a call, 0 for None."""
     if topk is None:
         return 0
     if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-        raise ArgumentError(f"topk_logprobs={topk!r}; it must be a whole number of at least 1, or None")
+        raise ArgumentError(f"topk_logprobs must be an integer of at least 1, or None, got {topk!r}")
     return topk
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Refuse a bound or a norm that is none."""
+    """Refuse an invalid maximum norm or norm type."""
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or math.isnan(max_norm):
-        raise ArgumentError(f"max_grad_norm={max_norm!r}; give a number, 0 to measure without clipping")
+        raise ArgumentError(f"max_grad_norm must be a number (0 to measure without clipping), got {max_norm!r}")
     if isinstance(norm_type, bool) or not isinstance(norm_type, Real) or not float(norm_type) > 0:
-        raise ArgumentError(f"norm_type={norm_type!r}; give a number above 0, float('inf') for the largest entry")
+        raise ArgumentError(
+            f"norm_type must be a number above 0 (float('inf') for the largest entry), got {norm_type!r}"
+        )
 
 
 def check_name(name: str, interval: int) -> None:
-    """Refuse checkpoint names that leave their folder, and intervals below 1."""
+    """Refuse checkpoint names outside their folder, and intervals below 1."""
     parts = PurePath(name).parts
     if not parts or ".." in parts or PurePath(name).is_absolute():
-        raise ArgumentError(f"save: name {name!r} must lie below output_dir; give the parent as output_dir")
+        raise ArgumentError(f"save: name must be a path below output_dir, got {name!r}; give the parent as output_dir")
     if interval < 1:
-        raise ArgumentError(f"save: interval={interval}; it must be at least 1")
+        raise ArgumentError(f"save: interval must be at least 1, got {interval}")
 
 
 def plain_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a loop wants kept in a checkpoint, as it will come back; nothing for None."""
+    """Return the state of a loop as a checkpoint will restore it; `{}` for None."""
     try:
         kept: dict[str, Any] = json.loads(json.dumps(dict(state or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"save: loop_state cannot be written as JSON ({error}); give plain values") from error
+        raise ArgumentError(f"save: loop_state must contain only JSON values ({error})") from error
     return kept
 
 
 def check_adapter(name: str, taken: Mapping[str, Any]) -> None:
-    """Refuse adapter names that exist or that could be mistaken for a module's."""
+    """Refuse adapter names that exist, or that could be parts of a module's path."""
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
-        raise ArgumentError(f"adapter name {name!r}: use letters, digits, '_' and '-', not beginning with a digit")
+        raise ArgumentError(
+            f"adapter name must consist of letters, digits, '_' and '-', and not start with a digit, got {name!r}"
+        )
     if name in taken:
-        raise ArgumentError(f"adapter {name!r} exists already; choose another name")
+        raise ArgumentError(f"adapter {name!r} already exists; choose another name")

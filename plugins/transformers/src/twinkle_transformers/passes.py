@@ -1,7 +1,7 @@
-"""The passes of `TransformersModel`: rows become batches, and batches go through the module, on all ranks together."""
+"""The passes of `TransformersModel`: rows become batches, and batches run through the module, on all ranks together."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,89 +9,190 @@ import torch
 
 from twinkle import get_logger
 from twinkle.data_format import ModelOutput
+from twinkle.errors import TrainingStateError
 from twinkle.model.base import Inputs
 from twinkle_torch.segments import Segments
-from twinkle_transformers import loop
-from twinkle_transformers.backbone import IGNORE, check_batch
-from twinkle_transformers.budget import Budget, Group
-from twinkle_transformers.components import Components
+from twinkle_transformers import adapters, losses
+from twinkle_transformers.backbone import check_batch
+from twinkle_transformers.batches import check_sharing, positions, sharing_prefixes, without_padding
+from twinkle_transformers.budget import Budget, PassKind
 from twinkle_transformers.group import OptimizerGroup, Pass, Status
-from twinkle_transformers.options import PRECISION
-from twinkle_transformers.packing import positions, without_padding
-from twinkle_transformers.rows import as_rows, rows_together
+from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.losses import check_loss_arguments, check_rows_for
+from twinkle_transformers.options import check_call, top_of_call
+from twinkle_transformers.peft_adapters import PeftAdapters
+from twinkle_transformers.rows import as_rows, batch_size, row_inputs, rows_together, share_arguments, split_rows
 from twinkle_transformers.sampling.prompts import context_of
-from twinkle_transformers.sharing import sharing_prefixes
+from twinkle_transformers.token_scores import IGNORE
+from twinkle_transformers.training import AdapterTraining
 
 
-class Passes(Components):
-    """What `forward`, `forward_only` and `forward_backward` have in common."""
+class Passes:
+    """Runs the calls of `TransformersModel` that go through the module.
 
-    device: torch.device
-    on_nonfinite: Any
-    _longest: int
-    _shares: bool | str
+    Args:
+        loaded: the model.
+        adapters: its adapters.
+        training: creates what passes rely on.
+        share_prefixes: the argument of `TransformersModel`.
 
-    @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Context in which this model's forwards run: mixed precision, if it is on."""
-        dtype = PRECISION[self.mixed_precision]
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            yield
+    Attributes:
+        recompute: decides whether a pass recomputes its activations.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, adapters: PeftAdapters, training: AdapterTraining, share_prefixes: bool | str
+    ) -> None:
+        self._loaded, self._adapters, self._training = loaded, adapters, training
+        self._share_prefixes = check_sharing(share_prefixes)
+        self._longest = 0
+        self.recompute = loaded.new_recompute(self._probe)
+
+    @property
+    def budget(self) -> Budget:
+        """What cuts batches into passes that fit into memory."""
+        return Budget(self._loaded.backbone, self.recompute)
+
+    # Calls
+
+    def forward(
+        self, name: str | None, inputs: Inputs, temperature: float, return_logits: bool, task: str
+    ) -> ModelOutput:
+        """Run the whole batch in one pass in training mode, and keep its graph."""
+        check_call(task, temperature)
+        group = self._adapters.trained(name)
+        rows = as_rows(inputs, group.encoder(self._loaded.path))
+        self._training.prepare(name, training=True)
+        batch = self._whole_batch(group, rows, return_logits, task)
+        self._loaded.parallel.idle_passes("forward", 1)
+        group.training = True
+        item = self._pass(group, group.train_status, rows, batch, temperature, return_logits, task)
+        group.train_status.passes = [item]
+        return item.outputs
+
+    def forward_only(
+        self, name: str | None, inputs: Inputs, temperature: float, return_logits: bool, task: str,
+        micro_batch_size: int | None, disable_lora: bool, topk_logprobs: int | None,
+    ) -> ModelOutput:  # fmt: skip
+        """Run rows in evaluation mode without a graph, in micro-batches."""
+        check_call(task, temperature)
+        top = top_of_call(topk_logprobs)
+        group = self._adapters.select(name)
+        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(group.loss_instance))
+        status = group.eval_status
+        self._training.prepare(name, training=False)
+        group.training = False
+        base = disable_lora or not group.adapter_name
+        with torch.no_grad(), adapters.without_adapters(self._loaded.module, base):
+            parts, batches = self._plan(group, status, parts, return_logits, task, top)
+            idle = self._loaded.parallel.idle_passes("forward_only", len(parts))
+            status.passes = [
+                self._pass(group, status, part, batch, temperature, return_logits, task, top)
+                for part, batch in zip(parts, batches, strict=True)
+            ]
+            for _ in range(idle):
+                self._idle_pass(group, status, task)
+        status.idle = not parts
+        return losses.join([item.outputs for item in status.passes], left=group.pads_left()) if parts else {}
+
+    def backward(self, name: str | None) -> None:
+        """Add the gradients of the last calculated loss."""
+        group = self._adapters.trained(name)
+        status = group.train_status
+        if not status.passes:
+            raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
+        group.begin_backward()
+        # Recomputation must run in the mode of the forward; a forward_only may have changed it since.
+        self._loaded.module.train()
+        usable = [item for item in status.passes if item.usable]
+        self._loaded.parallel.idle_passes("backward", len(usable))
+        for item in usable:
+            losses.backward(group, item)
+        group.count_backward(losses.settled(usable))
+
+    def forward_backward(
+        self, name: str | None, inputs: Inputs, micro_batch_size: int | None, temperature: float, return_logits: bool,
+        task: str, loss_kwargs: dict[str, Any],
+    ) -> ModelOutput:  # fmt: skip
+        """Forward, loss and backward of a batch, one micro-batch after the other."""
+        check_call(task, temperature)
+        group, parallel = self._adapters.trained(name), self._loaded.parallel
+        group.begin_backward()
+        loss = group.loss()
+        check_loss_arguments(loss, loss_kwargs)
+        parts = split_rows(self._rows(group, inputs), micro_batch_size, rows_together(loss))
+        self._training.prepare(name, training=True)
+        # All batches are built first: an invalid row must not leave the gradients of earlier micro-batches behind.
+        parts, batches = self._plan(group, group.train_status, parts, return_logits, task)
+        left, sizes = group.pads_left(), [batch_size(batch) for batch in batches]
+        check_rows_for(loss, sizes)
+        shares = share_arguments(loss_kwargs, row_inputs(loss), sizes, left=left)
+        group.training, group.train_status.passes = True, []
+        done: list[Pass] = []
+        added_gradient = False
+        idle = parallel.idle_passes("forward_backward", len(parts))
+        try:
+            for part, batch, share in zip(parts, batches, shares, strict=True):
+                item = self._pass(group, group.train_status, part, batch, temperature, return_logits, task)
+                losses.score(
+                    group.loss_instance,
+                    item,
+                    split=len(parts) > 1,
+                    several_ranks=not parallel.ranks.alone,
+                    loss_kwargs=share,
+                )
+                losses.check_finite(group, item, self._loaded.on_nonfinite, parallel.all_usable)
+                if item.usable:
+                    added_gradient = True
+                    losses.backward(group, item)
+                    done.append(item)
+                losses.detach(item, logits=return_logits)
+            for _ in range(idle):
+                self._idle_pass(group, group.train_status, task)
+        except BaseException:
+            if added_gradient:
+                group.drop_passes()  # the gradient of a part of a batch must not reach an update
+            raise
+        group.count_backward(losses.settled(done))
+        outputs = [item.outputs for item in done]
+        if not done:
+            return {"loss": float("nan") if parts else 0.0, "num_tokens": 0.0}
+        return losses.join(outputs, left=left)
+
+    # Passes
 
     def _rows(self, group: OptimizerGroup, inputs: Inputs) -> list[Any]:
         """Return encoded rows; one of several ranks may have none."""
-        if not self.parallel.ranks.alone and isinstance(inputs, list | tuple) and not inputs:
+        if not self._loaded.parallel.ranks.alone and isinstance(inputs, list | tuple) and not inputs:
             return []
-        return as_rows(inputs, group.encoder(self.model_path))
-
-    def _ready(self, group: OptimizerGroup, *, training: bool) -> None:
-        """Do what passes rely on; ranks do it together, those without rows too."""
-        if training and group.optimizer is None:
-            get_logger().info("adapter %r: no optimizer was set; AdamW at 1e-5 is used", group.adapter_name)
-            self.set_optimizer("AdamW", adapter_name=group.adapter_name)
-        group.loss()
-        self._place(group, trained=training)
-
-    def _idle_passes(self, call: str, passes: int) -> int:
-        """Return how many passes without rows this rank must make so that sharded ranks stay together.
-
-        Sharded ranks at different calls are told so here.
-        """
-        if not self.parallel.in_lockstep:
-            return 0
-        return int(self.parallel.ranks.agree(call, passes).max()) - passes
+        return as_rows(inputs, group.encoder(self._loaded.path))
 
     def _idle_pass(self, group: OptimizerGroup, status: Status, task: str) -> None:
-        """Make a pass that adds nothing: the other ranks need this one's shards."""
+        """Make a pass without effect: the other ranks gather the parameters that are sharded on this one."""
         row = {"input_ids": [0, 0], "labels": [0, IGNORE]}
         outputs = self._pass(group, status, [row], group.processor([row]), 1.0, False, task).outputs
         if status is not group.train_status:
             return
-        if self._counts(True):
-            made = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-            (torch.stack([v.sum() for v in made]).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        if self._loaded.parallel.all_usable(True):
+            # The gradient is zero, but its backward takes part in the collectives of the other ranks.
+            roots = [v for v in outputs.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+            (torch.stack([v.sum() for v in roots]).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         else:
-            loop.leave_to_others(group, self.on_nonfinite)
+            losses.leave_to_others(group, self._loaded.on_nonfinite)
 
-    def _counts(self, usable: bool) -> bool:
-        """Return whether a pass is counted; where ranks go in lockstep, only if all can count theirs."""
-        if self.parallel.in_lockstep:
-            return bool(self.parallel.ranks.agree("losses are finite", usable).all())
-        return usable
-
-    def _batch(self, group: OptimizerGroup, rows: Any) -> Any:
+    def batch(self, group: OptimizerGroup, rows: Sequence[Any]) -> Any:
+        """Return rows as the module sees them: collated, packed, or with their shared prefixes joined."""
+        backbone = self._loaded.backbone
         batch = group.processor(rows)
-        check_batch(batch, self._backbone.model)
+        check_batch(batch, backbone.model)
         batch = without_padding(batch, left=group.pads_left())
-        if self._shares:
-            batch = sharing_prefixes(
-                batch, self._backbone.segmenter, self._backbone.inputs, required=self._shares is True
-            )
-        context, width = context_of(self._backbone.model.config), positions(batch).width
+        if self._share_prefixes:
+            batch = sharing_prefixes(batch, backbone.segmenter, backbone.inputs, required=self._share_prefixes is True)
+        context, width = context_of(backbone.model.config), positions(batch).width
         if context is not None and width > max(context, self._longest):
             self._longest = width
             get_logger().warning(
-                "a row has %d tokens, and the model was made for %d; to cut rows set max_length= of the template",
+                "a row has %d tokens, and the context of the model is %d; to cut rows set max_length= of the template",
                 width, context,
             )  # fmt: skip
         return batch
@@ -100,25 +201,22 @@ class Passes(Components):
         self, group: OptimizerGroup, status: Status, rows: Any, batch: Any, temperature: float, return_logits: bool,
         task: str, top: int = 0,
     ) -> Pass:  # fmt: skip
-        training = status is group.train_status
-        self.model.train(training)
-        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
+        loaded, training = self._loaded, status is group.train_status
+        loaded.module.train(training)
+        needs = replace(losses.needs_of(group, status, return_logits, task), top=top)
 
         def forward() -> ModelOutput:
-            with self.autocast():
-                return self.parallel.run(
-                    self._backbone.model, lambda: self._backbone(batch, self.device, needs, temperature)
-                )
+            with loaded.autocast():
+                backbone = loaded.backbone
+                return loaded.parallel.run(backbone.model, lambda: backbone(batch, loaded.device, needs, temperature))
 
         if not training:
             return Pass(batch, forward(), list(rows))
-        sizes = positions(batch)
-        masked = self.parallel.in_lockstep or sizes.masked  # sharded ranks measure the same
-        beside = self._budget.beside(batch, Group(group.adapter_name, needs, training=True))
-        self._recompute.prepare(
-            sizes.tokens, sizes.width, group.adapter_name, masked, packed=sizes.packed, beside=beside
-        )
-        return Pass(batch, self._recompute.run(forward), list(rows))
+        size = positions(batch)
+        masked = loaded.parallel.in_lockstep or size.masked  # sharded ranks must measure the same kind of pass
+        beside = self.budget.beside(batch, PassKind(group.adapter_name, needs, training=True))
+        self.recompute.prepare(size.tokens, size.width, group.adapter_name, masked, packed=size.packed, beside=beside)
+        return Pass(batch, self.recompute.run(forward), list(rows))
 
     def _plan(
         self, group: OptimizerGroup, status: Status, parts: Any, return_logits: bool, task: str, top: int = 0
@@ -129,31 +227,28 @@ class Passes(Components):
         common = replace(common, together=rows_together(loss), splittable=bool(getattr(loss, "splittable", True)))
         if not common.splittable:
             common = replace(common, advice="the loss compares all rows of a call: give fewer rows, or free memory")
-        return self._budget.plan(parts, lambda rows: self._batch(group, rows), common)
+        return self.budget.plan(parts, lambda rows: self.batch(group, rows), common)
 
-    def _uncut(self, group: OptimizerGroup, rows: Any, return_logits: bool, task: str) -> Any:
-        """Return the batch of rows whose graph is kept, which one pass must compute."""
+    def _whole_batch(self, group: OptimizerGroup, rows: Any, return_logits: bool, task: str) -> Any:
+        """Return the batch of rows whose graph is kept, which must be computed in one pass."""
         common = self._common(group, group.train_status, return_logits, task)
         advice = "give fewer rows, or call forward_backward, which computes them in several passes"
         common = replace(common, splittable=False, advice=advice)
-        return self._budget.plan([rows], lambda part: self._batch(group, part), common)[1][0]
+        return self.budget.plan([rows], lambda part: self.batch(group, part), common)[1][0]
 
-    def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> Group:
-        needs = replace(loop.needs_of(group, status, return_logits, task), top=top)
+    def _common(self, group: OptimizerGroup, status: Status, return_logits: bool, task: str, top: int = 0) -> PassKind:
+        needs = replace(losses.needs_of(group, status, return_logits, task), top=top)
         training = status is group.train_status
-        return Group(
+        return PassKind(
             group.adapter_name, needs, training=training, keeps_logits=needs.logits and (return_logits or not training)
         )
 
-    @property
-    def _budget(self) -> Budget:
-        return Budget(self._backbone, self._recompute)
-
     def _probe(self, row: dict[str, torch.Tensor]) -> object:
-        backbone = self._backbone
+        """Run one row as a training pass would, so that its activations can be measured."""
+        loaded, backbone = self._loaded, self._loaded.backbone
         within: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if "position_ids" in row:  # as packed rows are
-            within = backbone.segmenter.within(Segments.of([row["input_ids"].shape[1]], self.device))
-        taken = {name: value for name, value in row.items() if name in backbone.inputs}
-        with self.autocast(), within:
-            return self.parallel.run(backbone.model, lambda: backbone.body(**taken, use_cache=False))
+        if "position_ids" in row:  # a packed pass
+            within = backbone.segmenter.within(Segments.of([row["input_ids"].shape[1]], loaded.device))
+        arguments = {name: value for name, value in row.items() if name in backbone.inputs}
+        with loaded.autocast(), within:
+            return loaded.parallel.run(backbone.model, lambda: backbone.body(**arguments, use_cache=False))

@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward, only when a pass would not fit without."""
+"""Recomputation of activations in the backward, only for passes that would not fit into memory otherwise."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -20,15 +20,15 @@ from twinkle_transformers.memory import (
 T = TypeVar("T")
 
 SHARE = 0.8
-"""Of the free memory that saved activations may take; heads, temporaries and fragmentation need the rest."""
+"""Share of the free memory that saved activations may take; heads, temporaries and fragmentation need the rest."""
 
 _UNIT = 64
 _NEAR = 0.25
-"""Share of the free memory from which a pass on a CPU has its buffers given back at once."""
+"""Share of the free memory above which freed buffers of a pass on a CPU are returned to the system immediately."""
 _SURELY = 0.05
-"""Share of the free memory below which a rough bound of what a pass needs is not made better by measuring it."""
+"""Share of the free memory below which a rough upper bound of a pass is sufficient, without a measurement."""
 _INPUTS = "\0inputs"
-"""Stands for an adapter where all of a model's activations are measured, whatever is trained."""
+"""Name that replaces an adapter's where all activations of a model are measured, whatever is trained."""
 _Key = tuple[str, bool, bool, bool]
 
 
@@ -37,27 +37,26 @@ class Recompute:
 
     With a frozen base the backward costs one forward, so recomputation makes a step about 1.5 times as long (4/3 times
     with all weights trained). In mode "auto" the bytes that a forward keeps are measured once, on three short rows, and
-    predicted for each pass from its size; the pass recomputes if they would take more than 80 % of what is free.
+    predicted for each pass from its size; the pass recomputes if they would take more than 80 % of the free memory.
 
     Args:
-        module: the Hugging Face model (adapters inside it or around it are seen).
+        module: the Hugging Face model, with or without adapters.
         mode: True, False or "auto".
-        device: where it runs.
+        device: device of the model.
         context_fn: passed to `torch.utils.checkpoint`: returns the context managers of forward and recomputation.
         forward: runs `input_ids` and, for passes with padding, `attention_mask` (int64 `[1, T]`) through the body as a
             training pass would, under the same autocast; by default `module.base_model`. Of a packed pass, `input_ids`
             come with `position_ids`.
-        agree: tells ranks that compute in lockstep each other's wish and returns whether one of them must recompute; a
-            pass that ran out of memory is then not tried again.
-        free: the bytes free on a device, None if unknown (then it recomputes).
+        agree: takes whether this rank must recompute, and returns whether any rank must; for ranks in lockstep, whose
+            passes are not repeated after running out of memory.
+        free: returns the free bytes on a device; None if unknown (then passes recompute).
 
     Attributes:
-        on: whether a pass recomputes now.
-        forward: the argument of that name; whoever changes what a pass is changes it, and calls `forget`.
+        on: whether passes currently recompute.
 
     Raises:
-        ArgumentError: another mode.
-        Unsupported: mode True for a model that cannot recompute.
+        ArgumentError: the mode is unknown.
+        Unsupported: the mode is True, and the model cannot recompute.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Recompute:
         free: Callable[[torch.device], int | None] = free_bytes,
     ) -> None:
         if mode not in (True, False, "auto"):
-            raise ArgumentError(f"gradient_checkpointing={mode!r}; choose True, False or 'auto'")
+            raise ArgumentError(f"gradient_checkpointing must be True, False or 'auto', got {mode!r}")
         self.mode = mode
         self.on = mode == "auto" and any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
         self._module, self._device = module, torch.device(device)
@@ -95,14 +94,14 @@ class Recompute:
         return self.on or (self.mode == "auto" and self._able)
 
     def available(self) -> int | None:
-        """Return the bytes that are free where it runs; None if unknown."""
+        """Return the free bytes on the device; None if unknown."""
         return self._free(self._device)
 
     def free_for(self, needed: int) -> int | None:
-        """Return the bytes that are free for a pass that needs so many; None if unknown.
+        """Return the free bytes for a pass that needs `needed` bytes; None if unknown.
 
-        On a CPU, where that is a good part of what is free, buffers are given back as soon as they are free from now
-        on, and what the C library keeps of earlier ones is given back first if there would not be enough.
+        On a CPU, if that is a large part of the free memory, the C library returns freed buffers to the system from now
+        on; if memory would not suffice, it first returns buffers that were freed before.
         """
         free = self.available()
         if free is None or self._device.type != "cpu" or needed <= _NEAR * free:
@@ -117,17 +116,17 @@ class Recompute:
         self, tokens: int, width: int | None = None, adapter: str = "", masked: bool = True, *, packed: bool = False,
         beside: int = 0, free: int | None = None,
     ) -> None:  # fmt: skip
-        """Decide for the training pass that comes.
+        """Decide whether the next training pass recomputes.
 
         Args:
-            tokens: positions of the batch, padding included.
+            tokens: number of positions of the batch, with padding.
             width: length of its rows (of its longest sequence, if several share a row); by default all tokens are one
-                row, which overestimates what grows with the square of the length.
-            adapter: what is trained; each is measured once.
-            masked: whether the pass has an attention mask, which kernels may keep, once a layer.
-            packed: whether its sequences lie in one row.
-            beside: bytes that the pass needs for other things.
-            free: bytes that were free a moment ago; by default they are asked for.
+                row, which overestimates terms that are quadratic in the length.
+            adapter: the trained adapter; each is measured once.
+            masked: whether the pass has an attention mask, which kernels may keep for each layer.
+            packed: whether its sequences are in one row.
+            beside: bytes that the pass needs beside activations.
+            free: free bytes, if they were measured just before; by default they are measured.
         """
         if self.mode != "auto" or not self._able:
             return
@@ -140,9 +139,9 @@ class Recompute:
         self._switch(self._agree(wanted) if self._agree is not None else wanted)
 
     def run(self, call: Callable[[], T]) -> T:
-        """Make a forward; one that runs out of memory without recomputation is made again with it.
+        """Run a forward; if it runs out of memory without recomputation, repeat it with recomputation.
 
-        Passes of as many tokens recompute from then on. Random numbers (dropout) are those of the first attempt.
+        Later passes of as many tokens recompute too. The repeated forward uses the random numbers of the first.
         """
         if self.mode != "auto" or self.on or not self._able or self._agree is not None:
             return call()
@@ -152,9 +151,9 @@ class Recompute:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        # Here, after the handler, nothing holds the tensors of the failed attempt any more.
+        # After the handler, nothing keeps the tensors of the failed attempt alive.
         get_logger().warning(
-            "a pass of %d tokens ran out of memory; it is made again with activations recomputed", self._tokens
+            "a pass of %d tokens ran out of memory; it is repeated with recomputed activations", self._tokens
         )
         self.avoid(self._tokens)
         self._set_random_state(state)
@@ -162,7 +161,7 @@ class Recompute:
         return call()
 
     def avoid(self, tokens: int) -> None:
-        """Recompute passes of as many tokens from now on, where that is up to us: one ran out of memory."""
+        """Recompute passes of this many tokens from now on if the mode is "auto", because one ran out of memory."""
         self._too_many = min(tokens, self._too_many or tokens)
         if self._device.type != "cpu":
             getattr(torch, self._device.type).empty_cache()
@@ -171,10 +170,10 @@ class Recompute:
         self, tokens: int, width: int, adapter: str = "", masked: bool = True, *, packed: bool = False,
         recomputed: bool = False, transient: int = 0,
     ) -> int | None:  # fmt: skip
-        """Return what a pass needs: saved activations and gradients that do not exist yet.
+        """Return the bytes that a pass needs for saved activations, and for gradients that do not exist yet.
 
-        With recomputation that is what goes into each layer, and all of one layer; in any case, what so many layers
-        keep is added for numbers that exist for a moment. None if it could not be measured.
+        With recomputation, activations are the inputs of all layers and everything of one layer. A margin of a few
+        layers is added for temporaries. None if activations could not be measured.
         """
         footprint = self._footprint(adapter, masked, packed, False)
         if footprint is None:
@@ -189,9 +188,9 @@ class Recompute:
         return kept + transient * layer + sum(local_bytes(p) for p in self._trained[adapter] if p.grad is None)
 
     def passing_bytes(self, tokens: int, width: int, masked: bool = True, *, packed: bool = False) -> int | None:
-        """Return what a pass without a backward needs: the activations of one layer; None if it was not measured.
+        """Return the bytes of a pass without a backward: the activations of one layer; None if it was not measured.
 
-        Ranks in lockstep measure passes with a backward alone.
+        Ranks in lockstep measure only passes with a backward.
         """
         if self._agree is not None:
             return None
@@ -199,13 +198,13 @@ class Recompute:
         return None if footprint is None else footprint.of(tokens, width) // self._layers
 
     def surely_fits(self, tokens: int, width: int, beside: int, *, training: bool) -> bool:
-        """Say whether a rough upper bound of what a pass needs is so small that nothing has to be measured.
+        """Return whether a rough upper bound of a pass is so small that nothing must be measured.
 
-        The bound is 64 numbers for each hidden one of a layer's token, and two of each head for each pair of tokens: a
-        layer with gates and experts keeps 15 to 30, and attention without a kernel of its own keeps two.
+        The bound is 64 numbers a token, layer and hidden unit, and two a head and pair of tokens: a layer with gates
+        and experts keeps 15 to 30, and attention without a fused kernel keeps two.
         """
         if training and (self._agree is not None or (self.mode == "auto" and self._able)):
-            return False  # ranks in lockstep measure together; and what recomputation asks for is measured in any case
+            return False  # ranks in lockstep measure together; recomputation needs a measurement in any case
         if (free := self.available()) is None:
             return True
         config = self._module.config.get_text_config()
@@ -219,7 +218,7 @@ class Recompute:
         return bound <= _SURELY * free
 
     def measure_together(self, adapter: str) -> None:
-        """Measure what `needed_bytes` reads, now, on all ranks that compute in lockstep."""
+        """Make the measurement that `needed_bytes` uses, on all ranks in lockstep."""
         if self._agree is not None:
             self._footprint(adapter, True, False, False)
             if self.possible:
@@ -231,7 +230,7 @@ class Recompute:
 
     def _footprint(self, adapter: str, masked: bool, packed: bool, recomputed: bool) -> Footprint | None:
         if self._agree is not None:
-            masked, packed = True, False  # a measurement is a forward, which ranks in lockstep make together
+            masked, packed = True, False  # a measurement is a forward, which ranks in lockstep run together
         key = adapter, masked, packed, recomputed
         if key not in self._footprints:
             self._footprints[key] = self._measure(*key)
@@ -239,7 +238,7 @@ class Recompute:
         return self._footprints[key]
 
     def forget(self) -> None:
-        """Measure again before the next pass: the model was changed."""
+        """Discard all measurements, because the model was changed."""
         self._footprints, self._trained, self._too_many = {}, {}, None
 
     def _does_not_fit(self, tokens: int, needed: int | None, free: int | None) -> bool:
@@ -256,7 +255,7 @@ class Recompute:
         if on == self.on:
             return
         name, old = ("enable", "disable")[not on], "gradient_checkpointing_"
-        switch = getattr(self._module, f"activation_checkpointing_{name}", None)  # its name from transformers 5.20 on
+        switch = getattr(self._module, f"activation_checkpointing_{name}", None)  # the name since transformers 5.20
         switch = switch or getattr(self._module, old + name, None)
         try:
             if switch is None or not self._able:
@@ -286,8 +285,8 @@ class Recompute:
             with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
                 own = [*self._module.parameters(), *self._module.buffers()]
                 return measure(lambda width: self._row(width, config.vocab_size, masked, packed), own, unit)
-        except Exception as error:  # whatever a model does not like about the row: training itself goes on
-            get_logger().warning("activations could not be measured, so that every pass recomputes them: %s", error)
+        except Exception as error:  # a model may refuse the row with any error; training itself goes on
+            get_logger().warning("activations could not be measured; every pass recomputes them: %s", error)
             return None
         finally:
             if hook is not None:
@@ -300,7 +299,7 @@ class Recompute:
         if packed:
             return self.forward({"input_ids": ids, "position_ids": torch.arange(width, device=self._device)[None]})
         mask = torch.ones_like(ids)
-        mask[0, -1] = 0  # a mask of ones would be no mask
+        mask[0, -1] = 0  # a mask of only ones would be dropped
         return self.forward({"input_ids": ids} | ({"attention_mask": mask} if masked else {}))
 
     def _body(self, row: dict[str, Tensor]) -> object:
@@ -316,11 +315,11 @@ class Recompute:
             getattr(torch, self._device.type).set_rng_state(state[1], self._device)
 
 
-def _wanting(module: Any, given: Any, made: Tensor) -> Tensor:
-    """Let what comes out of a module want a gradient, so that all that follows is kept."""
-    return made if made.requires_grad else made.detach().requires_grad_()
+def _wanting(module: Any, given: Any, output: Tensor) -> Tensor:
+    """Make the output of a module require a gradient, so that all later activations are kept."""
+    return output if output.requires_grad else output.detach().requires_grad_()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is about memory."""
+    """Return whether an error means that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""From what a caller passes to rows, and from rows to micro-batches with their share of the per-row arguments."""
+"""Rows of a call: read from the caller's inputs, cut into micro-batches, with their share of per-row arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ PER_ROW = frozenset(
 """Loss arguments with one entry a row, cut by name; a loss adds its own in its attribute `row_inputs`."""
 
 _OF_TOKENS = PER_ROW - {"group_ids", "rewards"} | {"old_values", "returns", "rollout_logps"}
-"""Those that have a number (or a line of them) for each token, where an entry is as long as a row or longer."""
+"""Arguments with a value (or several) for each token; an entry is as long as its row or longer."""
 
 
 def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
@@ -32,10 +32,10 @@ def as_rows(inputs: Any, encode: Callable[[Any], Any]) -> list[Any]:
         DataError: there are no rows, or a row is neither encoded nor a trajectory.
     """
     if not isinstance(inputs, Mapping) and (isinstance(inputs, str) or not hasattr(inputs, "__iter__")):
-        raise DataError(f"inputs is a {type(inputs).__name__}; give a row, a list of rows or a collated batch")
+        raise DataError(f"inputs must be a row, a list of rows or a collated batch, got a {type(inputs).__name__}")
     rows = list(inputs) if not isinstance(inputs, Mapping) else _unbatch(inputs) if _is_batch(inputs) else [inputs]
     if not rows:
-        raise DataError("the batch has no rows; a forward needs at least one")
+        raise DataError("the batch must have at least one row, got none")
     encoded: list[Any] = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -65,27 +65,29 @@ def row_count(name: str, value: Any, rows: int, together: int = 1) -> None:
     elif isinstance(value, str):
         raise ArgumentError(
             f"{name} is {value!r:.40}; give one entry a row ('base' is for models with many adapters: here "
-            "forward_only(disable_lora=True) gives what the base model says of the rows)"
+            "forward_only(disable_lora=True) returns the values of the base model)"
         )
     elif not _is_sized(value) or len(value) * together != rows:
-        found = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
+        description = f"{len(value)} entries" if _is_sized(value) else f"a single {type(value).__name__}"
         each = "a row" if together == 1 else f"for each {together} rows"
-        raise ArgumentError(f"{name} has {found}, the batch has {rows} rows; give one entry {each}, in the same order")
+        raise ArgumentError(
+            f"{name} has {description}, the batch has {rows} rows; give one entry {each}, in the same order"
+        )
 
 
 def split_rows(rows: Sequence[Any], size: int | None, together: int = 1) -> list[Sequence[Any]]:
     """Return the rows in groups of at most `size`; None is one group.
 
-    `together` consecutive rows stay in one group as long as `size` allows it: it is then rounded down to a multiple.
+    `together` consecutive rows stay in one group if `size` allows it: `size` is rounded down to a multiple.
 
     Raises:
-        ArgumentError: `size` is not a whole number of at least 1.
+        ArgumentError: `size` is not an integer of at least 1.
     """
     if size is None:
         return [rows] if rows else []
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ArgumentError(
-            f"micro_batch_size={size!r}; it must be a whole number of at least 1, or None for the whole batch"
+            f"micro_batch_size must be an integer of at least 1, or None for the whole batch, got {size!r}"
         )
     size = size - size % together or size
     return [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -102,10 +104,10 @@ def share_arguments(
         batches: rows and padded length of each micro-batch, in order.
         left: whether rows are padded on the left.
 
-    A tensor `[B, T, ...]` as long as the longest micro-batch (what `forward_only` returned, say), or such a list of
-    lists, is also narrowed to each micro-batch's own length; an entry of the usual arguments of tokens also if it is
-    longer, as what `forward_only` gave for more rows is. Only here is it known on which side the rows are padded, and
-    that an entry as long as its own micro-batch, but not as the longest, has no number for each position.
+    A tensor `[B, T, ...]` as long as the longest micro-batch (for example a result of `forward_only`), or such a list
+    of lists, is also narrowed to the length of each micro-batch. Entries of known per-token arguments are narrowed also
+    if they are longer, like results of `forward_only` for more rows. The loss could not do this: it knows neither the
+    padding side nor the length of the longest micro-batch.
 
     Raises:
         ArgumentError: an argument has another number of entries, or an entry a length that no row has.
@@ -127,7 +129,7 @@ def share_arguments(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Takes some rows of a value, and of entries as long as `longest` (or longer, if `of_tokens`) only `length`."""
+    """Selects rows of a value, and narrows entries as long as `longest` (or longer, if `of_tokens`) to `length`."""
 
     name: str
     rows: slice
@@ -153,19 +155,19 @@ class _Cut:
         return replace(self, name=f"{self.name}[{key!r}]", of_tokens=self.of_tokens and key == "logps")
 
     def _positions(self, width: int, row: int) -> slice:
-        """Return which numbers of an entry of so many stand at this micro-batch's positions; all, if they do not."""
+        """Return the slice of an entry of length `width` for this micro-batch; everything if it is not per token."""
         if width == self.longest or (self.of_tokens and width > self.longest):
             return slice(width - self.length, None) if self.left else slice(0, self.length)
         if self.of_tokens and self.length < width:
             raise ArgumentError(
-                f"{self.name} of row {self.rows.start + row} has {width} numbers, more than the row has tokens; give "
-                f"one for each trained token, or at least {self.longest}, as the batch is wide"
+                f"{self.name} of row {self.rows.start + row} has {width} values, more than the row has tokens; give "
+                f"one for each trained token, or at least {self.longest}, the width of the batch"
             )
         return slice(None)
 
 
 def _width(entry: Any) -> int:
-    """Return the length of an entry; 0 where it has none."""
+    """Return the length of an entry; 0 for a scalar, a text or a mapping."""
     return len(entry) if _is_sized(entry) and not isinstance(entry, str | Mapping) else 0
 
 
@@ -187,7 +189,7 @@ def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _is_sized(value: Any) -> bool:
-    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0  # a tensor of one number has a __len__ too
+    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0  # a 0-dimensional tensor has a __len__ too
 
 
 def _is_batch(inputs: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`TorchSampler`: samples with torch alone, from weights of its own or from the module that is being trained."""
+"""`TorchSampler`: samples with torch alone, from its own weights or from the module that is being trained."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,18 +29,18 @@ Row = InputFeature | Trajectory
 
 @remote_class()
 class TorchSampler(ReceivesWeights, Sampler):
-    """An engine: all requests, of any call, thread and adapter, run in one batch, a step at a time.
+    """A sampling engine with continuous batching: requests of all calls, threads and adapters share each decoding step.
 
     Log-probabilities are those of the model's distribution at the given temperature (at temperature 0, of temperature
     1), before top-k, top-p and repetition penalty: exactly what a training forward with `temperature=` computes. On
-    request they come with those of the distribution that was really drawn from, and of the model's own
-    (`sampled_logprobs`, `raw_logprobs`).
+    request, log-probabilities of the filtered distribution that tokens were drawn from, and of the model at temperature
+    1, are returned too (`sampled_logprobs`, `raw_logprobs`).
 
     With a `seed`, the noise of a token is a function of (seed, row of the call, sample, position): the same call gives
-    the same tokens, whatever the batch size and whatever else is being sampled; torch's random generators are not used.
+    the same tokens, for any batch size and any concurrent requests; torch's random generators are not used.
 
-    Each step reads one token of every running sequence and pieces of prompts beside them; whoever waits for a result
-    takes the steps. Models that cannot run so are sampled call by call, slower, and the log says so once.
+    Each step processes one token of every running sequence, and chunks of prompts beside them; threads that wait for a
+    result take the steps. Models that do not support this are sampled call by call, which is slower and logged once.
     """
 
     def __init__(
@@ -62,32 +62,31 @@ class TorchSampler(ReceivesWeights, Sampler):
         """Load weights, or share those of a live model.
 
         Args:
-            model_id: a folder, a GGUF file, or a reference `scheme://...`: weights of the sampler's own.
+            model_id: a folder, a GGUF file, or a reference `scheme://...`; the sampler then has its own weights.
             model: instead, a live model to share: a `TransformersModel`, or a module of transformers or PEFT.
-            dtype: of the sampler's own weights; see `load_model`.
-            device: where they go; by default this process's device.
+            dtype: dtype of the sampler's own weights; see `load_model`.
+            device: device of these weights; by default this process's device.
             device_mesh: which workers share the rows of a call, under a runtime that places components.
             max_batch_size: sequences decoded at once.
             adapter_path: the folder of a PEFT adapter that calls use by default; own weights only.
-            cache_bytes: memory for keys and values of what is being sampled; by default a third of what is free when
-                the first call begins.
-            prefix_cache_bytes: memory for keys and values of earlier prompts, which a prompt that begins alike need not
-                compute again; by default a quarter of `cache_bytes`, 0 keeps none. Prompts that run at the same time
-                share how they begin in any case.
-            prefill_tokens: tokens of prompts that are read beside one token of each running sequence; more at once make
-                prompts faster and what runs beside them slower.
-            batch_invariant: pad every step to a multiple of 8 rows, so that a row's numbers come from the same kernels
-                whatever is beside it, and share no prompt's beginning with that. Otherwise they may differ by rounding,
-                about 1e-6.
+            cache_bytes: memory for keys and values of running requests; by default a third of the memory that is free
+                at the first call.
+            prefix_cache_bytes: memory for keys and values of earlier prompts, reused by prompts with the same
+                beginning; by default a quarter of `cache_bytes`, 0 disables it. Concurrent prompts share theirs in any
+                case.
+            prefill_tokens: maximum number of prompt tokens in a step; more make prompts faster and running sequences
+                slower.
+            batch_invariant: pad every step to a multiple of 8 rows and share no prefixes, so that the same kernels
+                compute a row in any batch. Otherwise results may differ by rounding, about 1e-6.
             **kwargs: for `load_model` (`attn_implementation`, `trust_remote_code`, `model_cls`, ...).
 
         Raises:
-            ArgumentError: both or neither of `model_id` and `model`, or options that do not go with them.
+            ArgumentError: both or neither of `model_id` and `model`, or options that do not apply to them.
             ModelLoadError: the weights cannot be loaded.
             CheckpointError: the adapter is missing or belongs to another model.
         """
         if (model_id is None) == (model is None):
-            raise ArgumentError("TorchSampler: give either model_id= (weights of its own) or model= (a live model)")
+            raise ArgumentError("TorchSampler: give either model_id= (its own weights) or model= (a live model)")
         limits = Limits(max_batch_size, cache_bytes, prefix_cache_bytes, prefill_tokens, 8 if batch_invariant else 1)
         self.device_mesh = device_mesh
         self.max_batch_size = max_batch_size
@@ -103,7 +102,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         given = {"dtype": dtype != "auto", "device": device is not None, "adapter_path": adapter_path is not None}
         if surplus := [*kwargs, *(name for name, is_given in given.items() if is_given)]:
             raise ArgumentError(
-                f"TorchSampler: {', '.join(surplus)} belong to weights of its own (model_id=); a shared model has them"
+                f"TorchSampler: {', '.join(surplus)} require model_id=; they are not options of a shared model"
             )
         self._source = SharedModel(model)
         self._service = SamplingService(self._source, limits)
@@ -134,16 +133,16 @@ class TorchSampler(ReceivesWeights, Sampler):
             sampling_params: `max_tokens=None` means 2048; every sequence also ends where the model's context ends.
                 `max_tokens=0` draws nothing and scores the prompts. `logprobs=k` gives k pairs a token, the drawn
                 token's first (0 is None). `prompt_logprobs=k` scores the prompt too, at the same temperature unless
-                `prompt_temperature` says another.
+                `prompt_temperature` is given.
             adapter_name: an adapter of the live model, or one added by `add_adapter_to_sampler`; "" is the live model's
                 active adapter, or the sampler's default one; None is the base model. A list has one for each input.
             adapter_path: the folder of a PEFT adapter to sample with; a shared model reads it without adding it.
             use_base_model: sample without any adapter.
-            adapter_version: instead, weights at one moment: what `read_adapter`, or a pool's `version`, returned.
-            num_samples: wins over `sampling_params.num_samples`.
+            adapter_version: instead, fixed weights: the result of `read_adapter`, or of a pool's `version`.
+            num_samples: overrides `sampling_params.num_samples`.
 
         Raises:
-            DataError: an input is empty, too long for the model's context, or holds ids outside its vocabulary.
+            DataError: an input is empty, too long for the model's context, or contains ids outside its vocabulary.
             ArgumentError: an unknown adapter, or arguments that exclude each other.
             CheckpointError: the adapter is missing or belongs to another model.
             TrainingStateError: text is needed but no template is set.
@@ -172,7 +171,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         adapter_version: AdapterVersion | None = None,
         num_samples: int | None = None,
     ) -> SampleHandle:
-        """Begin to sample one input, beside whatever else is being sampled, and return a handle on it.
+        """Start to sample one input concurrently with other requests, and return a handle.
 
         Args:
             inputs: one trajectory or one encoded row.
@@ -185,7 +184,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         """
         rows = as_list(inputs)
         if len(rows) != 1:
-            raise ArgumentError(f"submit takes one input, not {len(rows)}; call it for each, or use sample")
+            raise ArgumentError(f"submit takes one input, got {len(rows)}; call it for each, or use sample")
         params = _params(sampling_params, num_samples)
         return self._submit(rows, params, _one_adapter(adapter_name, adapter_path, adapter_version, use_base_model))[0]
 
@@ -200,7 +199,7 @@ class TorchSampler(ReceivesWeights, Sampler):
     ) -> Iterator[tuple[str, StopReason | None]]:
         """Sample one input and yield its text as it grows: `(delta_text, finish_reason)`.
 
-        The reason is None but with the last piece. Closing the iterator stops the request.
+        The reason is None except with the last piece. Closing the iterator stops the request.
 
         Args:
             inputs: one trajectory or one encoded row.
@@ -214,40 +213,40 @@ class TorchSampler(ReceivesWeights, Sampler):
         """
         params = _params(sampling_params, None)
         if params.num_samples != 1:
-            raise ArgumentError(f"sample_stream: num_samples is {params.num_samples}; a stream has one (use submit)")
+            raise ArgumentError(f"sample_stream: num_samples must be 1, got {params.num_samples}; use submit")
         _ = self.template
         handle = self.submit(inputs, params, adapter_name, adapter_path, use_base_model=use_base_model)
         return _streamed(handle)
 
     def evidence(self) -> list[Evidence]:
-        """Return what was measured about sampling step by step, after measuring it if that was not done yet."""
+        """Return the measurement of sampling step by step; it is made first if missing."""
         _ = self._service.engine
-        found = self._service.evidence
-        return [] if found is None else [found]
+        evidence = self._service.evidence
+        return [] if evidence is None else [evidence]
 
     def step(self) -> bool:
-        """Take one step for whatever is being sampled, for a loop that does other work in between.
+        """Take one step for all running requests, for a loop that does other work in between.
 
-        It waits for nobody: where another thread is taking steps, it returns True at once. A model that cannot be
-        sampled step by step serves the next call whole.
+        It does not block: if another thread is taking steps, it returns True immediately. A model that cannot be
+        sampled step by step completes the next call.
 
         Returns:
-            False if there was nothing to do.
+            False if there is no request.
         """
         return self._service.step()
 
     def read_adapter(self, path: str | Path) -> AdapterVersion:
-        """Read a folder that PEFT wrote, for `adapter_version`; whoever holds it decides how long it stays in memory.
+        """Read a folder in PEFT's format for `adapter_version`; it stays in memory as long as the caller keeps it.
 
         Raises:
-            CheckpointError: the folder is missing or holds an adapter of another model.
+            CheckpointError: the folder is missing or contains an adapter of another model.
             Unsupported: it is more than low-rank terms of linear layers.
         """
         _ = self._source.module
         return self._source.read(path, self._service.runner)
 
     def _submit(self, rows: list[Any], params: SamplingParams, adapter: "_Adapter") -> list[SampleHandle]:
-        _ = self._source.module  # which checks it, once a call
+        _ = self._source.module  # checks the module, once a call
         runner = self._service.runner
         features = self._encode(rows)
         stop = self._stop_rule(params)
@@ -263,7 +262,7 @@ class TorchSampler(ReceivesWeights, Sampler):
             for row, (tokens, n) in enumerate(zip(ids, room, strict=True))
         ]
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        with self._service.gate:  # or the weights could change between what is picked and what begins
+        with self._service.gate:  # the weights must not change between picking adapters and submitting
             picks = self._picks(adapter, len(rows), runner)
             served = self._service.submit(prompts, params, stop, seed, picks)
         return [
@@ -276,13 +275,13 @@ class TorchSampler(ReceivesWeights, Sampler):
         if adapter.version is not None:
             return [self._source.pick_version(adapter.version, runner)] * count
         names = [None] * count if adapter.base else _names(adapter.name, count)
-        found = {name: self._source.pick(name, adapter.path, runner) for name in dict.fromkeys(names)}
-        return [found[name] for name in names]
+        picks = {name: self._source.pick(name, adapter.path, runner) for name in dict.fromkeys(names)}
+        return [picks[name] for name in names]
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is kept of earlier prompts.
+        """Clear the cache of earlier prompts.
 
-        Weights that change in place are noticed; only what writes through `Tensor.data` is not.
+        Changes of weights in place are detected automatically, except those through `Tensor.data`.
         """
         if (engine := self._service.engine) is not None:
             engine.forget_prefixes()
@@ -303,10 +302,10 @@ class TorchSampler(ReceivesWeights, Sampler):
 
     @property
     def template(self) -> Any:
-        """The template; where none was set, `Template` of the weights' own folder.
+        """The template; by default `Template` with the tokenizer of the model's folder.
 
         Raises:
-            TrainingStateError: none was set and the shared module does not say where its tokenizer is.
+            TrainingStateError: none was set, and the folder of the shared module is unknown.
         """
         if self._template is None:
             if self._source.model_id is None:
@@ -342,7 +341,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         """Load a PEFT adapter from a folder under a name; own weights only.
 
         Raises:
-            CheckpointError: the folder is missing or holds an adapter of another model; nothing has changed then.
+            CheckpointError: the folder is missing or contains an adapter of another model; nothing has changed then.
             Unsupported: the sampler shares a live model.
         """
         self._source.add(adapter_name, path, self._service.runner)
@@ -401,7 +400,7 @@ def _params(given: SamplingParams | Mapping[str, Any] | None, num_samples: int |
 
 
 class _Adapter(NamedTuple):
-    """What a call says about the adapter to sample with."""
+    """The adapter arguments of a call."""
 
     name: str | Sequence[str | None] | None
     path: str | Path | None

@@ -1,8 +1,8 @@
-"""Runs a Hugging Face model over sequences that lie one after the other in a row, each as if it were alone.
+"""Runs a Hugging Face model on consecutive sequences in one row, each as if it were alone.
 
-While it runs, transformers is told of an attention implementation of ours that reads the segments from a context
-variable, and modules that mix tokens by other means (gated delta rule, Mamba, short convolutions) see one sequence at a
-time. Otherwise the model is as it was: what runs without segments runs as if this file did not exist.
+While it runs, transformers uses an attention implementation that reads the segments from a context variable, and
+modules that mix tokens by other means (gated delta rule, Mamba, short convolutions) run on one sequence at a time.
+Calls without segments use the model's own forward.
 """
 
 import inspect
@@ -21,19 +21,18 @@ from twinkle.errors import TrainingStateError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence, evaluating, judge, probe_tokens, turned_off
 from twinkle_torch.segments import Segments, by_segment, segment_attention
-from twinkle_transformers.lowrank.excerpts import excerpt
-from twinkle_transformers.lowrank.products import Routing
-from twinkle_transformers.patched import PatchWatch
+from twinkle_transformers.lowrank.products import Routing, excerpt
+from twinkle_transformers.patch_watch import PatchWatch
 
 NAME = "twinkle_segments"
 _PACKED = (5, 3, 5)
-"""Lengths of the sequences that are packed to find out whether a model can do this."""
+"""Lengths of the packed sequences of the measurement."""
 _PREFIXED, _PARENTS = (5, 3, 3, 4), (-1, 0, 0, -1)
-"""Lengths, and which sequence each one continues, to find out whether prefixes can be shared."""
+"""Lengths and parents of the segments of the measurement of shared prefixes."""
 
 
 class Switch:
-    """Puts our attention and mixers in place of a model's own for as long as somebody wants them, in any thread."""
+    """Replaces a model's attention and mixers while at least one scope is active, in any thread."""
 
     def __init__(self, config: Any, mixers: Sequence[nn.Module]) -> None:
         self.config, self.mixers = config, mixers
@@ -41,7 +40,7 @@ class Switch:
         self._own: tuple[Any, list[Any]] = None, []
 
     def on(self) -> None:
-        """Want them; what is there is put aside by the first who does."""
+        """Add a user; the first replaces the model's attention and mixers."""
         with self._lock:
             self._users += 1
             if self._users > 1:
@@ -53,7 +52,7 @@ class Switch:
                 mixer.__dict__["forward"] = _Apart(mixer, mixer.forward)
 
     def off(self) -> None:
-        """Want them no more; the last one puts back what was there."""
+        """Remove a user; the last restores the model's attention and mixers."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -66,16 +65,16 @@ class Switch:
 
 
 class Scope(AbstractContextManager[None]):
-    """The time during which a model sees segments. May be entered again: later, inside itself, in another thread.
+    """Context in which a model runs on segments. It can be entered again: later, nested, or in another thread.
 
     Attributes:
-        segments: where the sequences lie.
-        switch: puts our attention in place; None leaves the model's own, for calls that see one sequence each.
-        windows: sizes of local attention that the model's layers asked for.
-        masked: sizes of local attention that its masks were asked for.
-        routing: which tokens belong to which adapter of a pool; None is no pool.
-        elsewhere: returns the routing of a layer that sees another number of rows than the call has tokens (a head that
-            sees the last token of each sequence, an expert that sees its own); None where that is unknown.
+        segments: boundaries of the sequences.
+        switch: replaces the attention; None keeps the model's own, for calls with one sequence each.
+        windows: window sizes of local attention that layers requested.
+        masked: window sizes of local attention that masks were requested for.
+        routing: assignment of tokens to adapters of a pool; None without a pool.
+        elsewhere: returns the routing of a layer that gets another number of rows than the call has tokens (a head on
+            the last token of each sequence, an expert on its tokens); None if unknown.
     """
 
     def __init__(
@@ -99,11 +98,11 @@ class Scope(AbstractContextManager[None]):
         _ACTIVE.reset(self._tokens.entered.pop())
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend in a layer: `[T, heads, size]` each, options of `segment_attention`; returns `[T, H, E]`."""
+        """Attention of a layer: `[T, heads, size]` each, options of `segment_attention`; returns `[T, H, E]`."""
         return segment_attention(q, k, v, self.segments, **options)
 
     def only(self, numbers: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Return the context of a call that sees these sequences alone, one after the other."""
+        """Return the context of a call with only these sequences."""
         if self.routing is None:
             return nullcontext()
         if numbers not in self._excerpts:
@@ -113,7 +112,7 @@ class Scope(AbstractContextManager[None]):
 
 
 class _Tokens(local):
-    """What each thread needs to leave a scope."""
+    """State of one thread, to leave a scope again."""
 
     def __init__(self) -> None:
         self.entered: list[Token[Scope | None]] = []
@@ -123,16 +122,16 @@ _ACTIVE: ContextVar[Scope | None] = ContextVar("twinkle_segments", default=None)
 
 
 def routing_now() -> Routing | None:
-    """Return which tokens of the pass that runs belong to which adapter of a pool; None outside such passes."""
+    """Return the routing of the running pass of a pool; None outside such passes."""
     scope = _ACTIVE.get()
     return None if scope is None else scope.routing
 
 
 def routing_of(rows: int) -> Routing | None:
-    """Return which of so many rows, which a layer of the pass that runs sees, belong to which adapter of a pool.
+    """Return the routing of the rows that a layer of the running pass of a pool gets.
 
     Returns:
-        the routing of the pass where the number of rows is not its own and nothing else is known; None outside passes.
+        the routing of the pass if the number of rows differs and nothing else is known; None outside passes.
     """
     scope = _ACTIVE.get()
     if scope is None or scope.routing is None or scope.elsewhere is None or rows == scope.routing.total:
@@ -141,29 +140,33 @@ def routing_of(rows: int) -> Routing | None:
 
 
 def body_of(model: Any) -> Any:
-    """Return a causal language model without its head; not every class (Llama 4) tells it as its `base_model`."""
-    others = (found for found in (model.get_decoder(), getattr(model, "model", None)) if found not in (None, model))
+    """Return a causal language model without its head; `base_model` of some classes (Llama 4) is wrong."""
+    others = (
+        candidate
+        for candidate in (model.get_decoder(), getattr(model, "model", None))
+        if candidate not in (None, model)
+    )
     return model.base_model if model.base_model is not model else next(others, model)
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the `context_fn` of `torch.utils.checkpoint`: recomputation sees the segments that the forward saw.
+    """Return the `context_fn` of `torch.utils.checkpoint`, which restores the segments of the forward in recomputation.
 
-    It may run in a thread of autograd and long after the forward, where the context variable is not set.
+    Recomputation may run in a thread of autograd and long after the forward, where the context variable is not set.
     """
     scope = _ACTIVE.get()
     return nullcontext(), nullcontext() if scope is None else scope
 
 
 class Segmenter:
-    """Lets one model see segments, if it can.
+    """Runs one model on segments, if it supports them.
 
     Args:
         model: the causal language model.
 
     Attributes:
-        evidence: what was measured about each fast path that was tried, by its name.
-        precision: returns the context in which passes run (autocast, say), and so measurements too.
+        evidence: measurements of each fast path that was tried, by name.
+        precision: returns the context in which passes run (for example autocast); measurements use it too.
     """
 
     def __init__(self, model: Any) -> None:
@@ -176,15 +179,15 @@ class Segmenter:
     def within(self, segments: Segments, routing: Routing | None = None) -> AbstractContextManager[None]:
         """Return the context in which the model's body takes one row `[1, T]` of these segments.
 
-        Where sequences go on after a prefix, the body needs `segments.positions[None]` as its `position_ids`.
+        If segments continue a prefix, the body needs `segments.positions[None]` as its `position_ids`.
 
         Args:
-            segments: where the sequences lie.
-            routing: which of the tokens belong to which adapter of a pool.
+            segments: boundaries of the sequences.
+            routing: assignment of tokens to adapters of a pool.
 
         Raises:
-            Unsupported: the model would mix the sequences, or cannot go on after a prefix; it names the model.
-            TrainingStateError: activations are recomputed in a way that would forget the segments.
+            Unsupported: the model would mix the sequences, or cannot continue a shared prefix.
+            TrainingStateError: activations are recomputed in a way that would lose the segments.
         """
         if refusal := self.check_prefixes() if segments.parents else self.check():
             raise Unsupported(refusal)
@@ -193,10 +196,10 @@ class Segmenter:
         return Scope(segments, self._switch, routing)
 
     def check(self) -> str | None:
-        """Return why this model cannot see segments, None if it can; measured on a few tokens.
+        """Return why this model cannot run on segments, None if it can; measured on a few tokens.
 
-        It is measured once, and again after a patch or kernel was applied to the model, or undone on it. Where
-        parameters are sharded over ranks, call it before that: it runs the model.
+        It is measured once, and again after a patch or kernel was applied to the model, or undone on it. If parameters
+        will be sharded over ranks, call it before: it runs the model.
         """
         if not self._assumed and self._patches.changed():
             self.forget()
@@ -211,22 +214,22 @@ class Segmenter:
 
     @property
     def reason(self) -> str | None:
-        """Why packing is off, without advice; None where it is on or was not tried."""
-        found = self.evidence.get("packing")
-        return None if found is None or found.exact else found.reason
+        """The reason why packing is off; None if it is on or was not tried."""
+        evidence = self.evidence.get("packing")
+        return None if evidence is None or evidence.exact else evidence.reason
 
     @property
     def mixers(self) -> list[str]:
-        """Names of the classes of its modules that run on each sequence alone."""
+        """Class names of the modules that run on one sequence at a time."""
         return sorted({type(mixer).__name__ for mixer in self._switch.mixers})
 
     def forget(self) -> None:
-        """Find out anew when it is next asked: the model was changed."""
+        """Discard all measurements, because the model was changed."""
         self.evidence.clear()
         self.__dict__.pop("_switch", None)
 
     def check_prefixes(self) -> str | None:
-        """Return why sequences of this model cannot go on after a prefix that they share, None if they can.
+        """Return why sequences of this model cannot continue a shared prefix, None if they can.
 
         Measured once, on a few tokens, like `check`.
         """
@@ -235,28 +238,28 @@ class Segmenter:
             if refusal is not None:
                 self.evidence["prefixes"] = turned_off("prefixes") or replace(self.evidence["packing"], path="prefixes")
             elif self.mixers:
-                keeps = f"the state of {', '.join(self.mixers)} at the end of a prefix is not kept"
+                keeps = f"the state of {', '.join(self.mixers)} at the end of a prefix is not stored"
                 self.evidence["prefixes"] = turned_off("prefixes") or Evidence("prefixes", False, "structure", keeps)
             else:
                 self._try("prefixes", _PREFIXED, _PARENTS)
-        if refusal is not None or (found := self.evidence["prefixes"]).exact:
+        if refusal is not None or (evidence := self.evidence["prefixes"]).exact:
             return refusal
         return (
-            f"{type(self.model).__name__} does not take sequences that share a prefix: {found.reason}; give each "
+            f"{type(self.model).__name__} does not take sequences that share a prefix: {evidence.reason}; give each "
             "sequence its prefix"
         )
 
     def shares_prefixes(self) -> bool:
-        """Say whether the model computes right a prefix that lies in the row once for several sequences."""
+        """Return whether the model is correct for sequences that continue one prefix in the row."""
         return self.check_prefixes() is None
 
     def measured(self) -> dict[str, Evidence]:
-        """Return the evidence for packing and prefixes, after measuring what was not measured yet."""
+        """Return the evidence for packing and prefixes; missing measurements are made first."""
         self.check_prefixes()
         return dict(self.evidence)
 
     def assume(self, evidence: Mapping[str, Evidence]) -> None:
-        """Take over what `measured` returned where the same model has its weights, instead of running the model."""
+        """Use the result of `measured` from another rank, instead of running the model."""
         self.evidence, self._assumed = dict(evidence), True
 
     @cached_property
@@ -275,19 +278,22 @@ class Segmenter:
                 given = function.keywords if isinstance(function, partial) else {}
                 if given.get("use_reentrant", True) or "context_fn" not in given:
                     raise TrainingStateError(
-                        "gradient checkpointing was enabled in a way that forgets where packed sequences lie; enable "
-                        'it with {"use_reentrant": False, "context_fn": recompute_contexts} from '
+                        "gradient checkpointing was enabled in a way that loses the boundaries of packed sequences; "
+                        'enable it with {"use_reentrant": False, "context_fn": recompute_contexts} from '
                         "twinkle_transformers.segments, or by gradient_checkpointing=True of the model"
                     )
                 return
 
     def _try(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None = None) -> None:
-        """Measure a path, and leave the evidence in `evidence`."""
-        self.evidence[path] = found = turned_off(path) or self._judge(path, lengths, parents)
-        get_logger().debug("%s: %s", type(self.model).__name__, found)
+        """Measure a path, and store the result in `evidence`."""
+        self.evidence[path] = evidence = turned_off(path) or self._judge(path, lengths, parents)
+        get_logger().debug("%s: %s", type(self.model).__name__, evidence)
 
     def _judge(self, path: str, lengths: tuple[int, ...], parents: tuple[int, ...] | None) -> Evidence:
-        """Compare hidden states of packed sequences with those of each alone, and change each sequence in turn."""
+        """Compare hidden states of packed sequences with those of each alone, and change each sequence in turn.
+
+        The comparison measures the error of packing; the changes show whether a sequence affects another one.
+        """
         body, device = body_of(self.model), self.model.device
         segments = Segments.of(lengths, device, parents)
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -309,7 +315,7 @@ class Segmenter:
             texts = [torch.cat([*(parts[i] for i in chain), part]) for chain, part in zip(
                 segments.chains, parts, strict=True)]  # fmt: skip
             results: list[Tensor] = [ids] * len(texts)
-            for size in {len(text) for text in texts}:  # those of one length are rows of one batch
+            for size in {len(text) for text in texts}:  # sequences of one length are rows of one batch
                 numbers = [i for i, text in enumerate(texts) if len(text) == size]
                 hidden = body(input_ids=torch.stack([texts[i] for i in numbers]), use_cache=False).last_hidden_state
                 for i, row in zip(numbers, hidden, strict=True):
@@ -325,19 +331,19 @@ class Segmenter:
 
 
 def _changes(segments: Segments, ids: Tensor, others: Tensor) -> list[tuple[Tensor, list[int]]]:
-    """Return inputs in which one sequence is changed, each with the tokens of sequences that must not see it."""
-    found = []
+    """Return inputs in which one sequence is changed, each with the tokens that must not be affected."""
+    changes = []
     for number, (start, stop) in enumerate(segments.bounds):
         changed = ids.clone()
         changed[start:stop] = others[start:stop]
         blind = [i for i, chain in enumerate(segments.chains) if i != number and number not in chain]
         rows = [row for i in blind for row in range(*segments.bounds[i])]
-        found.append((changed, rows))
-    return found
+        changes.append((changed, rows))
+    return changes
 
 
 def is_routed(model: Any) -> bool:
-    """Return whether a model's tokens choose experts, so that rounding can send a token to another one."""
+    """Return whether a model routes tokens to experts, so that rounding can change the expert of a token."""
     config = model.config.get_text_config()
     return any(getattr(config, name, None) for name in _EXPERT_COUNTS)
 
@@ -346,22 +352,22 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 class _Apart:
-    """The forward of a token mixer, run on each sequence alone."""
+    """The forward of a token mixer, run on one sequence at a time: it carries a state along the row."""
 
     def __init__(self, mixer: nn.Module, forward: Callable[..., Any]) -> None:
         self.name, self.forward = type(mixer).__name__, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; of several results the first is what it mixed, and the others are left out."""
+        """Run it; of several results the first is the mixed output, and the others are dropped."""
         scope = _current(self.name)
         given = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
         hidden, *rest = (given.pop("hidden_states"), *args) if "hidden_states" in given else args
         if any(isinstance(value, Tensor) for value in (*rest, *given.values())) or hidden.shape[0] != 1:
-            raise Unsupported(f"{self.name} is called in a way that Twinkle does not know")
+            raise Unsupported(f"{self.name} is called with unknown arguments")
         if any(given.get(name) is not None for name in ("cache_params", "past_key_values")):
-            raise Unsupported(f"{self.name} takes a cache, which packed rows do not have")
+            raise Unsupported(f"{self.name} requires a cache, which packed rows do not have")
         others = 0
-        families = iter(scope.segments.families.values())  # in this order they are called
+        families = iter(scope.segments.families.values())  # the order in which they are called
 
         def run(stacked: Tensor) -> Tensor:
             nonlocal others
@@ -391,7 +397,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within segments: `[1, heads, T, size]` each, as transformers calls it; returns `[1, T, heads, size]`."""
+    """Attention within segments, with the interface of transformers: `[1, heads, T, size]` to `[1, T, heads, size]`."""
     name = type(module).__name__
     scope = _current(name)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -419,9 +425,9 @@ _OF_THE_ROW = _POSITIONS | {"attention_mask"}
 
 
 def _no_mask(*, config: Any, use_vmap: bool = False, local_size: int | None = None, **kwargs: Any) -> None:
-    """Build no mask: what it would say is in the segments and in what attention is told."""
+    """Return no mask: segments and attention arguments contain its information."""
     if use_vmap or "allow_is_bidirectional_skip" in kwargs:
-        raise Unsupported(f"{config.model_type} masks attention in a way of its own")
+        raise Unsupported(f"{config.model_type} uses its own attention mask")
     if local_size is not None:
         _current("mask").masked.add(local_size)
 
@@ -445,7 +451,7 @@ def _register() -> None:
 
 
 def _mixers(model: Any) -> list[nn.Module]:
-    """Return the modules that mix tokens by a convolution along the row, and by what follows it."""
+    """Return the modules that mix tokens by a convolution along the row and the operations after it."""
     return [
         module
         for module in body_of(model).modules()

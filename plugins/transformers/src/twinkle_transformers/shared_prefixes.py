@@ -1,36 +1,139 @@
-"""Which prefixes of token sequences are worth computing once, and where each token is then found. Needs no torch.
-
-A row attends to its past alone, so rows that begin alike have the same hidden states as long as they do. The plan lays
-out what has to be computed: a prefix that a group of rows shares, then what each of them goes on with.
-"""
+"""Prefixes that several rows share: which of them to compute once, and where the tokens of each row lie then."""
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import ArgumentError
-from twinkle_transformers.prefix_groups import Prefix, choose_groups
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefixPlan:
-    """What to compute, one piece after the other, and where each row finds its tokens in it.
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A node of the tree of prefixes, at which rows diverge.
 
     Attributes:
-        pieces: for each segment of the stream the tokens that it holds: (row, first position, last position + 1).
-        parents: for each segment the number of the prefix that it goes on after, which lies before it, or -1.
-        lengths: tokens of each segment, each at least 1.
+        depth: number of tokens of the prefix.
+        rows: rows that diverge from all others here.
+        below: longer prefixes that begin with this one.
+        limit: computing it pays off if the longest chosen prefix above it has at most this many tokens; -1 is never.
+    """
+
+    depth: int
+    rows: list[int] = field(default_factory=list)
+    below: list[Prefix] = field(default_factory=list)
+    limit: int = -1
+
+
+def choose_groups(common: Sequence[int], least: int) -> list[Prefix | None]:
+    """Choose for each row the prefix that it shares, so that most tokens are saved.
+
+    A chosen prefix costs its tokens, and `least - 1` more; a row gains the tokens of the longest chosen prefix that it
+    begins with. The gain of a subtree depends only on `a`, the number of tokens of the nearest chosen prefix above it,
+    and is convex in it: `max(chosen, not chosen)` of sums of such functions. So each function is stored as a few bends,
+    and pairs of prefixes need not be compared.
+
+    Args:
+        common: length of the common prefix of row i and row i + 1 of the sorted rows. No row is a prefix of another.
+        least: number of tokens that a group must save to be chosen, at least 1.
+
+    Returns:
+        the prefix of each of the `len(common) + 1` rows; None if it shares none. A prefix with `n` rows saves
+        `(n - 1) * depth` tokens, which is at least `least`.
+    """
+    root = _tree(common, least)
+    chosen: list[Prefix | None] = [None] * (len(common) + 1)
+    open_: list[tuple[Prefix, Prefix | None]] = [(root, None)]
+    while open_:
+        prefix, above = open_.pop()
+        nearest = prefix if (above.depth if above else 0) <= prefix.limit else above
+        for row in prefix.rows:
+            chosen[row] = nearest
+        open_.extend((below, nearest) for below in prefix.below)
+    return chosen
+
+
+def _tree(common: Sequence[int], least: int) -> Prefix:
+    """Return the root of the tree, the empty prefix, after computing the limits of all nodes."""
+    stack: list[tuple[Prefix, _Gain]] = [(Prefix(0), _Gain())]
+    for row, depth in enumerate((*common, 0)):
+        if stack[-1][0].depth < depth:
+            stack.append((Prefix(depth), _Gain()))
+        top, gain = stack[-1]
+        top.rows.append(row)
+        gain.slope += 1
+        while top.depth > depth:
+            stack.pop()
+            top.limit = gain.choose(top.depth, least)
+            if stack[-1][0].depth < depth:
+                stack.append((Prefix(depth), _Gain()))
+            upper, sum_ = stack[-1]
+            upper.below.append(top)
+            sum_.add(gain)
+            top, gain = upper, sum_
+    return stack[0][0]
+
+
+@dataclass(slots=True)
+class _Gain:
+    """Gain of a subtree: `base + slope * a + sum(more * max(a - bend, 0))`, convex, at integers from 0.
+
+    Attributes:
+        bends: (bend, more), ascending.
+    """
+
+    base: int = 0
+    slope: int = 0
+    bends: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, other: _Gain) -> None:
+        """Add the gain of another subtree."""
+        self.base += other.base
+        self.slope += other.slope
+        self.bends = sorted(self.bends + other.bends)
+
+    def choose(self, depth: int, least: int) -> int:
+        """Replace the gain by the maximum of it and the gain of choosing a prefix of `depth` tokens.
+
+        Returns:
+            the largest `a` at which choosing the prefix is better; -1 if it never is.
+        """
+        self.bends = self.bends[: bisect_left(self.bends, (depth, 0))]  # prefixes above have fewer tokens
+        whole = self.base + self.slope * depth + sum(more * (depth - bend) for bend, more in self.bends)
+        chosen = whole - depth - (least - 1)
+        if chosen <= self.base:
+            return -1
+        value, slope, place, passed = self.base, self.slope, 0, 0
+        for bend, more in self.bends:
+            if value + slope * (bend - place) >= chosen:
+                break
+            value, slope, place, passed = value + slope * (bend - place), slope + more, bend, passed + 1
+        limit = place + (chosen - value - 1) // slope
+        first = value + slope * (limit + 1 - place) - chosen  # from the limit to the next integer
+        self.base, self.slope = chosen, 0
+        self.bends = [(limit, first), (limit + 1, slope - first), *self.bends[passed:]]
+        return limit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixPlan:
+    """Arrangement of rows in a stream in which shared prefixes occur once.
+
+    Attributes:
+        pieces: tokens of each segment of the stream: (row, first position, last position + 1).
+        parents: index of the segment that each segment continues, which comes before it, or -1.
+        lengths: number of tokens of each segment, at least 1.
         starts: position of each segment's first token: the length of its parent, or 0.
-        index: for each row int64 `[tokens of the row]`: where each of its tokens lies in the stream.
-        saved: tokens of all rows less tokens of the stream.
+        index: for each row int64 `[tokens of the row]`, indices of its tokens in the stream.
+        saved: number of tokens of all rows minus that of the stream.
     """
 
     pieces: tuple[tuple[int, int, int], ...]
@@ -42,27 +145,27 @@ class PrefixPlan:
 
 
 def plan_prefixes(rows: Sequence[Any], *, least: int = 16) -> PrefixPlan:
-    """Find the prefixes that rows share, and lay out the rows so that each is there once.
+    """Find the prefixes that rows share, and arrange the rows so that each prefix occurs once.
 
-    A row that equals another one, or that another one begins with, is read from that one and takes nothing. Of the
-    others, groups are chosen that save most tokens after `least - 1` is taken off for each; no choice of groups with
-    one prefix a row does better. Beside sorting the rows it takes one pass over their tree of prefixes.
+    A row that equals another one, or is a prefix of it, is read from that row and adds no tokens. For the others, the
+    groups are optimal: no choice with one prefix a row saves more tokens after `least - 1` is subtracted for each
+    group. The cost is sorting the rows, and one pass over their tree of prefixes.
 
     Args:
         rows: sequences of integers: lists, arrays or tensors on the CPU, all of one adapter.
-        least: number of tokens that a group must save to be one, at least 1.
+        least: number of tokens that a group must save, at least 1.
 
     Returns:
-        the plan: segments stand in the order in which rows first need them, children directly after their parent.
+        the plan: segments are in the order in which rows first need them, children directly after their parent.
 
     Raises:
         ArgumentError: there is no row, one is empty or not a sequence of integers, or `least` is below 1.
     """
     if least < 1:
-        raise ArgumentError(f"plan_prefixes: least is {least}; it is a number of tokens from 1")
+        raise ArgumentError(f"plan_prefixes: least must be an integer of at least 1, got {least}")
     keys = [_key(row, number) for number, row in enumerate(rows)]
     if not keys:
-        raise ArgumentError("plan_prefixes was given no rows; there must be one")
+        raise ArgumentError("plan_prefixes: there must be at least one row, got none")
     order = sorted(reversed(range(len(keys))), key=keys.__getitem__)  # of equal rows the first one comes last
     read_from, common = _widest(keys, order, _common(keys, order))
     left = [row for row in order if read_from[row] == row]
@@ -74,12 +177,12 @@ _BYTES = 8
 
 
 def _key(row: Any, number: int) -> bytes:
-    """Return the tokens as bytes: rows that begin alike are neighbours when sorted by them, whatever the byte order."""
+    """Return the tokens as bytes; sorting by them makes rows with a common prefix adjacent, for any byte order."""
     import numpy as np
 
     try:
         if not hasattr(row, "dtype"):
-            key = struct.pack(f"{len(row)}q", *row)  # the fastest way in Python that takes no float for an integer
+            key = struct.pack(f"{len(row)}q", *row)  # the fastest conversion in Python that refuses floats
             what = "empty"
         else:
             tokens = np.asarray(row)
@@ -87,28 +190,28 @@ def _key(row: Any, number: int) -> bytes:
             key = tokens.astype(np.int64).tobytes() if fits else b""
             what = f"{tokens.dtype} of shape {list(tokens.shape)}"
     except (TypeError, ValueError, struct.error) as error:
-        raise ArgumentError(f"row {number} is no sequence of integers: {error}") from error
+        raise ArgumentError(f"row {number} must be a sequence of integers: {error}") from error
     if not key:
         raise ArgumentError(f"row {number} is {what}; a row is a sequence of integers with one token at least")
     return key
 
 
 def _common(keys: Sequence[bytes], order: Sequence[int]) -> list[int]:
-    """Return how many tokens each row of the order and the next one begin with in common."""
+    """Return the length of the common prefix of each row and the next one in the order."""
     import numpy as np
 
     tokens = [np.frombuffer(keys[number], np.int64) for number in order]
-    found = []
+    lengths = []
     for one, other in pairwise(tokens):
         length = min(len(one), len(other))
         differ = one[:length] != other[:length]
         first = int(differ.argmax())
-        found.append(first if differ[first] else length)
-    return found
+        lengths.append(first if differ[first] else length)
+    return lengths
 
 
 def _widest(keys: Sequence[bytes], order: Sequence[int], common: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return for each row the one that it is read from, and what `common` is between those that are left."""
+    """Return for each row the row that it is read from, and the common lengths of the remaining rows."""
     read_from = list(range(len(keys)))
     left: list[int] = []
     nearest = None
@@ -124,7 +227,7 @@ def _widest(keys: Sequence[bytes], order: Sequence[int], common: Sequence[int]) 
 
 
 def _laid_out(lengths: Sequence[int], read_from: Sequence[int], prefixes: Mapping[int, Prefix | None]) -> PrefixPlan:
-    """Lay out each row that is read from, in the order of first need, directly after those of its group."""
+    """Arrange the remaining rows in the order of first need, directly after others of their group."""
     import numpy as np
 
     members: dict[Prefix, list[int]] = {}
@@ -133,10 +236,10 @@ def _laid_out(lengths: Sequence[int], read_from: Sequence[int], prefixes: Mappin
             members.setdefault(prefix, []).append(row)
     pieces: list[tuple[int, int, int]] = []
     parents: list[int] = []
-    found: dict[int, NDArray[np.int64]] = {}
+    indices: dict[int, NDArray[np.int64]] = {}
     end = 0
     for row in read_from:
-        if row in found:
+        if row in indices:
             continue
         prefix = prefixes[row]
         shared, parent, before = 0, -1, np.arange(0)
@@ -150,13 +253,13 @@ def _laid_out(lengths: Sequence[int], read_from: Sequence[int], prefixes: Mappin
             pieces.append((member, shared, lengths[member]))
             parents.append(parent)
             own = np.arange(end, end + lengths[member] - shared)
-            found[member] = np.concatenate((before, own))
+            indices[member] = np.concatenate((before, own))
             end += len(own)
     return PrefixPlan(
         pieces=tuple(pieces),
         parents=tuple(parents),
         lengths=tuple(stop - start for _, start, stop in pieces),
         starts=tuple(start for _, start, _ in pieces),
-        index=tuple(found[whole][:length] for whole, length in zip(read_from, lengths, strict=True)),
+        index=tuple(indices[whole][:length] for whole, length in zip(read_from, lengths, strict=True)),
         saved=sum(lengths) - end,
     )

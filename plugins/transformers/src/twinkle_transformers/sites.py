@@ -1,4 +1,4 @@
-"""The places of a model where adapters may act, and what runs there instead of the layer's own product."""
+"""The layers of a model that adapters may adapt, and the forward that replaces their own."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Site:
     Attributes:
         name: its path in the Hugging Face module, which is its name in PEFT's files too.
         module: the layer.
-        fan_in: size of what goes in.
-        fan_out: size of what comes out.
-        transposed: whether its weight lies as `[fan_in, fan_out]`.
+        fan_in: input size.
+        fan_out: output size.
+        transposed: whether the shape of its weight is `[fan_in, fan_out]`.
         head: whether it is the output projection.
-        router: whether it chooses experts; adapters are on it only where they name it.
+        router: whether it routes tokens to experts; only adapters that name it adapt it.
     """
 
     name: str
@@ -48,63 +48,63 @@ def find_sites(model: Any) -> dict[str, Site]:
     """
     head = model.get_output_embeddings()
     inside = {id(module) for module in decoder_of(model).modules()} | {id(head)}
-    found: dict[str, Site] = {}
+    sites: dict[str, Site] = {}
     for name, module in model.named_modules():
         if id(module) in inside and (site := _site(name, module, module is head)) is not None:
-            found[name] = site
-    return found
+            sites[name] = site
+    return sites
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """Return the text decoder of a causal language model; not every class tells it."""
-    found, head = model.get_decoder(), model.get_output_embeddings()
-    known = isinstance(found, nn.Module) and found not in (model, head)
-    decoder: nn.Module = found if known else body_of(model)
+    """Return the text decoder of a causal language model; `get_decoder` of some classes is wrong."""
+    candidate, head = model.get_decoder(), model.get_output_embeddings()
+    known = isinstance(candidate, nn.Module) and candidate not in (model, head)
+    decoder: nn.Module = candidate if known else body_of(model)
     return decoder
 
 
 def install(sites: Iterator[Site] | list[Site], *, head: bool = False) -> None:
-    """Let passes with adapters go through these layers; other passes see them as they were.
+    """Replace the forward of these layers, so that it adds the terms of adapters in passes that have some.
 
     Args:
         sites: the layers.
-        head: the output projection too, which otherwise runs after the pass, on what is scored.
+        head: also the output projection, which otherwise runs after the pass, only on scored positions.
 
     Raises:
-        Unsupported: a layer's forward was replaced by something else already.
+        Unsupported: a layer's forward was already replaced.
     """
     for site in sites:
-        mine = site.module.__dict__.get("forward")
-        if mine is not None and not (isinstance(mine, partial) and mine.func is _adapted):
+        replaced = site.module.__dict__.get("forward")
+        if replaced is not None and not (isinstance(replaced, partial) and replaced.func is _adapted):
             raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); undo that first")
-        if mine is None and (head or not site.head):
+        if replaced is None and (head or not site.head):
             site.module.__dict__["forward"] = partial(_adapted, site)
 
 
 def uninstall(sites: Iterator[Site] | list[Site]) -> None:
-    """Give the layers their own forward back."""
+    """Restore the forward of the layers."""
     for site in sites:
-        if isinstance(mine := site.module.__dict__.get("forward"), partial) and mine.func is _adapted:
+        if isinstance(replaced := site.module.__dict__.get("forward"), partial) and replaced.func is _adapted:
             del site.module.__dict__["forward"]
 
 
 def check_places(sites: Iterable[Site]) -> None:
-    """Refuse layers whose forward somebody has replaced since, past which adapters would not act.
+    """Refuse layers whose forward was replaced since `install`, which would bypass adapters.
 
     Raises:
-        Unsupported: it names the layer.
+        Unsupported: the message names the layer.
     """
     for site in sites:
-        module, mine = site.module, site.module.__dict__.get("forward")
-        ours = (mine is None and site.head) or (isinstance(mine, partial) and mine.func is _adapted)
+        module, replaced = site.module, site.module.__dict__.get("forward")
+        ours = (replaced is None and site.head) or (isinstance(replaced, partial) and replaced.func is _adapted)
         if not ours or (isinstance(module, nn.Linear) and not _is_linear(module)):
             raise Unsupported(f"the forward of {site.name} was replaced (by a patch or kernel); adapters need its own")
 
 
 def is_at_rest(module: nn.Module) -> bool:
-    """Say whether calling a layer now runs its own forward: nothing replaced that, and no pass with adapters runs."""
-    mine = module.__dict__.get("forward")
-    return mine is None or (isinstance(mine, partial) and mine.func is _adapted and routing_now() is None)
+    """Return whether a call runs the layer's own forward: not replaced, or no pass with adapters is running."""
+    replaced = module.__dict__.get("forward")
+    return replaced is None or (isinstance(replaced, partial) and replaced.func is _adapted and routing_now() is None)
 
 
 def _adapted(site: Site, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def _site(name: str, module: nn.Module, head: bool) -> Site | None:
 
 
 def _is_linear(module: nn.Linear) -> bool:
-    """Return whether a layer computes `x W^T + b`: subclasses may do something else (routers, quantised layers)."""
+    """Return whether a layer computes `x W^T + b`; subclasses such as routers and quantized layers may not."""
     if type(module).forward is _FORWARD:
         return True
     if not module.weight.is_floating_point():

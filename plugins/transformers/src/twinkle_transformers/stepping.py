@@ -1,4 +1,4 @@
-"""From pending gradients to an update: divided once by what all losses counted, clipped by their true norm."""
+"""The optimizer step: gradients are divided once by the denominator of all losses, and clipped by their global norm."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +9,18 @@ from torch import Tensor
 
 from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.flat_step import measure
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.optimizers import override
-from twinkle_transformers.parallel import Replicated
-from twinkle_transformers.sharding import local
+from twinkle_transformers.parallel import Replicated, local
 
 
 def clip_group(group: OptimizerGroup, parallel: Replicated, max_norm: float, norm_type: float, policy: str) -> float:
     """Divide and clip the pending gradients of all ranks; return their norm before clipping.
 
     Raises:
-        NonFiniteError: the norm is not finite and `policy` is "raise"; the gradients are gone, nothing was updated.
+        NonFiniteError: the norm is not finite and `policy` is "raise"; gradients are discarded, nothing was updated.
     """
     divide(group, parallel)
     norm = clip([local(grad) for grad in gradients(group)], max_norm, norm_type, parallel.combine_norms)
@@ -30,28 +29,28 @@ def clip_group(group: OptimizerGroup, parallel: Replicated, max_norm: float, nor
         scale.update(overflow=not finite)
     group.last_grad_norm, group.measured = norm, True
     if not finite and scale is not None and not scale.exhausted:
-        group.dropped = True  # ordinary in fp16: the next step has a smaller scale
+        group.dropped = True  # expected in fp16: the next step has a smaller scale
     elif not finite:
         what = f"the gradient norm of adapter {group.adapter_name!r} is {norm} at step {group.updates + 1}"
         if policy == "raise":
             group.drop_passes()
-            raise NonFiniteError(f"{what}; the weights are untouched (on_nonfinite='skip' leaves such steps out)")
+            raise NonFiniteError(f"{what}; the weights are unchanged (on_nonfinite='skip' leaves such steps out)")
         get_logger().warning("%s; this step is left out", what)
         group.dropped = True
-        group.train_status.skipped += parallel.ranks.is_first  # every rank sees this norm, one counts it
+        group.train_status.skipped += parallel.ranks.is_first  # all ranks have the same norm, and one counts it
     return norm
 
 
 def step_group(
     group: OptimizerGroup, parallel: Replicated, optim_params: Mapping[str, Any] | None, flush: bool, policy: str
 ) -> None:
-    """Update the parameters if that is due, and give the metrics the passes of the step.
+    """Update the parameters if an update is due, and add the passes of the step to the metrics.
 
-    Gradients that nobody clipped are divided and their norm is looked at all the same.
+    Without a call of `clip_group`, gradients are divided and their norm is checked here.
 
     Raises:
         NonFiniteError: as `clip_group`.
-        TrainingStateError: nothing was accumulated, or this step was made already.
+        TrainingStateError: nothing was accumulated, or the step was already made.
     """
     if not group.pending:
         if flush:
@@ -60,7 +59,7 @@ def step_group(
             f"step: adapter {group.adapter_name!r} has no accumulated gradients; call backward first"
         )
     if group.stepped:
-        raise TrainingStateError("step: this step was made already; call zero_grad() before the next backward")
+        raise TrainingStateError("step: this step was already made; call zero_grad() before the next backward")
     if not group.due(flush):
         return
     if not group.measured:
@@ -71,12 +70,12 @@ def step_group(
         parallel.settle()
         group.optimizer.step()
         group.updates += 1
-    loop.feed_metrics(group, group.train_status)
+    losses.feed_metrics(group, group.train_status)
     group.stepped = True
 
 
 def schedule(group: OptimizerGroup, metrics: float | None) -> None:
-    """Advance the scheduler by the updates that it has not followed; one that watches a number gets it."""
+    """Advance the scheduler by the updates since the last call; pass `metrics` to a scheduler that takes it."""
     scheduler = group.lr_scheduler
     watches = scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters
     if metrics is not None and not watches:
@@ -100,15 +99,16 @@ def set_accumulation(group: OptimizerGroup, steps: int | None) -> None:
     if steps is None:
         return
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"gradient_accumulation_steps={steps!r}; it must be a whole number of at least 1")
+        raise ArgumentError(f"gradient_accumulation_steps must be an integer of at least 1, got {steps!r}")
     group.gradient_accumulation_steps = steps
 
 
 def divide(group: OptimizerGroup, parallel: Replicated) -> None:
     """Sum the pending gradients over ranks and divide them by the denominator of all ranks, once.
 
-    The gradient of a step is `grad(sum of loss sums) / sum of denominators`. A denominator of 0 (no token was trained)
-    is a zero gradient, and the log says so.
+    The gradient of a step is `grad(sum of loss sums) / sum of denominators`, so that it does not depend on how the rows
+    were split over ranks, micro-batches and accumulation steps. A denominator of 0 (no token was trained) gives a zero
+    gradient and a warning.
     """
     if group.divided:
         return
@@ -118,8 +118,8 @@ def divide(group: OptimizerGroup, parallel: Replicated) -> None:
     group.last_loss = loss_sum / denominator if denominator else 0.0
     parallel.sum_gradients(group.parameters())
     grads = [local(grad) for grad in gradients(group)]
-    if denominator <= 0 and not group.skipped:  # what was left out has been told already
-        get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", step)
+    if denominator <= 0 and not group.skipped:  # skipped micro-batches were logged already
+        get_logger().warning("%s has no effect: the denominator of its losses is 0, so its gradient is zero", step)
     if grads and denominator > 0:
         torch._foreach_div_(grads, denominator * (1.0 if group.loss_scale is None else group.loss_scale.factor))
     elif grads:
@@ -135,10 +135,10 @@ def clip(
     """Scale `grads` in place so that their joint norm is at most `max_norm`; return the norm before.
 
     Args:
-        grads: what this rank holds of the gradients of all parameters of one adapter.
-        max_norm: the bound; 0 or less measures without scaling.
+        grads: this rank's part of the gradients of all parameters of one adapter.
+        max_norm: maximum norm; 0 or less measures without scaling.
         norm_type: p of the p-norm.
-        combine: makes the norm over all ranks from this rank's.
+        combine: returns the norm over all ranks, given this rank's.
     """
     norm = float(combine(_joint_norm(grads, norm_type), norm_type))
     if grads and 0 < max_norm < norm:
@@ -147,12 +147,12 @@ def clip(
 
 
 def _joint_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all `grads` together, at least in float32; 0 where this rank's shards are empty."""
+    """Return the joint norm of all `grads`, at least in float32; 0 if this rank's shards are empty."""
     held = [grad for grad in grads if grad.numel()]
     if not held:
         return torch.zeros((), device=grads[0].device if grads else None)
     if norm_type == 2:
-        whole: Tensor = torch.linalg.vector_norm(measure(held))  # the host's own sum loses digits over long tensors
+        whole: Tensor = torch.linalg.vector_norm(measure(held))  # torch's sum on CPUs loses digits over long tensors
         return whole
     short = [grad for grad in held if grad.dtype in (torch.bfloat16, torch.float16)]
     norms: list[Tensor] = list(torch._foreach_norm(short, norm_type, dtype=torch.float32)) if short else []

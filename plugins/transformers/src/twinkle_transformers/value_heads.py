@@ -14,14 +14,14 @@ _LEFT_OVER = ("lm_head.weight", "lm_head.bias")
 
 
 def settle_head(model: Any, report: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Begin the head that a model's files do not have, and return the loader's report without it.
+    """Initialize a head that is missing in a model's files, and return the loader's report without it.
 
-    The weights are drawn with a seed of their own, so that every rank and every run begins with the same head.
+    The weights are drawn with a fixed seed, so that every rank and every run starts with the same head.
 
     Args:
-        model: as loaded.
-        report: what `from_pretrained` said of its weights: missing, left over, of another shape.
-        folder: where the files are, for the log.
+        model: the loaded model.
+        report: report of `from_pretrained`: missing, unexpected and mismatched weights.
+        folder: folder of the model, for the log.
     """
     scores = type(model).__name__.endswith(tuple(_TASKS))
     new = {name for name in report["missing_keys"] if scores and name in _NEW}
@@ -43,7 +43,7 @@ def settle_head(model: Any, report: dict[str, Any], folder: Path) -> dict[str, A
 
 
 def peft_task(model: Any, asked: str | None) -> str:
-    """Return PEFT's name for what an adapter on `model` is for; for heads that score, the head is trained with it.
+    """Return PEFT's task type of an adapter on `model`; with classification heads, the head is trained too.
 
     Raises:
         ArgumentError: the configuration asks for a language model's task, and the model has no such head.
@@ -51,7 +51,7 @@ def peft_task(model: Any, asked: str | None) -> str:
     language = model.get_output_embeddings() is not None
     if asked == "CAUSAL_LM" and not language:
         raise ArgumentError(
-            f"the adapter's task_type is {asked!r}, but {type(model).__name__} predicts no tokens; leave task_type out"
+            f"the adapter's task_type is {asked!r}, but {type(model).__name__} does not predict tokens; leave it out"
         )
     if asked:
         return asked
@@ -61,7 +61,7 @@ def peft_task(model: Any, asked: str | None) -> str:
 
 
 def leave_head(config: Any) -> None:
-    """Keep low-rank terms off a head that is trained whole: PEFT takes the one of tokens for a layer like others."""
+    """Exclude a fully trained head from the targets: PEFT would treat it like other linear layers."""
     if config.task_type == _TASKS["ForTokenClassification"] and config.target_modules == "all-linear":
         config.exclude_modules = config.exclude_modules or ["score"]
 

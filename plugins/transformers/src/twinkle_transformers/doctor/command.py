@@ -66,7 +66,7 @@ def examine(model: str | None, dtypes: Sequence[str]) -> dict[str, Any]:
     device = torch.device(Platform.get_local_device())
     with tempfile.TemporaryDirectory() as folder:
         place = model if model is not None else _tiny_llama(Path(folder, "tiny"))
-        paths = {name: [found.as_dict() for found in evidence_of(place, name)] for name in dtypes}
+        paths = {name: [evidence.as_dict() for evidence in evidence_of(place, name)] for name in dtypes}
     return {
         "machine": machine_facts(device),
         "model": model or "a tiny random Llama",

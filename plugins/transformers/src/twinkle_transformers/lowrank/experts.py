@@ -1,6 +1,6 @@
 """Low-rank terms of many adapters on the experts of one base model, in one pass.
 
-What `lowrank.products` does for a linear layer, for layers of which each token meets only a few out of many.
+The counterpart of `lowrank.products` for layers of experts, where each token is routed to a few of many matrices.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from twinkle.errors import Unsupported
 from twinkle_torch.layout import Entry
 from twinkle_transformers.lowrank.dispatch import Dispatch
 from twinkle_transformers.lowrank.grouped import has_kernel
-from twinkle_transformers.lowrank.products import Cohort, Routing
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 
 
 def linear(
@@ -29,20 +29,20 @@ def linear(
     """Return `x W_e^T + b_e` of each pair's expert e, with the low-rank term of its token's own adapter.
 
     Args:
-        x: `[T k, fan_in]`, in the order of the pairs.
+        x: `[T k, fan_in]`, in the order of `dispatch`.
         weight: `[experts, fan_out, fan_in]`, frozen.
         bias: `[experts, fan_out]`, frozen.
-        dispatch: which tokens go to which expert.
-        routing: of the pass.
-        name: of the place.
+        dispatch: the pairs of tokens and experts.
+        routing: routing of the pass.
+        name: name of the parameter.
         transposed: the weight is `[experts, fan_in, fan_out]` (GPT-OSS).
-        shared: x is `[T, fan_in]`: a token gives the same to all its experts.
+        shared: x is `[T, fan_in]`, the same for all experts of a token.
 
     Returns:
         `[T k, fan_out]`, in the order of the pairs.
 
     Raises:
-        Unsupported: an adapter wants dropout here.
+        Unsupported: an adapter has dropout.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -50,9 +50,9 @@ def linear(
     if not transposed:
         weight = weight.mT
     terms = routing.at(name)
-    for cohort, _ in terms:
-        if cohort.dropout is not None:
-            raise Unsupported(f"dropout on {name}: adapters on experts have none, as in PEFT; set lora_dropout to 0")
+    for adapter_group, _ in terms:
+        if adapter_group.dropout is not None:
+            raise Unsupported(f"lora_dropout must be 0 for adapters on experts ({name}), as in PEFT")
     if routing.trained and torch.is_grad_enabled():
         out: Tensor = _Experts.apply(x, routing.anchor, weight, bias, dispatch, terms, shared)  # type: ignore[no-untyped-call]
         return out
@@ -61,15 +61,20 @@ def linear(
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch, terms: list[tuple[Cohort, Entry]], shared: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dispatch: Dispatch,
+    terms: list[tuple[AdapterGroup, Entry]],
+    shared: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     rows = x.index_select(0, dispatch.tokens) if shared else x
     y = _multiply(rows, weight, bias, dispatch)
     inner = []
-    for cohort, entry in terms:
-        pieces = dispatch.pieces(cohort)
-        hidden = pieces.collect(rows, entry.down_of(cohort.weights))
-        pieces.spread(y, hidden, entry.up_of(cohort.weights), entry.scale)
+    for adapter_group, entry in terms:
+        pieces = dispatch.pieces(adapter_group)
+        hidden = pieces.collect(rows, entry.down_of(adapter_group.weights))
+        pieces.add_products(y, hidden, entry.up_of(adapter_group.weights), entry.scale)
         inner.append(hidden)
     return y, inner
 
@@ -80,11 +85,11 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispa
         return y if bias is None else y.add_(bias[dispatch.experts_of_pairs])
     y = rows.new_empty(len(rows), weight.shape[2])
     for expert, start, length in dispatch.slices:
-        out, mine = y.narrow(0, start, length), rows.narrow(0, start, length)
+        out, own_rows = y.narrow(0, start, length), rows.narrow(0, start, length)
         if bias is None:
-            torch.mm(mine, weight[expert], out=out)
+            torch.mm(own_rows, weight[expert], out=out)
         else:
-            torch.addmm(bias[expert], mine, weight[expert], out=out)
+            torch.addmm(bias[expert], own_rows, weight[expert], out=out)
     return y
 
 
@@ -94,7 +99,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, dispatch: Dispatch,
-        terms: list[tuple[Cohort, Entry]], shared: bool,
+        terms: list[tuple[AdapterGroup, Entry]], shared: bool,
     ) -> Tensor:  # fmt: skip
         y, inner = _forward(x, weight, bias, dispatch, terms, shared)
         ctx.save_for_backward(x if terms else None, weight, *inner)
@@ -110,16 +115,16 @@ class _Experts(torch.autograd.Function):
         rows = x
         if ctx.shared and x is not None:
             rows = x.index_select(0, dispatch.tokens)
-        for (cohort, entry), hidden in zip(ctx.terms, inner, strict=True):
-            if cohort.grads is not None:
-                _add_term(cohort, entry, dispatch, g, rows, hidden, dx)
+        for (adapter_group, entry), hidden in zip(ctx.terms, inner, strict=True):
+            if adapter_group.grads is not None:
+                _add_term(adapter_group, entry, dispatch, g, rows, hidden, dx)
         if dx is not None and ctx.shared:
             dx = dispatch.sum(dx)
         return dx, *[None] * 6
 
 
 def _back_through(g: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    """Return the base's gradient of the rows: 0 for those that no gradient flows through."""
+    """Return the gradient of the rows through the base weights: 0 for rows that are not trained."""
     back = weight.mT
     if not has_kernel(g, back):
         dx = (
@@ -138,12 +143,18 @@ def _back_through(g: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _add_term(
-    cohort: Cohort, entry: Entry, dispatch: Dispatch, g: Tensor, rows: Tensor, hidden: Tensor, dx: Tensor | None
+    adapter_group: AdapterGroup,
+    entry: Entry,
+    dispatch: Dispatch,
+    g: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    dx: Tensor | None,
 ) -> None:
-    pieces, weights, totals = dispatch.pieces(cohort), cohort.weights, cohort.grads
+    pieces, weights, totals = dispatch.pieces(adapter_group), adapter_group.weights, adapter_group.grads
     assert totals is not None
     inner = pieces.collect(g, entry.up_of(weights)).mul_(entry.scale)
     pieces.outer(entry.up_of(totals), hidden, g, entry.scale)
     pieces.outer(entry.down_of(totals), inner, rows)
     if dx is not None:
-        pieces.spread(dx, inner, entry.down_of(weights))
+        pieces.add_products(dx, inner, entry.down_of(weights))

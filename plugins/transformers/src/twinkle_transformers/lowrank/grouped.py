@@ -1,6 +1,6 @@
-"""Products of rows that lie group by group, each group with a matrix of its own.
+"""Products of groups of consecutive rows, each group with its own matrix.
 
-A kernel may stand in for each of the three functions, as in
+A kernel can replace each of the three functions:
 `kernelize(model, {"twinkle_transformers.lowrank.grouped.grouped_product": "MyKernel"})`.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows that lie one after the other.
+    """Consecutive groups of rows.
 
-    Where all have the same length one batched product does them all; its numbers are, bit for bit on a CPU, those of
-    each group alone. Otherwise CUDA has a kernel for groups in half precision, and elsewhere each group is a product.
+    If all groups have the same length, one batched product computes them all; on a CPU its results are bitwise those of
+    each group alone. Otherwise CUDA has a kernel for groups in half precision; elsewhere each group is a product.
 
     Attributes:
-        start: where the first begins.
-        lengths: rows of each, at least 1.
+        start: index of the first row of the first group.
+        lengths: number of rows of each group, at least 1.
     """
 
     start: int
@@ -29,12 +29,12 @@ class Groups:
 
     @cached_property
     def stop(self) -> int:
-        """Where the last ends."""
+        """Index after the last row of the last group."""
         return self.start + sum(self.lengths)
 
     @cached_property
     def equal(self) -> bool:
-        """Whether all have the same length."""
+        """Whether all groups have the same length."""
         return min(self.lengths) == max(self.lengths)
 
     def cut(self, rows: Tensor) -> Tensor:
@@ -42,15 +42,15 @@ class Groups:
         return rows[self.start : self.stop]
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Return what `grouped_product` returns."""
+        """See `grouped_product`."""
         return grouped_product(self, rows, matrices)
 
     def add_products(self, target: Tensor, rows: Tensor, matrices: Tensor, scale: float = 1.0) -> None:
-        """Do what `add_grouped_products` does."""
+        """See `add_grouped_products`."""
         add_grouped_products(self, target, rows, matrices, scale)
 
     def add_outer(self, targets: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-        """Do what `add_grouped_outer` does."""
+        """See `add_grouped_outer`."""
         add_grouped_outer(self, targets, left, right, scale)
 
     def split(self, rows: Tensor) -> Sequence[Tensor]:
@@ -58,12 +58,12 @@ class Groups:
         return torch.split_with_sizes(rows, self.lengths)
 
     def offsets(self, device: torch.device) -> Tensor:
-        """Return where each group ends, int32 `[n]` on a device."""
-        found = self._moved.get(device)
-        if found is None:
-            found = torch.tensor(self.lengths, device=device).cumsum(0).to(torch.int32)
-            self._moved[device] = found
-        return found
+        """Return the end of each group, int32 `[n]` on a device."""
+        offsets = self._moved.get(device)
+        if offsets is None:
+            offsets = torch.tensor(self.lengths, device=device).cumsum(0).to(torch.int32)
+            self._moved[device] = offsets
+        return offsets
 
     @cached_property
     def _moved(self) -> dict[torch.device, Tensor]:
@@ -74,7 +74,7 @@ def grouped_product(groups: Groups, rows: Tensor, matrices: Tensor) -> Tensor:
     """Return `[L, m]`, each group's rows `[l, k]` times its matrix.
 
     Args:
-        groups: where the rows lie.
+        groups: the groups of rows.
         rows: `[L, k]`.
         matrices: `[n, k, m]`.
     """
@@ -89,7 +89,7 @@ def grouped_product(groups: Groups, rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def add_grouped_products(groups: Groups, target: Tensor, rows: Tensor, matrices: Tensor, scale: float = 1.0) -> None:
-    """Add `scale` times what `grouped_product` returns to `target` `[L, m]`, in place."""
+    """Add `scale` times the result of `grouped_product` to `target` `[L, m]`, in place."""
     if groups.equal:
         target.view(len(groups.lengths), -1, target.shape[1]).baddbmm_(
             rows.view(len(groups.lengths), -1, rows.shape[1]), matrices, alpha=scale
@@ -105,7 +105,7 @@ def add_grouped_outer(groups: Groups, targets: Tensor, left: Tensor, right: Tens
     """Add `scale * left^T right` of each group to its target, in place.
 
     Args:
-        groups: where the rows lie.
+        groups: the groups of rows.
         targets: `[n, a, b]`, perhaps of a wider dtype than the product.
         left: `[L, a]`.
         right: `[L, b]`.
@@ -131,7 +131,7 @@ def add_grouped_outer(groups: Groups, targets: Tensor, left: Tensor, right: Tens
 
 
 def has_kernel(*factors: Tensor) -> bool:
-    """Say whether torch has a kernel for grouped products of these: bfloat16 on CUDA, in aligned rows of 8, 16, ..."""
+    """Return whether torch has a grouped kernel for these tensors: bfloat16 on CUDA, with aligned rows of 8, 16, ..."""
     return hasattr(nn.functional, "grouped_mm") and all(
         factor.is_cuda
         and factor.dtype == torch.bfloat16

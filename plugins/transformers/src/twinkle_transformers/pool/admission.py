@@ -1,33 +1,34 @@
-"""Passes that fit into memory: what one needs is estimated before it is made."""
+"""Composes passes that fit into memory; the memory that a pass needs is estimated before it runs."""
 
 from collections.abc import Iterator, Sequence
 
 from twinkle.errors import CapacityError
-from twinkle_transformers.pool.passes import Passes
-from twinkle_transformers.pool.work import Part, Work, halves
+from twinkle_transformers.pool.passes import FusedPasses
+from twinkle_transformers.pool.work import MicroBatch, WorkItem, split_in_half
 from twinkle_transformers.recompute import SHARE
 
 
 class Admission:
-    """Sorts the parts of operations into passes that fit.
+    """Sorts the micro-batches of operations into passes that fit into memory.
 
-    A pass that would take more than 80 % of what is free recomputes its activations; if that is not enough, fewer parts
-    go into it, and parts are cut. The numbers stay the same. An operation with a part that cannot be cut and does not
-    fit alone fails, and the others go on. What cannot be measured is let through.
+    A pass that would take more than 80 % of the free memory recomputes its activations. If that is not enough, it gets
+    fewer micro-batches, and micro-batches are cut. The results stay the same. An operation fails if one of its
+    micro-batches neither fits alone nor can be cut; the other operations go on. A pass that cannot be measured is
+    admitted.
 
     Args:
-        passes: how parts are computed.
+        passes: runs the passes.
     """
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: FusedPasses) -> None:
         self.passes = passes
 
-    def sort(self, works: Sequence[Work], budget: int) -> Iterator[tuple[list[Part], int | None]]:
-        """Yield the parts of each pass and the bytes that are free; training parts come first.
+    def sort(self, works: Sequence[WorkItem], budget: int) -> Iterator[tuple[list[MicroBatch], int | None]]:
+        """Yield the micro-batches of each pass and the free bytes; training comes first.
 
         Args:
             works: operations; those that fail meanwhile are left out.
-            budget: tokens that a pass may have, unless a single part has more.
+            budget: maximum number of tokens of a pass, unless a single micro-batch has more.
         """
         waiting = sorted(
             (part for work in works for part in work.parts), key=lambda p: (not p.work.training, p.work.index, p.first)
@@ -38,8 +39,8 @@ class Admission:
             while not self.fits(taken, free):
                 if len(taken) > 1:
                     taken = taken[:-1]
-                elif cut := halves(taken[0], self.passes.backbone):
-                    waiting[:1], taken = cut, cut[:1]  # the first that waits is always taken
+                elif cut := split_in_half(taken[0], self.passes.backbone):
+                    waiting[:1], taken = cut, cut[:1]  # the first waiting micro-batch is always taken
                 else:
                     taken[0].work.error = self._refusal(taken[0], free or 0)
                     break
@@ -48,7 +49,7 @@ class Admission:
                 waiting = [part for part in waiting if id(part) not in gone]
                 yield taken, free
 
-    def needed(self, parts: Sequence[Part], *, recomputed: bool) -> int | None:
+    def needed(self, parts: Sequence[MicroBatch], *, recomputed: bool) -> int | None:
         """Return the bytes that a pass needs; None if activations could not be measured."""
         load = self.passes.load(parts)
         recompute = self.passes.recompute
@@ -56,18 +57,18 @@ class Admission:
         if kept is None:
             return None
         if not any(part.work.training for part in parts):
-            kept //= self.passes.scales.layers  # a layer's, then the next
+            kept //= self.passes.estimator.layers  # without a graph, activations of only one layer exist at a time
         return kept + load.beside
 
-    def free_for(self, parts: Sequence[Part]) -> int | None:
-        """Return the bytes that are free for a pass over parts; None if unknown."""
+    def free_for(self, parts: Sequence[MicroBatch]) -> int | None:
+        """Return the free bytes for a pass over micro-batches; None if unknown."""
         recompute = self.passes.recompute
         if recompute.available() is None:
             return None
         return recompute.free_for(self.needed(parts, recomputed=recompute.mode is True) or 0)
 
-    def fits(self, parts: Sequence[Part], free: int | None) -> bool:
-        """Say whether a pass fits into so many bytes; what cannot be measured does."""
+    def fits(self, parts: Sequence[MicroBatch], free: int | None) -> bool:
+        """Return whether a pass fits into `free` bytes; True if it cannot be measured."""
         if free is None:
             return True
         recompute = self.passes.recompute
@@ -77,25 +78,25 @@ class Admission:
         needed = (self.needed(parts, recomputed=recomputed) for recomputed in ways or [False])
         return any(size is None or size <= SHARE * free for size in needed)
 
-    def _refusal(self, part: Part, free: int) -> CapacityError:
+    def _refusal(self, part: MicroBatch, free: int) -> CapacityError:
         size = self.needed([part], recomputed=part.work.training and self.passes.recompute.possible) or 0
         return no_room(part, f"needs about {size:,} bytes, and {free:,} are free, of which it may take 80 %")
 
 
-def no_room(part: Part, why: str) -> CapacityError:
-    """Return the error of an operation whose part cannot be computed and not be cut."""
+def no_room(part: MicroBatch, why: str) -> CapacityError:
+    """Return the error of an operation with a micro-batch that neither fits nor can be cut."""
     whose = "the base model" if part.work.name is None else f"adapter {part.work.name!r}"
     rows = f"{len(part.rows)} row{'s' if len(part.rows) > 1 else ''} of {part.tokens} tokens"
     return CapacityError(f"{whose}: a pass over {rows} {why}; give shorter rows, or free memory")
 
 
-def _within(waiting: Sequence[Part], budget: int) -> list[Part]:
-    """Return the first parts whose tokens are within the budget; at least one, and of each adapter one operation.
+def _within(waiting: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
+    """Return the first micro-batches within the budget; at least one, and from one operation of each adapter.
 
-    How many operations of an adapter wait is a matter of when they came, and its numbers must not depend on that.
+    How many operations of an adapter are waiting depends on timing, and its results must not.
     """
-    size, taken = 0, list[Part]()
-    works: dict[int, Work] = {}
+    size, taken = 0, list[MicroBatch]()
+    works: dict[int, WorkItem] = {}
     for part in waiting:
         if part.work.tenant is not None and works.setdefault(id(part.work.tenant), part.work) is not part.work:
             continue

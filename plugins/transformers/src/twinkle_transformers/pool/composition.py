@@ -1,8 +1,8 @@
-"""The composition of passes as data: what of each part decides how the numbers of the parts beside it are rounded.
+"""The composition of passes as data: the properties of each micro-batch that affect the rounding of the others.
 
-A product of a pass rounds by its shape, not by what other rows contain. So a pass can be computed again for one of its
-operations alone: placeholders of the same shape, filled with zeros, stand for the parts of the others. (Experts are the
-exception: how many tokens each gets depends on the tokens.)
+The rounding of a product depends on its shape, not on the contents of other rows. So a pass can be repeated for one of
+its operations alone: placeholders of the same shape, filled with zeros, replace the micro-batches of the others.
+(Experts are the exception: the number of tokens of each depends on the tokens.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,24 +17,25 @@ from twinkle.engine import AdapterRef, Operation
 from twinkle.errors import ArgumentError
 from twinkle_torch.layout import Layout, Shape
 from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.needs import Needs
 from twinkle_transformers.pool.config import AdapterPlan
 from twinkle_transformers.pool.experts import ExpertSite
-from twinkle_transformers.pool.stream import Pieces
+from twinkle_transformers.pool.stream import TokenPieces
 from twinkle_transformers.pool.tenants import Tenant
-from twinkle_transformers.pool.work import Part, Scoring, Work
+from twinkle_transformers.pool.work import MicroBatch, Scoring, WorkItem
 from twinkle_transformers.sites import Site
+from twinkle_transformers.token_scores import Needs
 
 PASS, PARTS, ROWS = "pass", "parts", "rows"
 
 
 class Compositions:
-    """Describes passes, and makes placeholders from descriptions.
+    """Describes passes, and creates placeholders from descriptions.
 
     Args:
         sites: the layers that adapters may adapt, in the order in which layouts have them.
         experts: the parameters of experts that adapters may adapt.
-        group: of placeholders.
+        group: training state of placeholders.
+        device: device of the model.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class Compositions:
         self._code = lru_cache(maxsize=256)(self._coded)
         self._layout = lru_cache(maxsize=256)(self._decoded)
 
-    def note(self, parts: Sequence[Part], number: int) -> None:
+    def note(self, parts: Sequence[MicroBatch], number: int) -> None:
         """Add a pass that succeeded to the composition of each of its operations.
 
         Args:
-            parts: of the pass, in order; not the base model's twins of others.
-            number: of the pass, larger than those before it.
+            parts: micro-batches of the pass in order, without twins.
+            number: number of the pass, larger than those before it.
         """
         shapes = [self._shape(part) for part in parts]
-        places: dict[Work, list[int]] = {}
+        places: dict[WorkItem, list[int]] = {}
         for place, part in enumerate(parts):
             if not part.placeholder:
                 places.setdefault(part.work, []).append(place)
@@ -64,52 +65,52 @@ class Compositions:
                 entries[place] = {ROWS: [parts[place].first, len(parts[place].rows)]}
             work.composition.append({PASS: number, PARTS: entries})
 
-    def passes(self, works: Sequence[Work]) -> Iterator[list[Part]]:
-        """Yield the parts of each pass that operations were computed in, with placeholders for what is not here.
+    def passes(self, works: Sequence[WorkItem]) -> Iterator[list[MicroBatch]]:
+        """Yield the micro-batches of each recorded pass, with placeholders for absent operations.
 
         Args:
-            works: operations with a composition, cut as it says (`cuts_of`).
+            works: operations with a composition, cut accordingly (`cuts_of`).
         """
-        found: dict[int, list[Any]] = {}
+        slots_of: dict[int, list[Any]] = {}
         for work in works:
             parts = {part.first: part for part in work.parts}
             for entry in work.operation.composition or ():
-                slots = found.setdefault(entry[PASS], list(entry[PARTS]))
+                slots = slots_of.setdefault(entry[PASS], list(entry[PARTS]))
                 for place, slot in enumerate(entry[PARTS]):
                     if ROWS in slot:
                         slots[place] = parts[slot[ROWS][0]]
-        for number in sorted(found):
-            yield [slot if isinstance(slot, Part) else self._placeholder(slot) for slot in found[number]]
+        for number in sorted(slots_of):
+            yield [slot if isinstance(slot, MicroBatch) else self._placeholder(slot) for slot in slots_of[number]]
 
-    def _shape(self, part: Part) -> dict[str, Any]:
-        pieces: Pieces = part.pieces
-        found: dict[str, Any] = {"lengths": [len(ids) for ids in pieces.ids]}
+    def _shape(self, part: MicroBatch) -> dict[str, Any]:
+        pieces: TokenPieces = part.pieces
+        shape: dict[str, Any] = {"lengths": [len(ids) for ids in pieces.ids]}
         if max(pieces.parents, default=-1) >= 0:
-            found |= {"starts": pieces.starts, "parents": pieces.parents, "tokens": part.tokens}
+            shape |= {"starts": pieces.starts, "parents": pieces.parents, "tokens": part.tokens}
         if (tenant := part.work.tenant) is not None:
-            found["adapter"] = self._code(tenant.plan.layout)
+            shape["adapter"] = self._code(tenant.plan.layout)
             if tenant.plan.dropout and part.work.training:
-                found["dropout"] = tenant.plan.dropout
+                shape["dropout"] = tenant.plan.dropout
         if part.work.training:
-            found["trained"] = True
+            shape["trained"] = True
         if part.scoring is not None:
-            found["scores"] = _write_scoring(part.scoring)
+            shape["scores"] = _write_scoring(part.scoring)
         if part.twin is not None:
-            found["base"] = self._shape(part.twin)
-        return found
+            shape["base"] = self._shape(part.twin)
+        return shape
 
-    def _placeholder(self, shape: Mapping[str, Any]) -> Part:
+    def _placeholder(self, shape: Mapping[str, Any]) -> MicroBatch:
         lengths, training = shape["lengths"], bool(shape.get("trained"))
         ids = [torch.zeros(length, dtype=torch.int64) for length in lengths]
         count = sum(lengths)
         tenant = None if "adapter" not in shape else self._tenant(shape["adapter"], float(shape.get("dropout", 0.0)))
         scoring = None if "scores" not in shape else _read_scoring(shape["scores"])
         needs, temperature = (Needs(), 1.0) if scoring is None else (scoring.needs, scoring.temperature)
-        work = Work(-1, Operation(None, "forward", ()), tenant, None, needs, temperature, training, 0)
-        part = Part(work, (), {}, torch.empty(shape.get("tokens", count), dtype=torch.int64), ids)
+        work = WorkItem(-1, Operation(None, "forward", ()), tenant, None, needs, temperature, training, 0)
+        part = MicroBatch(work, (), {}, torch.empty(shape.get("tokens", count), dtype=torch.int64), ids)
         part.placeholder, part.scoring = True, scoring
         starts, parents = shape.get("starts", [0] * len(ids)), shape.get("parents", [-1] * len(ids))
-        part.pieces = Pieces(ids, starts, parents, torch.arange(count))
+        part.pieces = TokenPieces(ids, starts, parents, torch.arange(count))
         work.parts = [part]
         if "base" in shape:
             part.twin = self._placeholder(shape["base"])
@@ -122,7 +123,7 @@ class Compositions:
         return Tenant(AdapterRef("", 0), plan, flat, self._group)
 
     def _coded(self, layout: Layout) -> list[Any]:
-        """Return a layout as `[rank multiple, [rank, scale, places as bits in hexadecimal], ...]`."""
+        """Return a layout as `[rank multiple, [rank, scale, bit mask of sites in hexadecimal], ...]`."""
         kinds: dict[tuple[int, float], int] = {}
         for name, shape in layout.shapes.items():
             kind = (shape.rank, shape.scale)
@@ -143,10 +144,10 @@ class Compositions:
 
 
 def cuts_of(operation: Operation, rows: int) -> list[int] | None:
-    """Return where the parts of an operation begin that has a composition; None without one.
+    """Return the first rows of the micro-batches of an operation with a composition; None without one.
 
     Raises:
-        ArgumentError: the composition is not one of an operation of so many rows.
+        ArgumentError: the composition is invalid, or of an operation with another number of rows.
     """
     if not operation.composition:
         return None

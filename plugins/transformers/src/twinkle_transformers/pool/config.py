@@ -17,20 +17,19 @@ from torch import Tensor
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle_registry import check_keywords
 from twinkle_torch.layout import Layout, Shape
-from twinkle_transformers.pool.expert_files import as_peft_reads, match_experts
-from twinkle_transformers.pool.experts import ExpertSite
-from twinkle_transformers.pool.memory import host_zeros
+from twinkle_transformers.memory import host_zeros
+from twinkle_transformers.pool.experts import ExpertSite, as_peft_reads, match_experts
 from twinkle_transformers.sites import Site
 
 ATTENTION = frozenset({"self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer"})
-"""Names of the modules of a decoder layer that mix tokens; its other layers are its MLP."""
+"""Names of the modules of a decoder layer that mix tokens; its other modules are its MLP."""
 
 _OWN = ("seed", "train_attn", "train_mlp", "train_unembed")
 _HONOURED = frozenset(
     {
         "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "rank_pattern",
         "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights", "target_parameters",
-        # these say nothing about the weights
+        # the fields below do not affect the weights
         "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
         "inference_mode", "runtime_config", "fan_in_fan_out", "ephemeral_gpu_offload",
     }
@@ -39,15 +38,15 @@ _HONOURED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """A configuration, read for one model.
+    """A configuration resolved for one model.
 
     Attributes:
-        config: as PEFT's files will have it.
-        layout: where the matrices lie.
-        dropout: probability.
+        config: the configuration for PEFT's files.
+        layout: offsets of the matrices in the adapter's vector.
+        dropout: dropout probability.
         init: "kaiming" (B is 0), "gaussian" (B is 0) or "random" (B is not).
         experts: the parameters of experts that it adapts, by name.
-        seed: given with the configuration, if it was.
+        seed: seed in the configuration, if given.
     """
 
     config: LoraConfig
@@ -79,8 +78,8 @@ def read_config(
         rank_multiple: see `Layout.of`.
 
     Raises:
-        ArgumentError: a value makes no sense, or no layer matches.
-        Unsupported: a field that a pool cannot honour.
+        ArgumentError: a value is invalid, or no layer matches.
+        Unsupported: a pool does not support a field.
     """
     own: dict[str, Any] = {}
     if isinstance(config, Mapping):
@@ -103,22 +102,22 @@ def read_config(
     elif config.target_modules == "all-linear":
         _everywhere(config, sites, experts or {}, model)
     config = as_peft_reads(config, model)
-    found = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
+    adapted_experts = {key: (experts or {})[key] for key in match_experts(name, config, experts or {}, model)}
     names = _targets(name, config, sites, model)
     shapes = [(key, _shape(name, config, sites[key])) for key in names]
-    shapes += [(key, _shape(name, config, site)) for key, site in found.items()]
+    shapes += [(key, _shape(name, config, site)) for key, site in adapted_experts.items()]
     init = {True: "kaiming", False: "random"}.get(config.init_lora_weights, "gaussian")
     seed = own.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ArgumentError(f"adapter {name!r}: seed={seed!r}; it must be a whole number")
+        raise ArgumentError(f"adapter {name!r}: seed must be an integer, got {seed!r}")
     layout = Layout.of(shapes, rank_multiple=rank_multiple)
-    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), found, seed)
+    return AdapterPlan(config, layout, float(config.lora_dropout), str(init), adapted_experts, seed)
 
 
 def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
-    """Return the weights of a new adapter, float32 `[P]`: a function of plan and seed alone.
+    """Return the weights of a new adapter, float32 `[P]`: a function of plan and seed only.
 
-    A is drawn as PEFT draws it: uniform in `+-1/sqrt(fan_in)` (Kaiming's with a = sqrt(5)), or with variance 1/r^2
+    A has PEFT's distribution: uniform in `+-1/sqrt(fan_in)` (Kaiming's with a = sqrt(5)), or with variance 1/r^2
     ("gaussian"); B is 0.
     """
     draw = torch.Generator().manual_seed(seed)
@@ -138,11 +137,11 @@ def first_weights(plan: AdapterPlan, seed: int, device: torch.device) -> Tensor:
 
 def _check(name: str, config: LoraConfig) -> None:
     if isinstance(config.r, bool) or not isinstance(config.r, int) or config.r < 1:
-        raise ArgumentError(f"adapter {name!r}: rank r={config.r!r}; it must be a whole number of at least 1")
+        raise ArgumentError(f"adapter {name!r}: rank r must be an integer of at least 1, got {config.r!r}")
     if not 0.0 <= config.lora_dropout < 1.0:
-        raise ArgumentError(f"adapter {name!r}: lora_dropout={config.lora_dropout!r}; it must be in [0, 1)")
+        raise ArgumentError(f"adapter {name!r}: lora_dropout must be in [0, 1), got {config.lora_dropout!r}")
     if not isinstance(config.lora_alpha, int | float) or not math.isfinite(config.lora_alpha):
-        raise ArgumentError(f"adapter {name!r}: lora_alpha={config.lora_alpha!r}; it must be a finite number")
+        raise ArgumentError(f"adapter {name!r}: lora_alpha must be a finite number, got {config.lora_alpha!r}")
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise Unsupported(
             f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} reads or changes the base model, which "
@@ -150,10 +149,10 @@ def _check(name: str, config: LoraConfig) -> None:
         )
     plain = LoraConfig()
     for field in fields(config):
-        mine = getattr(config, field.name)
-        if field.name not in _HONOURED and mine and mine != getattr(plain, field.name):
+        value = getattr(config, field.name)
+        if field.name not in _HONOURED and value and value != getattr(plain, field.name):
             raise Unsupported(
-                f"adapter {name!r}: {field.name}={mine!r} is not supported where many adapters share one base model; "
+                f"adapter {name!r}: {field.name}={value!r} is not supported where many adapters share one base model; "
                 "leave it out, or train it alone with TransformersModel"
             )
 
@@ -164,45 +163,45 @@ def _targets(name: str, config: LoraConfig, sites: Mapping[str, Site], model: An
         known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
         if known is None:
             raise ArgumentError(
-                f"adapter {name!r}: PEFT has no target_modules for {kind!r}; give some, such as 'all-linear'"
+                f"adapter {name!r}: PEFT has no default target_modules for {kind!r}; give some, such as 'all-linear'"
             )
         config.target_modules = set(known)
-    found = [key for key in sites if _matches(config, key)]
-    for key in found:
+    matched = [key for key in sites if _matches(config, key)]
+    for key in matched:
         if refusal := _peft_refuses(config, model, key):
             raise ArgumentError(f"adapter {name!r}: {refusal}")
     for key, module in model.named_modules():
         if key not in sites and hasattr(module, "weight") and _matches(config, key):
             raise Unsupported(
-                f"adapter {name!r}: its targets match {key}, a {type(module).__name__}; a pool adapts the linear "
-                f"layers of the text decoder alone, such as {next(iter(sites))}"
+                f"adapter {name!r}: its targets match {key}, a {type(module).__name__}; a pool adapts only linear "
+                f"layers of the text decoder, such as {next(iter(sites))}"
             )
-    if not found and not config.target_parameters:
+    if not matched and not config.target_parameters:
         raise ArgumentError(
             f"adapter {name!r}: target_modules={config.target_modules!r} matches no layer of "
             f"{type(model).__name__}; its layers are {', '.join(sorted({key.rpartition('.')[2] for key in sites}))}"
         )
-    return found
+    return matched
 
 
 def _everywhere(config: LoraConfig, sites: Mapping[str, Site], experts: Mapping[str, ExpertSite], model: Any) -> None:
-    """Write what "all-linear" means into a configuration: every layer that PEFT takes, head and routers left out.
+    """Replace "all-linear" in a configuration by the layers that PEFT adapts: all but head and routers.
 
-    Where PEFT turns names of layers into names of experts, layers that still have such a name are left out too.
+    Where PEFT converts names of layers to names of experts, layers that still have such a name are excluded too.
     """
     read = as_peft_reads(config, model)
-    found = [key for key, site in sites.items() if not (site.head or site.router or _peft_refuses(config, model, key))]
+    names = [key for key, site in sites.items() if not (site.head or site.router or _peft_refuses(config, model, key))]
     if read.target_modules != config.target_modules:
-        found = [key for key in found if key.rpartition(".")[2] in read.target_modules]
+        names = [key for key in names if key.rpartition(".")[2] in read.target_modules]
         wanted = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
         config.target_parameters = [key for key in wanted if key.rpartition(".")[2] in read.target_parameters] or None
         if config.target_parameters:
             config.rank_pattern, config.alpha_pattern = read.rank_pattern, read.alpha_pattern
-    config.target_modules = _shortest(found, model)
+    config.target_modules = _shortest(names, model)
 
 
 def _peft_refuses(config: LoraConfig, model: Any, key: str) -> str | None:
-    """Return why PEFT takes no adapter on a layer: Mamba's kernels read the weights of some past the layer."""
+    """Return why PEFT refuses an adapter on a layer: Mamba's kernels read some weights without calling the layer."""
     try:
         from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
     except ImportError:
@@ -222,17 +221,17 @@ def _by_family(
     experts: Mapping[str, ExpertSite],
     model: Any,
 ) -> None:
-    """Write what `train_attn`, `train_mlp` and `train_unembed` mean into a configuration."""
+    """Replace `train_attn`, `train_mlp` and `train_unembed` by target modules in a configuration."""
     if config.target_modules is not None:
         raise ArgumentError(
             f"adapter {name!r}: give target_modules, or train_attn, train_mlp and train_unembed, but not both"
         )
     wanted = {family: own.get(f"train_{family}", True) for family in ("attn", "mlp", "unembed")}
-    found = [key for key, site in sites.items() if wanted[_family(key, site)] and not site.router]
-    found = [key for key in found if not _peft_refuses(config, model, key)]
-    if not found and not (wanted["mlp"] and experts):
-        raise ArgumentError(f"adapter {name!r}: train_attn, train_mlp and train_unembed are all off; nothing is left")
-    config.target_modules = _shortest(found, model)
+    names = [key for key, site in sites.items() if wanted[_family(key, site)] and not site.router]
+    names = [key for key in names if not _peft_refuses(config, model, key)]
+    if not names and not (wanted["mlp"] and experts):
+        raise ArgumentError(f"adapter {name!r}: at least one of train_attn, train_mlp and train_unembed must be True")
+    config.target_modules = _shortest(names, model)
     if wanted["mlp"] and experts:
         config.target_parameters = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in experts})
 
@@ -243,17 +242,17 @@ def _family(key: str, site: Site) -> str:
     return "attn" if ATTENTION & set(key.split(".")) else "mlp"
 
 
-def _shortest(found: list[str], model: Any) -> set[str]:
-    """Return last names that match these layers and nothing else of the model, or else their whole names."""
-    wanted = set(found)
-    last = {key.rpartition(".")[2] for key in found}
+def _shortest(names: list[str], model: Any) -> set[str]:
+    """Return the last names of layers if these match no other module of the model, else the full names."""
+    wanted = set(names)
+    last = {key.rpartition(".")[2] for key in names}
     others = {key.rpartition(".")[2] for key, _ in model.named_modules() if key not in wanted}
     return wanted if last & others else last
 
 
 def _matches(config: LoraConfig, key: str) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's advice about other things
+        warnings.simplefilter("ignore")  # unrelated advice of PEFT
         return bool(config.target_modules) and bool(check_target_module_exists(config, key))
 
 
@@ -261,6 +260,8 @@ def _shape(name: str, config: LoraConfig, site: Site | ExpertSite) -> Shape:
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), site.name), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), site.name), config.lora_alpha)
     if not isinstance(rank, int) or rank < 1:
-        raise ArgumentError(f"adapter {name!r}: rank_pattern gives {site.name} the rank {rank!r}")
+        raise ArgumentError(
+            f"adapter {name!r}: ranks in rank_pattern must be integers of at least 1, got {rank!r} for {site.name}"
+        )
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     return Shape(rank, site.fan_in, site.fan_out, float(scale), getattr(site, "experts", 0))

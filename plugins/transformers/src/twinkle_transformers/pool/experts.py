@@ -1,36 +1,40 @@
-"""Layers of experts of a model where adapters may act, and what runs there instead of the layer's own forward."""
+"""Layers of experts that adapters may adapt: what runs there, and how PEFT names and orders their parameters."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
-from twinkle.errors import Unsupported
+from twinkle.errors import ArgumentError, CheckpointError, Unsupported
+from twinkle_torch.layout import Entry
 from twinkle_transformers.lowrank import experts
 from twinkle_transformers.lowrank.dispatch import Dispatch
 from twinkle_transformers.lowrank.products import Routing
 from twinkle_transformers.segments import routing_now
 
 _TOLD = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "_is_expert_parallel")
-"""What transformers writes on experts that it can run by more than one implementation."""
+"""Attributes that transformers sets on experts with exchangeable implementations."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """A parameter that holds one matrix an expert, which adapters may adapt.
+    """A parameter with one matrix for each expert, which adapters may adapt.
 
     Attributes:
         name: its path in the Hugging Face module, which is its name in PEFT's `target_parameters` too.
         module: the layer of experts.
-        block: what holds it and calls it.
+        block: the module that contains and calls it.
         experts: number of experts.
-        fan_in: size of what goes into an expert's product.
-        fan_out: size of what comes out.
-        transposed: whether it lies as `[experts, fan_in, fan_out]`.
-        later: names of the module's other such parameters that come after it, which PEFT wraps around it.
+        fan_in: input size of an expert's product.
+        fan_out: output size of an expert's product.
+        transposed: whether its shape is `[experts, fan_in, fan_out]`.
+        later: names of later parameters of this kind in the module, whose PEFT wrappers enclose this one's.
     """
 
     name: str
@@ -56,26 +60,26 @@ class ExpertSite:
 def find_expert_sites(model: Any) -> dict[str, ExpertSite]:
     """Return the parameters of experts of a causal language model's text decoder, by name.
 
-    Those are found that transformers can run by more than one implementation (Qwen-MoE, GPT-OSS, DeepSeek, Mixtral,
-    ...), in floating point; experts that are ordinary linear layers are sites of their own.
+    Only floating-point experts with exchangeable implementations in transformers are returned (Qwen-MoE, GPT-OSS,
+    DeepSeek, Mixtral, ...); experts that are ordinary linear layers are found by `find_sites`.
 
     Args:
         model: the Hugging Face module, without a PEFT wrapper.
     """
     inside = {id(module) for module in model.get_decoder().modules()}
-    found: dict[str, ExpertSite] = {}
+    sites: dict[str, ExpertSite] = {}
     for path, module in model.named_modules():
-        if id(module) in inside and all(hasattr(module, told) for told in _TOLD):
+        if id(module) in inside and all(hasattr(module, attribute) for attribute in _TOLD):
             block = model.get_submodule(path.rpartition(".")[0])
-            found |= {site.name: site for site in _sites(path, module, block)}
-    return found
+            sites |= {site.name: site for site in _sites(path, module, block)}
+    return sites
 
 
 def install_experts(sites: Iterable[ExpertSite]) -> None:
-    """Let passes with adapters go through these layers; other passes see them as they were.
+    """Replace the forward of these layers, so that it adds the terms of adapters in passes that have some.
 
     Raises:
-        Unsupported: a layer's forward was replaced by something else already, or its experts lie on several devices.
+        Unsupported: a layer's forward was already replaced, or its experts are on several devices.
     """
     for site in {site.path: site for site in sites}.values():
         _check(site)
@@ -84,7 +88,7 @@ def install_experts(sites: Iterable[ExpertSite]) -> None:
 
 
 def uninstall_experts(sites: Iterable[ExpertSite]) -> None:
-    """Give the layers their own forward back."""
+    """Restore the forward of the layers."""
     for site in sites:
         if _is_ours(site.module.__dict__.get("forward")):
             del site.module.__dict__["forward"]
@@ -96,7 +100,7 @@ def _check(site: ExpertSite) -> None:
         if replaced is not None and not _is_ours(replaced):
             raise Unsupported(f"the forward of {path} was replaced (by a patch or kernel); undo that first")
     if site.module._is_expert_parallel:
-        raise Unsupported(f"the experts of {site.path} lie on several devices; adapters need all of them on one")
+        raise Unsupported(f"the experts of {site.path} are on several devices; adapters need all of them on one")
 
 
 def _is_ours(forward: Any) -> bool:
@@ -154,7 +158,143 @@ def _product(site: ExpertSite, x: Tensor, dispatch: Dispatch, routing: Routing, 
 
 
 def _trained_only(weights: Tensor, routing: Routing) -> Tensor:
-    """Return the weights `[T, k]` of the experts; a gradient flows only into those of rows that are trained."""
+    """Return the weights `[T, k]` of the experts; gradients flow only to those of trained rows."""
     if routing.trained == routing.total or not weights.requires_grad:
         return weights
     return torch.cat([weights[: routing.trained], weights[routing.trained :].detach()])
+
+
+_PREFIX = "base_model.model."
+_REFUSED = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
+"""Fields that PEFT refuses together with `target_parameters`."""
+
+
+def as_peft_reads(config: LoraConfig, model: Any) -> LoraConfig:
+    """Return a copy of a configuration as PEFT converts it for this model.
+
+    Where transformers 5 holds experts as parameters that were linear layers before (Qwen-MoE, DeepSeek, Mixtral, ...),
+    newer PEFT converts `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`, `w3` and `w2`) in `target_modules` to
+    `target_parameters`, with twice the rank where two were joined, and "all-linear" to these, the router and the other
+    linear layers. PEFT then adapts no linear layer that still has such a name (shared experts, dense layers), so it
+    cannot load files with adapters on them. Older PEFT leaves the configuration unchanged.
+
+    Raises:
+        ArgumentError: PEFT refuses it because only one of two joined layers is a target.
+    """
+    config = copy.deepcopy(config)
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return config
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError as error:
+        raise ArgumentError(f"PEFT refuses the targets for {type(model).__name__}: {error}") from error
+    return config
+
+
+def match_experts(name: str, config: LoraConfig, sites: Mapping[str, ExpertSite], model: Any) -> list[str]:
+    """Return the names of the parameters that `target_parameters` mean, in the order of the model.
+
+    As in PEFT, a target matches each parameter with this name, or whose name ends with `.` and this name.
+
+    Args:
+        name: of the adapter, for errors.
+        config: the configuration.
+        sites: the parameters that adapters may adapt.
+        model: the Hugging Face module.
+
+    Raises:
+        ArgumentError: a target matches nothing, or PEFT does not allow a field for experts.
+        Unsupported: a target matches a parameter that a pool cannot adapt.
+    """
+    targets = sorted(set(config.target_parameters or ()))
+    if not targets:
+        return []
+    for field in _REFUSED:
+        if value := getattr(config, field):
+            raise ArgumentError(
+                f"adapter {name!r}: PEFT does not support {field}={value!r} together with target_parameters"
+            )
+    for target in targets:
+        _check_target(name, target, sites, model)
+    return [key for key in sites if any(_means(target, key) for target in targets)]
+
+
+def expert_views(
+    site: ExpertSite, entry: Entry, flat: Tensor, adapted: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield A `[experts r, fan_in]` and B `[fan_out, r experts]` of one parameter as views of `flat`, by PEFT's name.
+
+    In A the rows of an expert are contiguous, in B the columns of a rank. PEFT nests the wrappers of several adapted
+    parameters of a module, the last parameter's outermost, so the names depend on the other adapted parameters.
+    `adapter_config.json` needs the names of all adapted parameters (or endings that mean the same ones) as
+    `target_parameters`, and no dropout.
+
+    Args:
+        site: the parameter.
+        entry: where its matrices lie.
+        flat: buffer `[P]` of the adapter.
+        adapted: names of all places that the adapter adapts.
+    """
+    path = f"{_PREFIX}{site.path}{'.base_layer' * sum(other in adapted for other in site.later)}"
+    yield f"{path}.lora_A.weight", entry.down_of(flat).view(-1, entry.fan_in)
+    yield f"{path}.lora_B.weight", entry.up_of(flat).transpose(0, 1).view(-1, entry.fan_out).t()
+
+
+def to_peft(site: ExpertSite, entry: Entry, flat: Tensor, adapted: Collection[str]) -> dict[str, Tensor]:
+    """Return contiguous copies of what `expert_views` yields, as PEFT's files have them."""
+    views = expert_views(site, entry, flat.detach(), adapted)
+    return {key: view.clone(memory_format=torch.contiguous_format) for key, view in views}
+
+
+def from_peft(
+    site: ExpertSite, entry: Entry, tensors: Mapping[str, Tensor], flat: Tensor, adapted: Collection[str]
+) -> None:
+    """Copy one parameter's matrices out of PEFT's tensors into a buffer.
+
+    Args:
+        site: the parameter.
+        entry: where its matrices lie.
+        tensors: by PEFT's name.
+        flat: buffer `[P]` of the adapter.
+        adapted: names of all places that the adapter adapts.
+
+    Raises:
+        CheckpointError: a matrix is missing or has another shape; the buffer is as it was.
+    """
+    views = dict(expert_views(site, entry, flat.detach(), adapted))
+    for key, view in views.items():
+        if key not in tensors:
+            near = get_close_matches(key, tensors, 1, 0)
+            raise CheckpointError(f"the adapter has no {key}" + (f"; the nearest is {near[0]}" if near else ""))
+        if tensors[key].shape != view.shape:
+            raise CheckpointError(
+                f"{key} is {list(tensors[key].shape)} in the file and {list(view.shape)} here, for {site.experts} "
+                f"experts and rank {entry.rank}"
+            )
+    for key, view in views.items():
+        view.copy_(tensors[key])
+
+
+def _means(target: str, key: str) -> bool:
+    return key == target or key.endswith(f".{target}")
+
+
+def _check_target(name: str, target: str, sites: Mapping[str, ExpertSite], model: Any) -> None:
+    others = [key for key, _ in model.named_parameters() if _means(target, key) and key not in sites]
+    if others:
+        raise Unsupported(
+            f"adapter {name!r}: target_parameters={target!r} means {others[0]}; a pool adapts parameters of experts "
+            f"alone{_examples(sites)}"
+        )
+    if not any(_means(target, key) for key in sites):
+        raise ArgumentError(
+            f"adapter {name!r}: target_parameters={target!r} matches no parameter of {type(model).__name__}"
+            f"{_examples(sites)}"
+        )
+
+
+def _examples(sites: Mapping[str, ExpertSite]) -> str:
+    ends = sorted({".".join(key.rsplit(".", 2)[-2:]) for key in sites})
+    return f", such as {' and '.join(ends)}" if ends else "; this model has none that adapters can adapt"

@@ -1,80 +1,18 @@
 """Adapters of a pool as PEFT's files: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from twinkle.errors import ArgumentError, CapacityError, CheckpointError, DataError
+from twinkle.errors import CheckpointError
 from twinkle_transformers import adapters
 from twinkle_transformers.pool.config import AdapterPlan
 from twinkle_transformers.pool.tenants import Tenant, matrices_of
-from twinkle_transformers.reading import read_tensors
 from twinkle_transformers.sites import Site
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a pool refuses although it could do it; None is no limit.
-
-    Attributes:
-        adapters: number of adapters.
-        rank: of an adapter anywhere.
-        length: tokens of a row.
-        targets: last names of the layers that may be adapted, or "all-linear".
-    """
-
-    adapters: int | None = None
-    rank: int | None = None
-    length: int | None = None
-    targets: str | Sequence[str] = "all-linear"
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_loras", self.adapters), ("max_r", self.rank), ("max_length", self.length)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1, or None")
-
-    def check_count(self, name: str, have: int) -> None:
-        """Refuse one adapter more than there may be."""
-        if self.adapters is not None and have >= self.adapters:
-            raise CapacityError(
-                f"adapter {name!r}: there are {have} adapters and max_loras is {self.adapters}; remove one with "
-                "remove_adapter, or raise max_loras (None leaves it to memory)"
-            )
-
-    def check(self, name: str, plan: AdapterPlan) -> None:
-        """Refuse ranks and layers that are not allowed."""
-        shapes = plan.layout.shapes.items()
-        highest = max(shape.rank for _, shape in shapes)
-        if self.rank is not None and highest > self.rank:
-            raise ArgumentError(f"adapter {name!r}: rank {highest} is above max_r={self.rank} of this model")
-        if isinstance(self.targets, str) and self.targets == "all-linear":
-            return
-        allowed = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        for key, _ in shapes:
-            if key.rpartition(".")[2] not in allowed and key not in allowed:
-                raise ArgumentError(
-                    f"adapter {name!r}: it adapts {key}, and this model allows target_modules={allowed} alone"
-                )
-
-    def check_rows(self, rows: Sequence[Any]) -> None:
-        """Refuse rows that are too long."""
-        if self.length is None:
-            return
-        for number, row in enumerate(rows):
-            if len(row["input_ids"]) > self.length:
-                raise DataError(
-                    f"row {number} has {len(row['input_ids'])} tokens, and max_length is {self.length}; cut rows with "
-                    "max_length= of the template"
-                )
-
-
-def read_config_of(folder: Path) -> Any:
-    """Return the PEFT configuration of a saved adapter; see `adapters.read_config`."""
-    return adapters.read_config(folder)
+from twinkle_transformers.training_state import read_tensors
 
 
 def weights_of(plan: AdapterPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -108,13 +46,13 @@ def read_flat(plan: AdapterPlan, folder: Path, sites: Mapping[str, Site]) -> tor
     path = folder / adapters.WEIGHTS
     own = dict(matrices_of(plan, torch.empty(plan.layout.size, device="meta")))  # what it says may be beyond memory
     base = {f"base_model.model.{name}.base_layer.weight": site.module.weight for name, site in sites.items()}
-    found = {key: shape for key, shape in shapes_in(path).items() if key not in base}
-    for key in sorted(own.keys() | found.keys()):
-        mine = list(own[key].shape) if key in own else None
-        if mine != found.get(key):
+    shapes = {key: shape for key, shape in shapes_in(path).items() if key not in base}
+    for key in sorted(own.keys() | shapes.keys()):
+        own_shape = list(own[key].shape) if key in own else None
+        if own_shape != shapes.get(key):
             raise CheckpointError(
-                f"the adapter in {folder} belongs to another model: {key} is {_shape(found.get(key))} in the file and "
-                f"{_shape(mine)} in this model; load the base model that it was trained on"
+                f"the adapter in {folder} belongs to another model: {key} is {_shape(shapes.get(key))} in the file and "
+                f"{_shape(own_shape)} in this model; load the base model that it was trained on"
             )
     flat = torch.zeros(plan.layout.size)
     own = dict(matrices_of(plan, flat))

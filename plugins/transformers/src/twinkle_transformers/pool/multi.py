@@ -1,45 +1,38 @@
 """`MultiLoraTransformersModel`: one frozen base model, and many adapters that train in one pass."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from twinkle import get_logger, registry, remote_class, remote_function
+from twinkle import remote_class, remote_function
+from twinkle.checkpoint_engine import CheckpointEngineMixin
 from twinkle.data_format import ModelOutput
-from twinkle.digests import check_digests
-from twinkle.engine import Operation, OperationError, OperationResult
-from twinkle.errors import ArgumentError, TrainingStateError, Unsupported
-from twinkle.hub import local_folder
+from twinkle.errors import Unsupported
+from twinkle.model import TwinkleModel
 from twinkle.model.base import Inputs
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.adapters import CONFIG, WEIGHTS
+from twinkle_transformers.backbone import Backbone
+from twinkle_transformers.batches import check_sharing
+from twinkle_transformers.checkpoints import ModelCheckpoints
 from twinkle_transformers.describe import describe
-from twinkle_transformers.flat_step import is_elementwise
-from twinkle_transformers.group import OptimizerGroup
-from twinkle_transformers.model import TransformersModel
-from twinkle_transformers.optimizers import DEFAULT_WEIGHT_DECAY, build_optimizer
-from twinkle_transformers.options import PRECISION
-from twinkle_transformers.pool import files
-from twinkle_transformers.pool.passes import Flight
-from twinkle_transformers.pool.pool import TOKENS_PER_PASS, LoraPool, seed_of
-from twinkle_transformers.pool.stepping import step_together
-from twinkle_transformers.pool.tenants import Tenant
-from twinkle_transformers.pool.together import answers, check_names, encode_each, joined, share, sort_rows
-from twinkle_transformers.pool.work import Work
-from twinkle_transformers.rows import as_rows
-from twinkle_transformers.scoring import loss_name
-from twinkle_transformers.sharing import check_sharing
-from twinkle_transformers.stepping import set_accumulation
-from twinkle_transformers.sync.terms import Changes, terms_of
+from twinkle_transformers.group import DEFAULT_METRICS, OptimizerGroup
+from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.pool.adapters import PooledAdapters, PoolLimits
+from twinkle_transformers.pool.calls import PoolCalls
+from twinkle_transformers.pool.pool import TOKENS_PER_PASS, LoraPool
+from twinkle_transformers.sync.sending import outgoing_weights
+from twinkle_transformers.training import AdapterTraining
 from twinkle_transformers.versions import AdapterVersion
 
 Names = str | Sequence[str | None]
 
 
 @remote_class()
-class MultiLoraTransformersModel(TransformersModel):
+class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
     """One frozen base model and many LoRA adapters, each with everything that a training of its own has.
 
     Every method takes `adapter_name=`, which is required. `forward_backward`, `forward_only` and `clip_grad_and_step`
@@ -64,6 +57,8 @@ class MultiLoraTransformersModel(TransformersModel):
         Unsupported: the mesh shards the model, or the model cannot see several sequences in one row.
     """
 
+    default_metrics = DEFAULT_METRICS
+
     def __init__(
         self,
         model_cls: Any = None,
@@ -85,58 +80,112 @@ class MultiLoraTransformersModel(TransformersModel):
     ) -> None:
         if mixed_precision not in ("no", "bf16"):
             raise Unsupported(
-                f"MultiLoraTransformersModel: mixed_precision={mixed_precision!r} is not supported; use 'bf16' or 'no'"
+                f"MultiLoraTransformersModel: mixed_precision must be 'bf16' or 'no', got {mixed_precision!r}"
             )
-        super().__init__(model_cls, model_id, config, device_mesh, mixed_precision, **kwargs)
-        if self.parallel.in_lockstep:
+        share_prefixes = check_sharing(share_prefixes)
+        limits = PoolLimits(max_loras, max_r, max_length, target_modules)
+        loaded = LoadedModel(model_cls, model_id, config, device_mesh, mixed_precision, **kwargs)
+        if loaded.parallel.in_lockstep:
             raise Unsupported("MultiLoraTransformersModel: a mesh with fsdp shards the base model; use dp alone")
-        dtype = PRECISION[self.mixed_precision] or self.model.dtype
+        self._loaded = loaded
+        self.model_id, self.model_path, self.base = loaded.model_id, loaded.path, loaded.base
+        self.device, self.device_mesh, self.parallel = loaded.device, loaded.device_mesh, loaded.parallel
+        self.mixed_precision, self.on_nonfinite = loaded.mixed_precision, loaded.on_nonfinite
         self.pool = LoraPool(
-            self._backbone, self.device, self.autocast, dtype, self._recompute, self._new_group, self._encode,
-            tokens_per_pass=tokens_per_pass, on_nonfinite=self.on_nonfinite, adapter_memory=adapter_memory,
-            host_memory=host_memory, parallel=self.parallel,
+            loaded.backbone, loaded.device, loaded.autocast, loaded.compute_dtype, loaded.new_recompute,
+            loaded.new_group, OptimizerGroup("").encoder(loaded.path), tokens_per_pass=tokens_per_pass,
+            on_nonfinite=loaded.on_nonfinite, adapter_memory=adapter_memory, host_memory=host_memory,
+            parallel=loaded.parallel, share_prefixes=share_prefixes,
         )  # fmt: skip
-        self._shares = check_sharing(share_prefixes)
-        self._settle_sharing()
-        self._defaults = dict(lora_config or {})
-        self._limits = files.Limits(max_loras, max_r, max_length, target_modules)
-        self._flights: dict[str, tuple[Tenant, Work, Flight, tuple[int, int]]] = {}
-        self.optimizer_group, self.active_group = {}, ""
+        self._adapters = PooledAdapters(self.pool, limits, lora_config or {})
+        self._training = AdapterTraining(loaded, self._adapters)
+        self._calls = PoolCalls(self.pool, self._adapters, self._training, limits, loaded.on_nonfinite)
+        self._checkpoints = ModelCheckpoints(loaded, self._adapters)
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face module, without a PEFT wrapper: the pool adds the terms of adapters itself."""
+        return self._loaded.module
+
+    @property
+    def backbone(self) -> Backbone:
+        """The module as body and head."""
+        return self._loaded.backbone
+
+    @property
+    def optimizer_group(self) -> dict[str, OptimizerGroup]:
+        """Training state of each adapter by name."""
+        return self._adapters.groups
+
+    @property
+    def active_group(self) -> str:
+        """Name of the adapter that was added last."""
+        return self._adapters.active
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which forwards of this model run: mixed precision, if it is on."""
+        return self._loaded.autocast()
+
+    def evidence(self) -> list[Evidence]:
+        """Return what was measured about each fast path of this model, including that of adapters in one pass."""
+        evidence = self._loaded.evidence()
+        return evidence if self.pool.passes.evidence is None else [*evidence, self.pool.passes.evidence]
+
+    # Components
+
+    def set_loss(self, loss_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """See `TransformersModel.set_loss`."""
+        self._training.set_loss(adapter_name, loss_cls, kwargs)
+
+    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """Set an adapter's optimizer; arguments as those of `TransformersModel`.
+
+        One that updates each number by itself (AdamW, SGD, ...) runs over all of them as one vector; others, and
+        `params=` with rules, get the matrices A and B by PEFT's names.
+        """
+        self._adapters.set_optimizer(adapter_name, optimizer_cls, kwargs)
+
+    def set_lr_scheduler(self, scheduler_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """See `TransformersModel.set_lr_scheduler`."""
+        self._training.set_lr_scheduler(adapter_name, scheduler_cls, kwargs)
+
+    def set_template(self, template_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """See `TransformersModel.set_template`."""
+        self._training.set_template(adapter_name, template_cls, kwargs)
+
+    def set_processor(self, processor_cls: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """See `TransformersModel.set_processor`."""
+        self._training.set_processor(adapter_name, processor_cls, kwargs)
+
+    def add_metric(
+        self, metric_cls: Any, is_training: bool | None = None, *, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """See `TransformersModel.add_metric`."""
+        self._training.add_metric(adapter_name, metric_cls, is_training, kwargs)
+
+    def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:
+        """See `TransformersModel.set_grad_scaler`."""
+        self._training.set_grad_scaler(adapter_name, kwargs)
 
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
-        """Apply a patch to the Hugging Face module, unless adapters could not act past it.
+        """Apply a patch to the Hugging Face module, unless it would bypass adapters.
 
         Raises:
             Unsupported: the patch replaces the forward of a layer that adapters may be on; nothing is changed then.
         """
-        super().apply_patch(patch_cls, **kwargs)
+        self._loaded.apply_patch(patch_cls, kwargs)
         try:
-            self._look_again()
+            self.pool.rebind(self._loaded.backbone)
         except Unsupported:
             self.undo_patch(patch_cls)
             raise
 
     def undo_patch(self, patch_cls: Any) -> None:
         """Undo a patch that `apply_patch` applied."""
-        super().undo_patch(patch_cls)
-        self._look_again()
+        self._loaded.undo_patch(patch_cls)
+        self.pool.rebind(self._loaded.backbone)
 
-    def _look_again(self) -> None:
-        self.pool.look_again(self._backbone)
-        self._settle_sharing()
-
-    def _settle_sharing(self) -> None:
-        refusal = self._backbone.segmenter.check_prefixes() if self._shares else "not wanted"
-        if refusal is not None and self._shares is True:
-            raise Unsupported(f'{refusal}, or use share_prefixes="auto", which computes rows whole here')
-        self.pool.passes.share_prefixes = refusal is None
-
-    def evidence(self) -> list[Evidence]:
-        """Return what was measured about each fast path of this model, that of adapters in one pass included."""
-        found = super().evidence()
-        return found if self.pool.passes.evidence is None else [*found, self.pool.passes.evidence]
-
-    # adapters
+    # Adapters
 
     def add_adapter_to_model(
         self,
@@ -159,58 +208,18 @@ class MultiLoraTransformersModel(TransformersModel):
             ArgumentError: the name is taken, a value is wrong, nothing matches, or a limit is passed.
             Unsupported: a field that adapters on a shared base model cannot have.
         """
-        folder = local_folder(config_or_dir) if isinstance(config_or_dir, str | Path) else None
-        config = config_or_dir if folder is None else files.read_config_of(folder)
-        if isinstance(config, Mapping):
-            config = {**self._defaults, **config}
-        self._limits.check_count(adapter_name, len(self.pool.tenants))
-        ref = self.pool.add(adapter_name, config, seed=self._agreed_seed(adapter_name, config, seed))
-        tenant = self.pool.tenants.find(ref)
-        try:
-            self._limits.check(adapter_name, tenant.plan)
-            set_accumulation(tenant.group, gradient_accumulation_steps)
-            if folder is not None:
-                check_digests(folder, (WEIGHTS, CONFIG))
-                files.load_weights(self.pool.tenants[ref], folder, self.pool.sites)
-        except BaseException:
-            self.pool.remove(ref)
-            raise
-        self.optimizer_group[adapter_name] = tenant.group
-        self.active_group = adapter_name
+        self._adapters.add(adapter_name, config_or_dir, accumulation=gradient_accumulation_steps, seed=seed)
 
     def remove_adapter(self, adapter_name: str) -> None:
         """Remove an adapter with its optimizer and gradients; its name is free again."""
-        self.pool.remove(adapter_name)
-        del self.optimizer_group[adapter_name]
-        self._flights.pop(adapter_name, None)
+        self._adapters.remove(adapter_name)
+        self._calls.forget(adapter_name)
 
-    def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set an adapter's optimizer; arguments as those of `TransformersModel`.
+    def sampler_version(self, adapter_name: str) -> AdapterVersion:
+        """Return an adapter's weights as they are now, which training does not change; see `LoraPool.version`."""
+        return self.pool.version(adapter_name)
 
-        One that updates each number by itself (AdamW, SGD, ...) runs over all of them as one vector; others, and
-        `params=` with rules, get the matrices A and B by PEFT's names.
-        """
-        tenant = self._tenant(adapter_name)
-        found = registry().resolve(optimizer_cls, "optimizer")
-        if isinstance(found, type) and is_elementwise(found) and kwargs.get("params") is None:
-            if found in (torch.optim.Adam, torch.optim.AdamW) and not kwargs.get("foreach"):
-                kwargs.setdefault("fused", True)
-            optimizer = build_optimizer(found, [("adapter", tenant.flat)], **kwargs)
-            for group in optimizer.param_groups:  # a vector, but of matrices: they decay
-                if "weight_decay" in group:
-                    decay = kwargs.get("weight_decay")
-                    group["weight_decay"] = DEFAULT_WEIGHT_DECAY if decay is None else decay
-                    group["decays"] = True
-            tenant.group.left_out = []
-        else:
-            optimizer = build_optimizer(found, list(tenant.views().items()), **kwargs)
-            tenant.group.left_out = [tenant.flat, *tenant.views().values()]
-        tenant.group.optimizer = optimizer
-        if tenant.group.lr_scheduler is not None:
-            get_logger().warning("adapter %r: its scheduler followed the old optimizer; set it again", tenant.name)
-            tenant.group.lr_scheduler = None
-
-    # forward and backward
+    # Forward and backward
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward(
@@ -223,46 +232,18 @@ class MultiLoraTransformersModel(TransformersModel):
         task: str = "causal_lm",
     ) -> ModelOutput:
         """Run a batch of one adapter in training mode and keep its graph; arguments as those of `TransformersModel`."""
-        tenant = self._tenant(adapter_name)
-        tenant.group.begin_backward()
-        self._ready(tenant.group, training=True)
         options = {"temperature": temperature, "return_logits": return_logits, "task": task}
-        rows = self._encoded(tenant.group, inputs)
-        work = self.pool.prepare(0, Operation(tenant.ref, "forward_backward", rows, options=options), staged=True)
-        flight = self.pool.passes.forward(work.parts)
-        if work.error is not None:
-            raise work.error
-        self._flights[tenant.name] = (tenant, work, flight, tenant.state)
-        tenant.group.training = True
-        tenant.group.train_status.passes = [part.item for part in work.parts if part.item is not None]
-        return tenant.group.train_status.passes[0].outputs
+        return self._calls.forward(adapter_name, inputs, options)
+
+    @remote_function(collect="mean")
+    def calculate_loss(self, *, adapter_name: str | None = None, **loss_kwargs: Any) -> float:
+        """See `TransformersModel.calculate_loss`."""
+        return self._training.calculate_loss(adapter_name, loss_kwargs)
 
     @remote_function()
     def backward(self, *, adapter_name: str | None = None) -> None:
         """Add the gradients of the last calculated loss of an adapter."""
-        tenant = self._tenant(adapter_name)
-        tenant.group.begin_backward()
-        owner, work, flight, state = self._flights.get(tenant.name, (None, None, None, (0, 0)))
-        if owner is not tenant or work is None or flight is None:
-            raise TrainingStateError("backward: there is no forward; call forward and calculate_loss first")
-        if state != tenant.state:
-            raise TrainingStateError(
-                f"backward: the weights of adapter {tenant.name!r} have changed since its forward; call forward and "
-                "calculate_loss again"
-            )
-        for item in (part.item for part in work.parts if part.item is not None and part.item.usable):
-            if item.loss is None:
-                raise TrainingStateError(
-                    "backward: no loss was calculated; call calculate_loss() (or forward_backward()) first"
-                )
-            if not item.loss.loss_sum.requires_grad:
-                name = loss_name(tenant.group.loss_instance)
-                raise TrainingStateError(f"backward: the result of {name} has no gradient; was it detached?")
-        del self._flights[tenant.name]
-        self.pool.passes.backward(flight)
-        self.pool.collect(flight)
-        if isinstance(result := self.pool.finish(work), OperationError):
-            raise result.error
+        self._calls.backward(adapter_name)
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_backward(
@@ -297,16 +278,7 @@ class MultiLoraTransformersModel(TransformersModel):
             OperationsFailed: with a list, if the operation of an adapter failed; the others are done.
         """
         options = {"temperature": temperature, "return_logits": return_logits, "task": task}
-        if isinstance(adapter_name, str | None):
-            tenant = self._tenant(adapter_name)
-            self._ready(tenant.group, training=True)
-            rows = self._encoded(tenant.group, inputs)
-            operation = Operation(tenant.ref, "forward_backward", rows, None, loss_kwargs, options)
-            work = self._run([operation], micro_batch_size)[0]
-            tenant.group.training, tenant.group.train_status.passes = True, []
-            return self._joined(tenant.group, work)
-        with self.pool.paging.together():
-            return self._mixed(inputs, adapter_name, options, loss_kwargs, micro_batch_size, training=True)
+        return self._calls.forward_backward(adapter_name, inputs, micro_batch_size, options, loss_kwargs)
 
     @remote_function(dispatch="slice_dp", collect="flatten")
     def forward_only(
@@ -328,19 +300,58 @@ class MultiLoraTransformersModel(TransformersModel):
         """
         options: dict[str, Any] = {"temperature": temperature, "return_logits": return_logits, "task": task}
         options["topk_logprobs"] = topk_logprobs
-        if isinstance(adapter_name, str | None):
-            tenant = self._tenant(adapter_name)
-            rows = self._encoded(tenant.group, inputs)
-            operation = Operation(None if disable_lora else tenant.ref, "forward", rows, None, {}, options)
-            [(work, result)] = self._run([operation], micro_batch_size, evaluates=tenant)
-            tenant.group.training = False
-            tenant.group.eval_status.passes = [p.item for p in work.parts if p.item is not None] if work else []
-            return self._joined(tenant.group, (work, result))
-        names = [None] * len(adapter_name) if disable_lora else adapter_name
-        with self.pool.paging.together():
-            return self._mixed(inputs, names, options, {}, micro_batch_size, training=False)
+        return self._calls.forward_only(adapter_name, inputs, micro_batch_size, options, disable_lora)
 
-    # the step
+    # Step
+
+    @remote_function(collect="first")
+    def clip_grad_norm(
+        self,
+        max_grad_norm: float = 1.0,
+        norm_type: float = 2,
+        *,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> float:
+        """See `TransformersModel.clip_grad_norm`."""
+        return self._training.clip_grad_norm(adapter_name, max_grad_norm, norm_type, gradient_accumulation_steps, flush)
+
+    @remote_function()
+    def step(
+        self,
+        *,
+        optim_params: Mapping[str, Any] | None = None,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        """See `TransformersModel.step`."""
+        self._training.step(adapter_name, optim_params, gradient_accumulation_steps, flush)
+
+    @remote_function()
+    def zero_grad(
+        self,
+        *,
+        set_to_none: bool = True,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        """See `TransformersModel.zero_grad`."""
+        self._training.zero_grad(adapter_name, set_to_none, gradient_accumulation_steps, flush)
+
+    @remote_function()
+    def lr_step(
+        self,
+        *,
+        metrics: float | None = None,
+        adapter_name: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        """See `TransformersModel.lr_step`."""
+        self._training.lr_step(adapter_name, metrics, gradient_accumulation_steps)
 
     @remote_function(collect="first")
     def clip_grad_and_step(
@@ -357,149 +368,81 @@ class MultiLoraTransformersModel(TransformersModel):
         Returns:
             for a list the norm of each adapter's gradient before clipping (0 where an accumulation is unfinished).
         """
-        how = (self.parallel, max_grad_norm, norm_type, self.on_nonfinite)
-        options: dict[str, Any] = {"gradient_accumulation_steps": gradient_accumulation_steps, "flush": flush}
-        if isinstance(adapter_name, str | None):
-            step_together([self._tenant(adapter_name)], *how, **options)
-            return None
-        if not isinstance(adapter_name, list | tuple):
-            raise ArgumentError(f"adapter_name is a {type(adapter_name).__name__}; give a name or a list of names")
-        if len(set(adapter_name)) < len(adapter_name):
-            raise ArgumentError("clip_grad_and_step: an adapter is named twice; each has one step")
-        with self.pool.paging.together():
-            tenants = [self._tenant(name) for name in adapter_name]
-            return step_together(tenants, *how, **options)
+        return self._calls.clip_grad_and_step(
+            adapter_name, max_grad_norm, norm_type, gradient_accumulation_steps, flush
+        )
 
-    # numbers
+    # Metrics and state
 
-    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
-        """Return an adapter's weights by PEFT's names."""
-        tenant = self._tenant(adapter_name)
-        return files.weights_of(tenant.plan, tenant.flat)
+    @remote_function(collect="first")
+    def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, float]:
+        """See `TransformersModel.calculate_metric`."""
+        return self._training.calculate_metric(adapter_name, is_training)
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
         """Return a readable summary of what is trained and how."""
-        tenant = self._tenant(adapter_name)
+        tenant = self._adapters.tenant(adapter_name)
         trained = tenant.plan.layout.parameters
         return describe(self.model, tenant.group, precision=self.mixed_precision, source=self.model_id, trained=trained)
 
-    def sampler_version(self, adapter_name: str) -> AdapterVersion:
-        """Return an adapter's weights as they are now, which training does not change; see `LoraPool.version`."""
-        return self.pool.version(adapter_name)
+    def get_state_dict(self, *, adapter_name: str | None = None) -> dict[str, torch.Tensor]:
+        """Return an adapter's weights by PEFT's names."""
+        return self._adapters.state_dict(adapter_name)
 
-    # inside
+    def get_peft_config_dict(self, adapter_name: str | None = None) -> dict[str, Any] | None:
+        """See `TransformersModel.get_peft_config_dict`."""
+        return self._training.peft_config(adapter_name)
 
-    def _changes(self, adapter_name: str | None) -> tuple[str, Changes]:
-        tenant = self._tenant(adapter_name)
-        version = self.pool.version(tenant.ref)
-        if experts := [name for name, shape in version.layout.shapes.items() if shape.experts]:
-            raise Unsupported(
-                f"adapter {tenant.name!r} adapts experts ({experts[0]}), which are neither merged nor sent; share the "
-                "model instead: TorchSampler(model=model)"
-            )
-        return tenant.name, Changes(terms_of(version, self.pool.sites))
+    # ModelCheckpoints and weight transfer
 
-    def _agreed_seed(self, name: str, config: Any, seed: int | None) -> int | None:
-        """Return the seed of an adapter's first weights; where none is given, ranks take that of the first."""
-        given = seed is not None or (isinstance(config, Mapping) and config.get("seed") is not None)
-        if given or self.parallel.ranks.alone:
-            return seed
-        return int(self.parallel.ranks.agree(f"adapter {name!r}", float(seed_of(name) % 2**53))[0])
+    @remote_function(collect="first")
+    def save(
+        self,
+        name: str | None = None,
+        output_dir: str | None = None,
+        interval: int = 1,
+        *,
+        adapter_name: str | None = None,
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
+        loop_state: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """See `TransformersModel.save`."""
+        return self._checkpoints.save(
+            adapter_name, name, output_dir, interval, save_optimizer=save_optimizer,
+            consumed_train_samples=consumed_train_samples, loop_state=loop_state,
+        )  # fmt: skip
 
-    def _tenant(self, adapter_name: str | None) -> Tenant:
-        if adapter_name is None:
-            raise ArgumentError(
-                f"adapter_name is required where many adapters share a model; there are {self.pool.tenants.names()}"
-            )
-        return self.pool.tenants[adapter_name]
+    @remote_function()
+    def load(
+        self,
+        name: str,
+        output_dir: str | None = None,
+        *,
+        adapter_name: str | None = None,
+        load_optimizer: bool = False,
+        token: str | None = None,
+    ) -> None:
+        """See `TransformersModel.load`."""
+        self._checkpoints.load(adapter_name, name, output_dir, load_optimizer=load_optimizer, token=token)
 
-    def _group(self, adapter_name: str | None) -> OptimizerGroup:
-        return self._tenant(adapter_name).group
+    @remote_function(collect="first")
+    def resume_from_checkpoint(
+        self, checkpoint_dir: str, *, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, int]:
+        """See `TransformersModel.resume_from_checkpoint`."""
+        return self._checkpoints.resume(adapter_name, Path(checkpoint_dir), only_model=resume_only_model)
 
-    def _select(self, adapter_name: str | None) -> OptimizerGroup:
-        return self._tenant(adapter_name).group
-
-    def _trained(self, adapter_name: str | None, *, saving: bool = False) -> OptimizerGroup:
-        return self._tenant(adapter_name).group
-
-    def _place(self, group: OptimizerGroup, *, trained: bool = True) -> None:
-        """Do nothing: every rank has the whole of an adapter, and made it from the same seed."""
-
-    def _names(self, group: OptimizerGroup) -> Mapping[str, torch.nn.Parameter]:
-        return self._tenant(group.adapter_name).parameters()
-
-    def _weights(self, group: OptimizerGroup) -> Mapping[str, torch.Tensor]:
-        return self.get_state_dict(adapter_name=group.adapter_name)
-
-    def _load_adapter(self, group: OptimizerGroup, folder: Path) -> None:
-        files.load_weights(self._tenant(group.adapter_name), folder, self.pool.sites)
-
-    def _resumed(self, group: OptimizerGroup) -> None:
-        self._tenant(group.adapter_name).adopt_gradients()
-
-    def _encode(self, trajectory: Any) -> Any:
-        return self.pool.base.encoder(self.model_path)(trajectory)
-
-    def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
-        encode: Callable[[Any], Any] = self._encode if group.template is None else group.template.encode
-        return encode
-
-    def _encoded(self, group: OptimizerGroup, inputs: Any) -> list[Any]:
-        rows = as_rows(inputs, self._encoder(group))
-        self._limits.check_rows(rows)
-        return rows
-
-    def _run(
-        self, operations: Sequence[Operation | OperationError], rows: int | None, evaluates: Tenant | None = None
-    ) -> list[tuple[Work | None, OperationResult | OperationError]]:
-        found: list[tuple[Work | None, Any]] = []
-        for index, operation in enumerate(operations):
-            if isinstance(operation, OperationError):
-                found.append((None, operation))
-                continue
-            try:
-                found.append((self.pool.prepare(index, operation, rows=rows, evaluates=evaluates), None))
-            except Exception as error:  # a loss or processor may raise anything, and the others go on
-                name = None if operation.adapter is None else self.pool.tenants.find(operation.adapter).name
-                found.append((None, OperationError(error, name, index)))
-        self.pool.execute([work for work, _ in found if work is not None])
-        return [(work, failed if work is None else self.pool.finish(work)) for work, failed in found]
-
-    def _joined(self, group: OptimizerGroup, done: tuple[Work | None, Any]) -> ModelOutput:
-        _, result = done
-        if isinstance(result, OperationError):
-            raise result.error
-        return joined(result, left=group.pads_left())
-
-    def _mixed(
-        self, inputs: Any, names: Any, options: Mapping[str, Any], loss_kwargs: Mapping[str, Any], size: int | None, *,
-        training: bool,
-    ) -> list[ModelOutput]:  # fmt: skip
-        names = check_names(names, inputs)
-        rows = sort_rows(names)
-        tenants = {name: self._tenant(name) for name in rows if name is not None}
-        losses: dict[str | None, Any] = {}
-        for name, tenant in tenants.items() if training else ():
-            self._ready(tenant.group, training=True)
-            losses[name] = tenant.group.loss()
-        shares = share(loss_kwargs, losses, rows) if loss_kwargs else {}
-        operations: list[Operation | OperationError] = []
-        for who, mine in rows.items():
-            group = self.pool.base if who is None else tenants[who].group
-            try:
-                encoded = encode_each([inputs[row] for row in mine], self._encoder(group))
-                self._limits.check_rows(encoded)
-            except Exception as error:  # a template may raise anything, and the others go on
-                operations.append(OperationError(error, who, len(operations)))
-                continue
-            if who is None:
-                operations.append(Operation(None, "forward", encoded, options=options))
-            else:
-                kind: Literal["forward", "forward_backward"] = "forward_backward" if training else "forward"
-                arguments = shares.get(who, {})
-                operations.append(Operation(tenants[who].ref, kind, encoded, None, arguments, options))
-        results = [result for _, result in self._run(operations, size)]
-        for tenant in tenants.values():  # calculate_loss must not score an earlier forward
-            tenant.group.training = training
-            (tenant.group.train_status if training else tenant.group.eval_status).passes = []
-        return answers(rows, results, len(names))
+    @remote_function(dispatch="all")
+    def send_weights(
+        self,
+        adapter_name: str | None = None,
+        base_sync_done: bool = False,
+        merge_and_sync: bool = False,
+        model_keys: Sequence[str] | None = None,
+    ) -> None:
+        """See `TransformersModel.send_weights`."""
+        weights = outgoing_weights(
+            self._loaded, self._adapters, adapter_name, base_sync_done, merge_and_sync, model_keys
+        )
+        asyncio.run(self.checkpoint_engine.send_weights(weights))

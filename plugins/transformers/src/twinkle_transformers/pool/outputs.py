@@ -1,4 +1,4 @@
-"""From the hidden states of a pass to what the losses of its parts see."""
+"""Outputs of the micro-batches of a pass, computed from its hidden states."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -17,35 +17,46 @@ from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import Pass
 from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.grouped import Groups
-from twinkle_transformers.lowrank.products import Cohort, Routing
-from twinkle_transformers.needs import Needs
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.pool.stream import LEAST_ROWS, Stream
-from twinkle_transformers.pool.work import Part, Scoring
-from twinkle_transformers.scores import check_top, has_targets, score_logits, spread, targets_at, trained_places
+from twinkle_transformers.pool.work import MicroBatch, Scoring
+from twinkle_transformers.token_scores import (
+    Needs,
+    check_top,
+    has_targets,
+    scatter_scores,
+    score_logits,
+    targets_at,
+    trained_places,
+)
 
 
 class Outputs:
-    """Writes the outputs of parts.
+    """Writes the outputs of micro-batches.
 
     Args:
-        backbone: body, head and what lies between.
-        device: where they are.
-        head: name of the output projection among the places that adapters may adapt.
+        backbone: the model as body and head.
+        device: device of the model.
+        head: name of the output projection, if adapters may adapt it.
     """
 
     def __init__(self, backbone: Backbone, device: torch.device, head: str | None) -> None:
         self.backbone, self.device, self.head = backbone, device, head
 
-    def write(self, parts: Sequence[Part], stream: Stream, hidden: Tensor) -> None:
-        """Give each part its outputs; parts that want the same of the same head are scored together.
+    def write(self, parts: Sequence[MicroBatch], stream: Stream, hidden: Tensor) -> None:
+        """Set the outputs of each micro-batch; those with equal needs of the same head share one product.
 
         Args:
-            parts: of the pass.
-            stream: what was computed.
-            hidden: `[T, H]` hidden states, or `[T, V]` logits of a model whose head cannot be told apart.
+            parts: the micro-batches of the pass.
+            stream: the input of the pass.
+            hidden: `[T, H]` hidden states, or `[T, V]` logits if the head cannot be called separately.
         """
-        rows = {id(part): (cohort, row) for cohort, mine in stream.cohorts for row, part in enumerate(mine)}
-        together: dict[Any, list[Part]] = {}
+        rows = {
+            id(part): (adapter_group, row)
+            for adapter_group, group_parts in stream.adapter_groups
+            for row, part in enumerate(group_parts)
+        }
+        together: dict[Any, list[MicroBatch]] = {}
         for part in parts:
             if part.placeholder:
                 if part.scoring is not None:
@@ -63,16 +74,16 @@ class Outputs:
             self._try(group, partial(self._score, group, hidden, self.backbone.head))
 
     @staticmethod
-    def _try(parts: list[Part], call: Callable[[], None]) -> None:
-        """Keep what goes wrong with the operations that it goes wrong for."""
+    def _try(parts: list[MicroBatch], call: Callable[[], None]) -> None:
+        """Assign an error to the operations of the micro-batches, so that the others go on."""
         try:
             call()
         except (TwinkleError, ValueError, TypeError, LookupError) as error:
             for part in parts:
                 part.work.error = error
 
-    def _score(self, parts: list[Part], hidden: Tensor, head: Any) -> None:
-        """Score the trained positions of parts with equal needs by one product with the head."""
+    def _score(self, parts: list[MicroBatch], hidden: Tensor, head: Any) -> None:
+        """Score the trained positions of micro-batches with equal needs in one product with the head."""
         needs, temperature = parts[0].work.needs, parts[0].work.temperature
         chosen = [_scored_places(part, needs) for part in parts]
         places = torch.cat([_in_stream(p, c) for p, c in zip(parts, chosen, strict=True)])
@@ -84,7 +95,7 @@ class Outputs:
             places = nn.functional.pad(places, (0, missing))
             targets = nn.functional.pad(targets, (0, 0) * (targets.dim() - 1) + (0, missing))
         if not parts[0].work.training:
-            hidden = hidden.detach()  # the head computes its gradient with its forward, for whoever wants one
+            hidden = hidden.detach()  # the head would compute a gradient in its forward
         scores = score_tokens(
             hidden[places.to(self.device)],
             targets.to(self.device),
@@ -101,18 +112,18 @@ class Outputs:
             [None] * len(sizes) if values is None else torch.split_with_sizes(values, sizes)
             for values in (getattr(scores, field.name) for field in fields(TokenScores))
         ]
-        for part, where, *mine in zip(parts, chosen, *columns, strict=False):
+        for part, where, *part_values in zip(parts, chosen, *columns, strict=False):
             if part.placeholder:
                 continue
             if isinstance(head, nn.Module):
                 part.scoring = Scoring(needs, temperature, tuple(part.batch["labels"].shape[2:]), len(where))
-            self._set(part, spread(part.batch["labels"], where.to(self.device), TokenScores(*mine)))
+            self._set(part, scatter_scores(part.batch["labels"], where.to(self.device), TokenScores(*part_values)))
 
-    def _whole(self, part: Part, hidden: Tensor, head: Any) -> None:
-        """Compute what only one part wants: whole logits, or one vector a row."""
+    def _whole(self, part: MicroBatch, hidden: Tensor, head: Any) -> None:
+        """Compute outputs that cannot be shared: whole logits, or one vector a row."""
         self._set(part, self._made(part, hidden, head))
 
-    def _made(self, part: Part, hidden: Tensor, head: Any) -> ModelOutput:
+    def _made(self, part: MicroBatch, hidden: Tensor, head: Any) -> ModelOutput:
         needs, temperature, batch = part.work.needs, part.work.temperature, part.batch
         scored = has_targets(batch.get("labels"))
         check_top(needs, scored and not needs.embeddings)
@@ -131,8 +142,8 @@ class Outputs:
             outputs["logits"] = logits
         return outputs
 
-    def _head_of(self, part: Part, rows: dict[int, tuple[Cohort, int]]) -> Any:
-        """Return the head that a part sees; None where logits come out of the model whole."""
+    def _head_of(self, part: MicroBatch, rows: dict[int, tuple[AdapterGroup, int]]) -> Any:
+        """Return the head of a micro-batch; None if the model returns whole logits."""
         if not self.backbone.splits:
             return None
         tenant = part.work.tenant
@@ -140,59 +151,59 @@ class Outputs:
             return self.backbone.head
         return _AdaptedHead(self.backbone.head, self.head, *rows[id(part)])
 
-    def _transform(self, part: Part, temperature: float) -> LogitTransform:
-        mine, softcap = self.backbone.transform, part.work.needs.softcap
-        if softcap is not None and softcap != mine.softcap:
+    def _transform(self, part: MicroBatch, temperature: float) -> LogitTransform:
+        transform, softcap = self.backbone.transform, part.work.needs.softcap
+        if softcap is not None and softcap != transform.softcap:
             raise ArgumentError(
-                f"the loss says softcap={softcap}, but the model caps its logits at {mine.softcap}; leave softcap out "
-                "to use the model's own"
+                f"softcap of the loss must be that of the model ({transform.softcap}), got {softcap}; leave softcap "
+                "out to use the model's own"
             )
-        return LogitTransform(mine.scale, mine.softcap, temperature)
+        return LogitTransform(transform.scale, transform.softcap, temperature)
 
     @staticmethod
-    def _set(part: Part, outputs: ModelOutput) -> None:
+    def _set(part: MicroBatch, outputs: ModelOutput) -> None:
         part.item = Pass(part.batch, outputs, list(part.rows))  # type: ignore[arg-type]
 
 
 class _AdaptedHead:
     """The output projection with one adapter's low-rank term."""
 
-    def __init__(self, head: Any, name: str, cohort: Cohort, row: int) -> None:
-        self.head, self.name, self.cohort, self.row = head, name, cohort, slice(row, row + 1)
+    def __init__(self, head: Any, name: str, adapter_group: AdapterGroup, row: int) -> None:
+        self.head, self.name, self.adapter_group, self.row = head, name, adapter_group, slice(row, row + 1)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits `[n, V]` of hidden states `[n, H]`."""
-        cohort, count = self.cohort, len(hidden)
-        grads = None if cohort.grads is None else cohort.grads[self.row]
-        mine = Cohort(cohort.layout, Groups(0, (count,)), cohort.weights[self.row], grads)
-        routing = Routing([mine], count, 0 if grads is None else count)
+        adapter_group, count = self.adapter_group, len(hidden)
+        grads = None if adapter_group.grads is None else adapter_group.grads[self.row]
+        head_group = AdapterGroup(adapter_group.layout, Groups(0, (count,)), adapter_group.weights[self.row], grads)
+        routing = Routing([head_group], count, 0 if grads is None else count)
         return lowrank.linear(hidden, self.head.weight, self.head.bias, routing, self.name)
 
 
-def _key(part: Part, targets: tuple[int, ...]) -> Any:
-    """Return what parts have in common that are scored together."""
+def _key(part: MicroBatch, targets: tuple[int, ...]) -> Any:
+    """Return what micro-batches must have in common to be scored together."""
     return part.work.needs, part.work.temperature, part.work.training, targets
 
 
-def _scored_places(part: Part, needs: Needs) -> Tensor:
+def _scored_places(part: MicroBatch, needs: Needs) -> Tensor:
     if part.placeholder and part.scoring is not None:
         return torch.arange(part.scoring.count)
     return trained_places(part.batch, needs)
 
 
-def _in_stream(part: Part, places: Tensor) -> Tensor:
+def _in_stream(part: MicroBatch, places: Tensor) -> Tensor:
     if part.placeholder:
         return part.stream[places % max(1, len(part.stream))]
     return part.stream[torch.searchsorted(part.places, places)]
 
 
-def _targets(part: Part, places: Tensor) -> Tensor:
+def _targets(part: MicroBatch, places: Tensor) -> Tensor:
     if part.placeholder and part.scoring is not None:
         return torch.zeros(len(places), *part.scoring.targets, dtype=torch.int64)
     return targets_at(part.batch["labels"], places)
 
 
-def _padded(part: Part, rows: Tensor) -> Tensor:
+def _padded(part: MicroBatch, rows: Tensor) -> Tensor:
     """Return `[B, T, ...]` of `[S, ...]`, with 0 where nothing was computed."""
     shape = part.batch["input_ids"].shape[:2]
     out = rows.new_zeros((shape.numel(), *rows.shape[1:]))

@@ -1,4 +1,4 @@
-"""An adapter's tensors away from the device: in host memory, or in one file that goes when nobody wants it."""
+"""The tensors of a paged adapter: in host memory, or in a file that is removed with the page."""
 
 import os
 import uuid
@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from twinkle.errors import CheckpointError, OutputError
-from twinkle_transformers.pool.memory import dense_stride, host_copy, host_empty, in_memory_order
+from twinkle_transformers.memory import dense_stride, host_copy, host_empty, in_memory_order
 from twinkle_transformers.pool.tenants import Tenant
 
 BLANK = torch.full((), torch.nan)
-"""What stands for weights that are elsewhere: who uses them all the same gets no number."""
+"""Placeholder of paged weights: NaN, so that using them by mistake shows in every result."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a tensor belongs: `put` it there, on `device`, with these strides."""
+    """Origin of a tensor: the functions that `put` it back, its device and its strides."""
 
     tensor: Tensor
     put: list[Callable[[Tensor | None], None]]
@@ -44,26 +44,26 @@ class _Place:
 
 
 def places(tenant: Tenant) -> dict[str, _Place]:
-    """Return an adapter's tensors by name: weights, pending gradient, and whatever its optimizer keeps in its state."""
-    found: dict[str, _Place] = {"weights": _Place(tenant.flat.detach(), [partial(_put_weights, tenant)])}
+    """Return an adapter's tensors by name: weights, pending gradient, and tensors in the state of its optimizer."""
+    tensors: dict[str, _Place] = {"weights": _Place(tenant.flat.detach(), [partial(_put_weights, tenant)])}
     if tenant.flat.grad is not None:
-        found["gradient"] = _Place(tenant.flat.grad, [partial(_put_gradient, tenant)])
+        tensors["gradient"] = _Place(tenant.flat.grad, [partial(_put_gradient, tenant)])
     seen: dict[int, _Place] = {}
     for name, held, key in _state_of(tenant):
         tensor = held[key]
         if id(tensor) in seen:
             seen[id(tensor)].put.append(partial(_put_item, held, key))
         else:
-            found[name] = seen[id(tensor)] = _Place(tensor, [partial(_put_item, held, key)])
-    return found
+            tensors[name] = seen[id(tensor)] = _Place(tensor, [partial(_put_item, held, key)])
+    return tensors
 
 
 def bytes_in(tenant: Tenant, optimizer: int | None = None) -> int:
-    """Return the bytes of an adapter that is not paged, memory kept for its next gradients and samplers included.
+    """Return the bytes of an adapter that is not paged, including buffers for its next gradients and for samplers.
 
     Args:
         tenant: the adapter.
-        optimizer: what its optimizer is known to keep.
+        optimizer: bytes of the state of its optimizer, if known.
     """
     optimizer = bytes_of_optimizer(tenant) if optimizer is None else optimizer
     tensors = [tenant.flat, tenant.flat.grad, None if tenant.latest is None else tenant.latest[1].flat]
@@ -79,7 +79,7 @@ def bytes_of_optimizer(tenant: Tenant) -> int:
 
 
 def erase(tenant: Tenant) -> None:
-    """Overwrite with zeros the tensors of an adapter that is not paged: nothing is left in memory that others get."""
+    """Overwrite the tensors of an adapter that is not paged with zeros, before their memory is reused by others."""
     with torch.no_grad():
         for tensor in (*(place.tensor for place in places(tenant).values()), tenant.spare):
             if tensor is not None:
@@ -87,15 +87,15 @@ def erase(tenant: Tenant) -> None:
 
 
 class Page:
-    """Holds an adapter's tensors while it is away.
+    """Holds the tensors of a paged adapter.
 
     Attributes:
-        bytes: of all tensors.
-        file: where they are; None is host memory.
+        bytes: size of all tensors.
+        file: the file that holds them; None is host memory.
     """
 
     def __init__(self, tenant: Tenant, folder: Path | None = None) -> None:
-        """Take an adapter's tensors away, to host memory or into a file in `folder`; or raise and leave all as it was.
+        """Move an adapter's tensors to host memory, or to a file in `folder`; an error leaves the adapter unchanged.
 
         Raises:
             OutputError: the file cannot be written.
@@ -119,13 +119,15 @@ class Page:
         tenant.spare, tenant.latest = None, None
 
     def write(self, folder: Path) -> None:
-        """Move what is in host memory into a new file; it is whole or not there, but not yet safe from a power cut.
+        """Move the tensors from host memory to a new file, which is written atomically, but not synced to disk.
 
         Raises:
-            OutputError: it cannot be written; the tensors are where they were.
+            OutputError: the file cannot be written; the tensors are not moved.
         """
         held = self._host if self.file is None else self._read()
-        path = folder / f"adapter-{uuid.uuid4().hex}.safetensors"  # a name would meet others on a disk without case
+        path = (
+            folder / f"adapter-{uuid.uuid4().hex}.safetensors"
+        )  # names of adapters may differ only by case, which some file systems ignore
         work = path.with_suffix(".tmp")
         try:
             save_file({name: in_memory_order(tensor) for name, tensor in held.items()}, work)
@@ -133,8 +135,8 @@ class Page:
         except Exception as error:  # safetensors raises a type of its own
             work.unlink(missing_ok=True)
             raise OutputError(
-                f"adapter {self._tenant.name!r} ({self.bytes:,} bytes) cannot be paged to {folder}: {error}; it stays "
-                "where it is"
+                f"adapter {self._tenant.name!r} ({self.bytes:,} bytes) cannot be paged to {folder}: {error}; it is "
+                "not moved"
             ) from error
         if self.file is not None:
             self._gone()
@@ -142,13 +144,13 @@ class Page:
         self._gone = weakref.finalize(self, _unlink, path, os.getpid())
 
     def load(self) -> None:
-        """Move what is in a file into host memory."""
+        """Move the tensors from the file to host memory."""
         if self.file is not None:
             self._host = self._read(pinned=_is_cuda(self._places["weights"].device))
             self.drop()
 
     def back(self) -> None:
-        """Put the tensors back where they were, or raise and leave all as it was."""
+        """Move the tensors back to the device; an error leaves the page unchanged."""
         held = self._host if self.file is None else self._read()
         moved = {name: held[name].to(place.device, non_blocking=True) for name, place in self._places.items()}
         for name, place in self._places.items():
@@ -159,7 +161,7 @@ class Page:
         self._host = {}
 
     def erase(self) -> None:
-        """Overwrite what is in host memory with zeros, and remove the file."""
+        """Overwrite the tensors in host memory with zeros, and remove the file."""
         for tensor in self._host.values():
             tensor.zero_()
         self.drop()
@@ -171,20 +173,20 @@ class Page:
             self.file = None
 
     def _read(self, *, pinned: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of the file, as they lay."""
-        found = {}
+        """Return the tensors of the file with their original strides."""
+        tensors = {}
         try:
             with safe_open(self.file, framework="pt") as file:
                 for name, place in self._places.items():
                     tensor = host_empty(place.shape, place.stride, place.dtype, pinned=pinned)
                     in_memory_order(tensor).copy_(file.get_tensor(name))
-                    found[name] = tensor
+                    tensors[name] = tensor
         except Exception as error:  # safetensors raises a type of its own
             raise CheckpointError(
                 f"adapter {self._tenant.name!r} was paged to {self.file}, which cannot be read: {error}; put the file "
                 "back, or remove the adapter and add it again from a checkpoint"
             ) from error
-        return found
+        return tensors
 
 
 def _state_of(tenant: Tenant) -> Iterator[tuple[str, Any, Any]]:
@@ -223,7 +225,7 @@ def _put_item(held: Any, key: Any, tensor: Tensor | None) -> None:
 
 
 def _nothing() -> None:
-    """Have no file to remove."""
+    """Do nothing: there is no file to remove."""
 
 
 def _is_cuda(device: torch.device) -> bool:
@@ -231,5 +233,5 @@ def _is_cuda(device: torch.device) -> bool:
 
 
 def _unlink(path: Path, process: int) -> None:
-    if os.getpid() == process:  # a forked child ends too
+    if os.getpid() == process:  # finalizers run in forked children too
         path.unlink(missing_ok=True)

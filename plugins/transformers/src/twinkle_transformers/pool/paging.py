@@ -1,4 +1,4 @@
-"""Where each adapter's state is: on the device, in host memory or on disk; who was idle longest goes first."""
+"""Places adapters on the device, in host memory or on disk; those idle longest are paged out first."""
 
 import os
 import shutil
@@ -22,30 +22,32 @@ from twinkle_transformers.pool.pages import Page, bytes_in, bytes_of_optimizer, 
 from twinkle_transformers.pool.tenants import Tenant
 
 DEVICE_SHARE, HOST_SHARE = 0.4, 0.25
-"""Of the memory that is free when a pool is made: what adapters may take if nobody says."""
+"""Default limits of adapters, as shares of the memory that is free when the pool is created."""
 
 
 class Paging:
-    """Moves idle adapters out of the way and back.
+    """Moves idle adapters off the device and back.
 
-    Each look at an adapter costs the same, however many there are. What a call uses stays until the call has ended
-    (`together`); outside of one, only the adapter that was looked at last is safe.
+    The cost of using an adapter does not depend on the number of adapters. Adapters that a call uses stay on the device
+    until the call ends (`together`); outside of a call, only the adapter used last is safe.
 
     Args:
-        device: where the model is.
-        adapter_memory: bytes that adapters may take there; by default 40 % of what is free. What is trained is asked
-            to have room for its gradients and, under an optimizer with betas, for two moments.
-        host_memory: bytes that paged adapters may take in host memory, beyond which they go to disk; by default 25 % of
-            what is free.
+        device: device of the model.
+        adapter_memory: maximum number of bytes of adapters on the device; by default 40 % of the free memory. Trained
+            adapters reserve memory for gradients and, under an optimizer with betas, for two moments.
+        host_memory: maximum number of bytes of paged adapters in host memory, beyond which they go to disk; by default
+            25 % of the free memory.
 
     Raises:
-        ArgumentError: a bound is no whole number of bytes.
+        ArgumentError: a limit is not a number of bytes.
     """
 
     def __init__(self, device: torch.device, adapter_memory: int | None = None, host_memory: int | None = None) -> None:
         for name, value in (("adapter_memory", adapter_memory), ("host_memory", host_memory)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ArgumentError(f"{name}={value!r}; it must be a whole number of bytes, or None")
+                raise ArgumentError(
+                    f"{name} must be a number of bytes (an integer of at least 0) or None, got {value!r}"
+                )
         self.limit = _default(free_bytes(device), DEVICE_SHARE) if adapter_memory is None else adapter_memory
         self.host_limit = _default(free_host_bytes(), HOST_SHARE) if host_memory is None else host_memory
         self._here: OrderedDict[Tenant, int] = OrderedDict()
@@ -57,7 +59,7 @@ class Paging:
         self._held: dict[Tenant, int] = {}
         self._thread = _Calls()
         self._folder: Path | None = None
-        self._lock = RLock()  # a sampler may take versions while a training call goes on
+        self._lock = RLock()  # a sampler may take versions during a training call
 
     @property
     def used(self) -> int:
@@ -66,7 +68,7 @@ class Paging:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Keep whatever is looked at inside where it is until the end."""
+        """Keep adapters that are used inside the context on the device until it ends."""
         self._thread.depth += 1
         try:
             yield
@@ -77,10 +79,10 @@ class Paging:
                     self._end()
 
     def make_room(self, name: str, size: int) -> None:
-        """See to it that there is room for so many bytes more on the device.
+        """Page out idle adapters until the device has room for `size` more bytes.
 
         Raises:
-            CapacityError: what is in use leaves less than that.
+            CapacityError: adapters in use leave less room.
         """
         if self.limit is None or self._used + size <= self.limit:
             return
@@ -97,10 +99,10 @@ class Paging:
             )
 
     def take(self, tenant: Tenant, draw: Callable[[], Tensor]) -> None:
-        """Keep account of a new adapter, whose weights `draw` makes when somebody wants them: it takes no memory yet.
+        """Register a new adapter; it takes no memory until its first use, when `draw` creates its weights.
 
         Raises:
-            CapacityError: it can never have room.
+            CapacityError: it is larger than the limit.
         """
         size = tenant.flat.numel() * tenant.flat.element_size()
         if self.limit is not None and size > self.limit:
@@ -109,14 +111,14 @@ class Paging:
             self._unborn[tenant] = draw
 
     def use(self, tenant: Tenant, *, trained: bool = False) -> None:
-        """Have an adapter on the device, and note that it was used.
+        """Move an adapter to the device if it is elsewhere, and record its use.
 
         Args:
             tenant: the adapter.
-            trained: also keep room for its gradients and moments.
+            trained: also reserve memory for its gradients and moments.
 
         Raises:
-            CapacityError: there is no room for it.
+            CapacityError: the device has no room for it.
             CheckpointError: its file was changed or removed.
         """
         with self._lock:
@@ -150,15 +152,15 @@ class Paging:
         """Move an adapter; see `Engine.page`.
 
         Raises:
-            ArgumentError: there is no such place, or a folder without "disk".
-            TrainingStateError: a call that is under way uses it.
-            CapacityError: there is no room on the device.
-            OutputError: the file cannot be written; it stays where it is.
+            ArgumentError: `to` is unknown, or `folder` is given without "disk".
+            TrainingStateError: a running call uses the adapter.
+            CapacityError: the device has no room for it.
+            OutputError: the file cannot be written; the adapter is not moved.
         """
         if to not in ("device", "host", "disk"):
-            raise ArgumentError(f"page: to={to!r}; choose 'device', 'host' or 'disk'")
+            raise ArgumentError(f"page: to must be 'device', 'host' or 'disk', got {to!r}")
         if folder is not None and to != "disk":
-            raise ArgumentError(f"page: folder= says where on disk, and to is {to!r}")
+            raise ArgumentError(f"page: folder= requires to='disk', got {to!r}")
         if to == "device":
             self.use(tenant)
         elif tenant not in self._unborn:
@@ -167,7 +169,7 @@ class Paging:
 
     def _page(self, tenant: Tenant, to: str, folder: Path | None) -> None:
         if tenant in self._held:
-            raise TrainingStateError(f"adapter {tenant.name!r} is in use by a call; page it when that has ended")
+            raise TrainingStateError(f"cannot page adapter {tenant.name!r}: a call uses it; page it after that call")
         if to == "disk" and (folder is not None or tenant not in self._disk):
             self._to_disk(tenant, self._own_folder() if folder is None else _made(Path(folder)))
         elif to == "host" and tenant in self._disk:
@@ -181,7 +183,7 @@ class Paging:
         self._spill()
 
     def forget(self, tenant: Tenant) -> None:
-        """Let go of an adapter's memory and file, whoever holds on to the rest of it."""
+        """Free an adapter's memory and remove its file, even if other objects still refer to the adapter."""
         with self._lock:
             self._forget(tenant)
 
@@ -205,7 +207,7 @@ class Paging:
             view.data = view.data.new_empty(0)
 
     def bytes_of(self, tenant: Tenant) -> AdapterBytes:
-        """Return what an adapter takes, and where."""
+        """Return how much memory an adapter takes, and where."""
         if tenant in self._host:
             return AdapterBytes(host=self._host[tenant].bytes)
         if tenant in self._disk:
@@ -214,10 +216,8 @@ class Paging:
             return AdapterBytes()
         return AdapterBytes(device=bytes_in(tenant))
 
-    # inside
-
     def _end(self) -> None:
-        """Count anew what the calls that ended have used, and page out what is too much."""
+        """Update the sizes of adapters that finished calls have used, and page out what exceeds the limit."""
         for tenant in self._thread.held:
             self._release(tenant)
             if tenant in self._here:
@@ -241,7 +241,7 @@ class Paging:
         self._disk.pop(tenant, None)
 
     def _count(self, tenant: Tenant) -> None:
-        """Count what an adapter takes now, and that it was used last."""
+        """Update the size of an adapter, and mark it as used last."""
         optimizer = tenant.group.optimizer
         key = (id(optimizer), 0 if optimizer is None else len(optimizer.state))
         known = self._optimizers.get(tenant)
@@ -253,7 +253,7 @@ class Paging:
         self._here.move_to_end(tenant)
 
     def _protect(self, tenant: Tenant, size: int) -> None:
-        """Make room while an adapter is looked at."""
+        """Make room without paging out the adapter itself."""
         self._hold(tenant)
         try:
             self.make_room(tenant.name, size)
@@ -261,7 +261,7 @@ class Paging:
             self._release(tenant)
 
     def _evict(self, most: int | None, keep: Tenant | None = None) -> bool:
-        """Page out who was idle longest until adapters take at most so many bytes; say whether that was reached."""
+        """Page out the adapters idle longest until all take at most `most` bytes; return whether that was reached."""
         if most is None or self._used <= most:
             return True
         victims, left = [], self._used - most
@@ -299,7 +299,7 @@ class Paging:
         self._disk[tenant] = page
 
     def _spill(self) -> None:
-        """Write who is in host memory longest to disk while they are too much."""
+        """Write the adapters that are longest in host memory to disk, until the rest is within the limit."""
         while self.host_limit is not None and self._host_used > self.host_limit:
             self._to_disk(next(iter(self._host)), self._own_folder())
 
@@ -319,7 +319,7 @@ class Paging:
 
 
 class _Calls(local):
-    """What the calls of one thread hold on to."""
+    """The adapters that calls of one thread are using."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -327,7 +327,7 @@ class _Calls(local):
 
 
 def _still_to_come(tenant: Tenant) -> int:
-    """Return the bytes of gradients and moments that training makes and that are not there yet."""
+    """Return the bytes of gradients and moments that training will allocate."""
     optimizer = tenant.group.optimizer
     copies = int(tenant.flat.grad is None and tenant.spare is None)
     if optimizer is not None and not optimizer.state and "betas" in optimizer.defaults:
@@ -343,10 +343,10 @@ def _made(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"page: {folder} cannot be made: {error.strerror or error}") from error
+        raise OutputError(f"page: cannot create {folder}: {error.strerror or error}") from error
     return folder
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # a forked child ends too
+    if os.getpid() == process:  # finalizers run in forked children too
         shutil.rmtree(folder, ignore_errors=True)

@@ -24,91 +24,94 @@ from twinkle.engine import (
     StepResult,
     Usage,
 )
-from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError
+from twinkle.errors import ArgumentError, NonFiniteError, TrainingStateError, TwinkleError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.layout import Layout, Shape
-from twinkle_transformers import loop
+from twinkle_transformers import losses
+from twinkle_transformers.adapters import read_config as read_adapter_config
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.losses import loss_name
 from twinkle_transformers.optimizers import override
 from twinkle_transformers.options import check_adapter, check_clipping
 from twinkle_transformers.parallel import Replicated, parallel_of
-from twinkle_transformers.patched import PatchWatch
-from twinkle_transformers.pool import files, state
-from twinkle_transformers.pool.accounting import Costs
+from twinkle_transformers.patch_watch import PatchWatch
+from twinkle_transformers.pool import files
 from twinkle_transformers.pool.admission import Admission, no_room
+from twinkle_transformers.pool.compatibility import check_model_kind, drop_partial_sites, needs_separate_sequences
 from twinkle_transformers.pool.composition import Compositions, cuts_of
 from twinkle_transformers.pool.config import AdapterPlan, first_weights, read_config
 from twinkle_transformers.pool.experts import find_expert_sites, install_experts
-from twinkle_transformers.pool.fit import check_kind, drop_partial
 from twinkle_transformers.pool.pages import BLANK
 from twinkle_transformers.pool.paging import Paging
-from twinkle_transformers.pool.passes import Flight, Passes
-from twinkle_transformers.pool.results import by_row
-from twinkle_transformers.pool.slow import goes_alone
+from twinkle_transformers.pool.passes import ForwardPass, FusedPasses
+from twinkle_transformers.pool.snapshots import restore_snapshot, take_snapshot
 from twinkle_transformers.pool.stepping import check_pending, step_each
 from twinkle_transformers.pool.tenants import Tenant, Tenants
-from twinkle_transformers.pool.work import Part, Work, halves, prepare, split
+from twinkle_transformers.pool.usage import UsageMeter
+from twinkle_transformers.pool.work import MicroBatch, WorkItem, by_row, prepare, split, split_in_half
 from twinkle_transformers.recompute import Recompute, is_out_of_memory
-from twinkle_transformers.scoring import loss_name
 from twinkle_transformers.sites import check_places, find_sites, install, uninstall
 from twinkle_transformers.versions import AdapterVersion
 
+Probe = Callable[[dict[str, Tensor]], object]
 TOKENS_PER_PASS = 16_384
 _ROUNDS = "numbers may differ from the earlier run's in the last places"
 _FULL_ON_CPU = 1_024
-"""Tokens from which a CPU gains nothing by more operations in a pass: its products are at full speed long before, and
-larger activations are given back to the system and faulted in anew each time (`benchmarks/RESULTS.md` has both)."""
+"""Maximum number of tokens of a pass on a CPU: products reach full speed well below it, and larger activations are
+returned to the system and faulted in again each time (`benchmarks/RESULTS.md` has both measurements)."""
 
 
 class LoraPool:
     """Adapters of one model, and operations of many of them in one pass.
 
     Args:
-        backbone: the model; it is frozen and put into evaluation mode for good.
-        device: where it is.
-        autocast: the context in which forwards run.
-        dtype: of the low-rank products.
-        recompute: decides whether activations are recomputed.
-        new_group: makes the state of a new adapter.
-        encode: encodes trajectories of an adapter (or of the base) that has no template of its own.
-        tokens_per_pass: a pass has at most so many tokens, unless one row has more.
+        backbone: the model; it is frozen and set to evaluation mode permanently.
+        device: device of the model.
+        autocast: returns the context in which forwards run.
+        dtype: dtype of the low-rank products.
+        new_recompute: returns what decides on recomputation of activations, given a function that runs one row.
+        new_group: returns the training state of a new adapter.
+        encode: encodes trajectories of an adapter without a template.
+        tokens_per_pass: maximum number of tokens of a pass, unless a single row has more.
         on_nonfinite: "raise" fails an operation whose loss or gradient is not finite; "skip" leaves it out.
-        adapter_memory: bytes that adapters may take where the model is; who was idle longest is paged out.
-        host_memory: bytes that those may take in host memory, beyond which they go to disk; see `Paging`.
+        adapter_memory: maximum number of bytes of adapters on the device; beyond it, those idle longest are paged out.
+        host_memory: maximum number of bytes of paged adapters in host memory; beyond it, they go to disk.
         parallel: the ranks that hold the same adapters; by default this process is alone.
+        share_prefixes: compute a prompt that several rows of an operation begin with once. True is an error on a model
+            that cannot; "auto" computes rows whole there.
 
     Attributes:
-        between: called between two passes of one call, when nothing of either is in memory: a sampler may take a step
-            there. It must not touch the adapters.
+        between: called between two passes of a call, when neither holds memory, so that a sampler can take a step. It
+            must not change the adapters.
 
     Raises:
-        Unsupported: the model cannot see several sequences in one row, or its layers are not its own.
+        Unsupported: the model cannot carry adapters, or the forward of a layer was replaced.
     """
 
     def __init__(
         self, backbone: Backbone, device: torch.device, autocast: Callable[[], AbstractContextManager[None]],
-        dtype: torch.dtype, recompute: Recompute, new_group: Callable[[str], OptimizerGroup],
+        dtype: torch.dtype, new_recompute: Callable[[Probe], Recompute], new_group: Callable[[str], OptimizerGroup],
         encode: Callable[[Any], Any], *, tokens_per_pass: int = TOKENS_PER_PASS, on_nonfinite: str = "raise",
         adapter_memory: int | None = None, host_memory: int | None = None, parallel: Replicated | None = None,
+        share_prefixes: bool | str = False,
     ) -> None:  # fmt: skip
         if isinstance(tokens_per_pass, bool) or not isinstance(tokens_per_pass, int) or tokens_per_pass < 1:
-            raise ArgumentError(f"tokens_per_pass={tokens_per_pass!r}; it must be a whole number of at least 1")
+            raise ArgumentError(f"tokens_per_pass must be an integer of at least 1, got {tokens_per_pass!r}")
         self.backbone, self.device = backbone, device
-        check_kind(backbone)
+        check_model_kind(backbone)
         backbone.model.requires_grad_(False).eval()
         self._patches = PatchWatch(backbone.model)
-        alone = goes_alone(backbone)
+        alone = needs_separate_sequences(backbone)
         sites, self.experts = find_sites(backbone.model), find_expert_sites(backbone.model)
         install(list(sites.values()), head=not backbone.splits)
         install_experts(self.experts.values())
-        self.sites = drop_partial(backbone, sites, alone)
+        self.sites = drop_partial_sites(backbone, sites, alone)
         head = next((name for name, site in self.sites.items() if site.head), None)
-        self.passes = Passes(backbone, device, autocast, dtype, recompute, head, alone=alone)
-        self.passes.judge(self.sites)
-        self.admission, self.costs = Admission(self.passes), Costs(backbone.model)
-        recompute.forward = self._probe
         self._widest: dict[str, Shape] = {}
+        self.passes = FusedPasses(backbone, device, autocast, dtype, new_recompute(self._probe), head, alone=alone)
+        self.passes.measure(self.sites)
+        self.admission, self.costs = Admission(self.passes), UsageMeter(backbone.model)
         self.paging = Paging(device, adapter_memory, host_memory)
         self.tenants = Tenants(self.paging.use)
         self.base = new_group("")
@@ -119,36 +122,45 @@ class LoraPool:
         self._new_group, self._encode = new_group, encode
         self.between: Callable[[], None] = _nothing
         self._reads = count(1)
+        self._share_prefixes = share_prefixes
+        self._settle_prefixes()
 
-    def look_again(self, backbone: Backbone) -> None:
-        """Go on with a model to which a patch was applied, or on which one was undone.
+    def _settle_prefixes(self) -> None:
+        """Decide whether passes share prefixes, from the option and the capabilities of the model."""
+        refusal = self.backbone.segmenter.check_prefixes() if self._share_prefixes else "not asked for"
+        if refusal is not None and self._share_prefixes is True:
+            raise Unsupported(f'{refusal}, or use share_prefixes="auto", which computes rows whole here')
+        self.passes.share_prefixes = refusal is None
+
+    def rebind(self, backbone: Backbone) -> None:
+        """Use a model to which a patch was applied, or on which one was undone.
 
         Raises:
-            Unsupported: what was changed would bypass adapters, or the model cannot carry them any more.
+            Unsupported: the change would bypass adapters, or the model can no longer carry them.
         """
-        self._patches.changed()  # what there was until now is looked at here
+        self._patches.changed()  # patches up to now are taken into account here
         check_places(self.sites.values())
         install_experts(self.experts.values())
-        self.passes.change(backbone, goes_alone(backbone))
-        self.passes.judge(self.sites)
+        self.passes.change(backbone, needs_separate_sequences(backbone))
+        self.passes.measure(self.sites)
         head = [site for site in self.sites.values() if site.head]
         uninstall(head)
         install(head, head=not backbone.splits)
         self.backbone = backbone
+        self._settle_prefixes()
 
     def _check_patches(self) -> None:
-        """Look at the model again if somebody patched it without its owner's knowledge: its module, or a part of it."""
+        """Rebind the model if its module, or a part of it, was patched without `apply_patch` of the model."""
         if not self._patches.changed():
             return
-        replaced = "forward" in vars(self.backbone.model)  # what lies between body and head is the patch's affair
+        replaced = "forward" in vars(self.backbone.model)  # the patch computes the logits
         try:
-            self.look_again(replace(self.backbone, splits=False) if replaced else self.backbone)
+            self.rebind(replace(self.backbone, splits=False) if replaced else self.backbone)
         except BaseException:
             self._patches.forget()
             raise
 
-    # adapters
-
+    # Adapters
     def add(self, name: str, config: Any, *, seed: int | None = None) -> AdapterRef:
         """Add an adapter; see `Engine.add` for what is raised."""
         check_adapter(name, dict.fromkeys(self.tenants.names()))
@@ -174,44 +186,43 @@ class LoraPool:
         )  # fmt: skip
 
     def read_version(self, folder: Path) -> AdapterVersion:
-        """Read a folder that PEFT wrote for a sampler, without adding an adapter; experts' matrices are read too.
+        """Read a folder in PEFT's format for a sampler, without adding an adapter.
 
         Raises:
             CheckpointError: it is missing or damaged, or belongs to another model.
-            Unsupported: a pool cannot honour its configuration.
+            Unsupported: a pool does not support its configuration.
         """
-        plan = self._plan(folder.name, files.read_config_of(folder))
+        plan = self._plan(folder.name, read_adapter_config(folder))
         flat = files.read_flat(plan, folder, self.sites).to(self.device)
         return AdapterVersion(plan.layout, flat, f"{folder.resolve()}@{next(self._reads)}")
 
     def _note(self, layout: Layout) -> None:
-        """Have activations measured anew if an adapter adapts more than any before it."""
+        """Discard measurements of activations if an adapter has more or wider terms than all before it."""
         for name, shape in layout.shapes.items():
             if name not in self._widest or self._widest[name].rank < shape.rank:
                 self._widest[name] = shape
                 self.passes.recompute.forget()
 
     def _probe(self, row: dict[str, Tensor]) -> object:
-        """Run a row as a training pass would, with an adapter as wide as any."""
+        """Run a row as a training pass would, with the highest rank of all adapters at each layer."""
         return self.passes.probe(row["input_ids"], Layout.of(self._widest.items()))
 
     def remove(self, adapter: str | AdapterRef) -> None:
-        """Remove an adapter and everything that belongs to it; its memory is zeroed."""
+        """Remove an adapter with its state; its memory is zeroed."""
         self.paging.forget(self.tenants.remove(adapter))
 
     def ref(self, name: str) -> AdapterRef:
-        """Return the reference of the adapter that has a name now."""
+        """Return the reference of the adapter that currently has a name."""
         return self.tenants.find(name).ref
 
-    # operations
-
+    # Operations
     def run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
         """Run operations together; see `Engine.run`."""
         with self.paging.together():
             return self._run(operations)
 
     def _run(self, operations: Sequence[Operation]) -> list[OperationResult | OperationError]:
-        works: list[Work | OperationError] = []
+        works: list[WorkItem | OperationError] = []
         earlier: Counter[AdapterRef] = Counter()
         for index, operation in enumerate(operations):
             try:
@@ -220,9 +231,9 @@ class LoraPool:
                     work.number += earlier[work.tenant.ref]
                     earlier[work.tenant.ref] += 1
                 works.append(work)
-            except Exception as error:  # a loss or processor may raise anything, and the others go on
+            except Exception as error:  # a loss or processor may raise anything, and the other operations must go on
                 works.append(OperationError(error, _name(operation.adapter), index))
-        self.execute([work for work in works if isinstance(work, Work)])
+        self.execute([work for work in works if isinstance(work, WorkItem)])
         return [work if isinstance(work, OperationError) else self.finish(work) for work in works]
 
     def step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
@@ -231,7 +242,7 @@ class LoraPool:
             return self._step(steps)
 
     def _step(self, steps: Sequence[Step]) -> list[StepResult | OperationError]:
-        found: list[StepResult | OperationError | None] = [None] * len(steps)
+        results: list[StepResult | OperationError | None] = [None] * len(steps)
         ready: dict[int, Tenant] = {}
         options: dict[int, list[dict[str, Any]]] = {}
         for index, step in enumerate(steps):
@@ -240,7 +251,7 @@ class LoraPool:
                 options[index] = _options_of(tenant)
                 ready[index] = self._ready_for(step, tenant, ready)
             except (TwinkleError, ValueError, TypeError) as error:
-                found[index] = OperationError(error, _name(step.adapter), index)
+                results[index] = OperationError(error, _name(step.adapter), index)
         updates = {index: tenant.group.updates for index, tenant in ready.items()}
         norms = step_each(
             list(ready.values()), [steps[index].max_grad_norm for index in ready], self.parallel, self.on_nonfinite
@@ -249,20 +260,20 @@ class LoraPool:
             if isinstance(norm, Exception):
                 for group, before in zip(tenant.group.optimizer.param_groups, options[index], strict=True):
                     group.update(before)
-                found[index] = OperationError(norm, tenant.name, index)
+                results[index] = OperationError(norm, tenant.name, index)
             else:
-                found[index] = StepResult(norm, tenant.group.updates > updates[index])
-        return [result for result in found if result is not None]
+                results[index] = StepResult(norm, tenant.group.updates > updates[index])
+        return [result for result in results if result is not None]
 
     def _ready_for(self, step: Step, tenant: Tenant, others: Mapping[int, Tenant]) -> Tenant:
         if tenant in others.values():
-            raise ArgumentError(f"step: adapter {tenant.name!r} is named twice; each has one step")
+            raise ArgumentError(f"step: each adapter must be named once, got {tenant.name!r} twice")
         check_clipping(step.max_grad_norm, 2.0)
         if tenant.group.optimizer is None:
             raise TrainingStateError(f"step: adapter {tenant.name!r} has no optimizer; call set_optimizer first")
         check_pending(tenant, step.zero_if_none)
         self.paging.use(tenant, trained=True)
-        if step.optim_params:  # last of all that can be wrong: a step that is refused changes nothing
+        if step.optim_params:  # the last check that can fail: a refused step must change nothing
             override(tenant.group.optimizer, step.optim_params)
         if not step.divide:
             tenant.group.denominator = 1.0
@@ -270,8 +281,8 @@ class LoraPool:
             tenant.add_gradient(torch.zeros_like(tenant.flat.detach()))
         return tenant
 
-    def execute(self, works: Sequence[Work]) -> None:
-        """Compute prepared operations, in as many passes as that takes."""
+    def execute(self, works: Sequence[WorkItem]) -> None:
+        """Compute prepared operations in as many passes as needed."""
         full = min(self.tokens_per_pass, _FULL_ON_CPU) if self.device.type == "cpu" else self.tokens_per_pass
         passes = chain(
             self._again([work for work in works if work.operation.composition]),
@@ -282,8 +293,8 @@ class LoraPool:
                 self.between()
             self._compute(parts, free)
 
-    def _again(self, works: Sequence[Work]) -> Iterator[tuple[list[Part], int | None]]:
-        """Yield passes as they were composed when operations were computed before, as far as they fit into memory."""
+    def _again(self, works: Sequence[WorkItem]) -> Iterator[tuple[list[MicroBatch], int | None]]:
+        """Yield the recorded passes of operations that are computed again, as far as they fit into memory."""
         for parts in self.compositions.passes(works):
             free = self.admission.free_for(parts)
             if self.admission.fits(parts, free):
@@ -297,15 +308,15 @@ class LoraPool:
     def prepare(
         self, index: int, operation: Operation, *, rows: int | None = None, staged: bool = False,
         evaluates: Tenant | None = None,
-    ) -> Work:  # fmt: skip
-        """Read an operation and cut it into parts.
+    ) -> WorkItem:  # fmt: skip
+        """Validate an operation and cut it into micro-batches.
 
         Args:
-            index: its place in the call.
-            operation: what is asked.
-            rows: rows that a part may have.
-            staged: the loss comes later, and all rows are one part.
-            evaluates: whose loss and metrics may be calculated from a forward later.
+            index: its index in the call.
+            operation: the operation.
+            rows: maximum number of rows of a micro-batch.
+            staged: the loss is calculated later, and all rows are one micro-batch.
+            evaluates: adapter whose loss and metrics may be calculated later from a forward.
         """
         self._check_patches()
         tenant = None if operation.adapter is None else self.tenants[operation.adapter]
@@ -313,76 +324,78 @@ class LoraPool:
         if tenant is not None and operation.kind == "forward_backward":
             group.begin_backward()
             self.paging.use(tenant, trained=True)
-        work = prepare(index, operation, tenant, self.backbone, group.processor, self._encoder(group), evaluates)
+        work = prepare(index, operation, tenant, self.backbone, group.processor, self.encoder(group), evaluates)
         if not staged:
             cuts = cuts_of(operation, len(work.parts[0].rows))
             split(work, group.processor, self.backbone, self.tokens_per_pass, rows, cuts)
         return work
 
-    def _encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
-        return self._encode if group.template is None else group.template.encode
+    def encoder(self, group: OptimizerGroup) -> Callable[[Any], Any]:
+        """Return what encodes trajectories of an adapter: its template, or the pool's default."""
+        encode: Callable[[Any], Any] = self._encode if group.template is None else group.template.encode
+        return encode
 
-    def _compute(self, parts: list[Part], free: int | None = None) -> None:
-        """Do one pass; if it cannot be done, find out whose fault it is by doing smaller ones."""
+    def _compute(self, parts: list[MicroBatch], free: int | None = None) -> None:
+        """Run one pass; if it fails, run smaller ones, until only the operations that cause the failure have failed."""
         if parts and (error := self._attempt(parts, free)) is not None:
             for smaller in self._smaller(parts, error):
                 self._compute([part for part in smaller if part.work.error is None])
 
-    def _attempt(self, parts: list[Part], free: int | None) -> Exception | None:
-        """Do one pass, or return why not; nothing of a failed one is left."""
-        flight: Flight | None = None
+    def _attempt(self, parts: list[MicroBatch], free: int | None) -> Exception | None:
+        """Run one pass and return None, or undo it and return its error."""
+        forward_pass: ForwardPass | None = None
         try:
-            flight = self.passes.forward(parts, free)
-            self.score(flight)
-            self.passes.backward(flight)
+            forward_pass = self.passes.forward(parts, free)
+            self.score(forward_pass)
+            self.passes.backward(forward_pass)
             for part in parts:
                 if not part.placeholder:
-                    part.work.keep_room()
-        except Exception as error:  # whatever it is, it must not cost the others their operations
+                    part.work.reserve_gradient()
+        except Exception as error:  # whatever it is, the other operations must go on
             for part in parts:
                 part.forget_pass()
             clear_frames(error.__traceback__)
             return error
         else:
-            self.collect(flight)
+            self.collect(forward_pass)
             return None
         finally:
-            flight = None  # frames of errors hold on to what is in here
+            forward_pass = None  # the frames of an error would keep it alive
 
-    def _smaller(self, parts: list[Part], error: Exception) -> list[list[Part]]:
-        """Return the passes to make in place of one that failed; none if it is clear whose fault it was."""
+    def _smaller(self, parts: list[MicroBatch], error: Exception) -> list[list[MicroBatch]]:
+        """Return the passes that replace a failed one; none if the failing operation is known."""
         if len(real := [part for part in parts if not part.placeholder]) < len(parts):
-            get_logger().warning("a pass cannot be computed as it was composed (%s); %s", error, _ROUNDS)
+            get_logger().warning("a recorded pass cannot be repeated (%s); %s", error, _ROUNDS)
             return [real]
         if len(parts) > 1:
-            get_logger().warning("a pass of %d operations failed (%s); it is made again in halves", len(parts), error)
+            get_logger().warning("a pass of %d operations failed (%s); it is repeated in halves", len(parts), error)
             return [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
         [part] = parts
         if not is_out_of_memory(error):
             part.work.error = error
             return []
         self.passes.recompute.avoid(part.tokens)
-        if cut := halves(part, self.backbone):
+        if cut := split_in_half(part, self.backbone):
             return [[half] for half in cut]
         part.tries += 1
         if part.tries < 2:
             return [[part]]
-        part.work.error = no_room(part, "ran out of memory, and again when it was made anew")
+        part.work.error = no_room(part, "ran out of memory twice")
         part.work.error.__cause__ = error
         return []
 
-    def score(self, flight: Flight) -> None:
-        """Calculate the losses of a flight, each operation's by its own; those of other processes are awaited last."""
-        started = {part: self._start(part) for part in flight.parts if _has_loss(part)}
-        scored: list[Part] = []
+    def score(self, forward_pass: ForwardPass) -> None:
+        """Calculate the loss of each operation of a pass; losses that other processes compute are awaited last."""
+        started = {part: self._start(part) for part in forward_pass.parts if _has_loss(part)}
+        scored: list[MicroBatch] = []
         for part in sorted(started, key=lambda part: started[part] is not None):
             work, item = part.work, part.item
             if work.error is not None or item is None:
                 continue
             try:
                 with torch.set_grad_enabled(work.training):
-                    loop.calculate(
-                        work.loss, item, split=len(work.parts) > 1, spread=False, loss_kwargs=part.loss_kwargs,
+                    losses.calculate(
+                        work.loss, item, split=len(work.parts) > 1, several_ranks=False, loss_kwargs=part.loss_kwargs,
                         started=started[part],
                     )  # fmt: skip
                 if work.training and item.loss is not None and not item.loss.loss_sum.requires_grad:
@@ -394,12 +407,12 @@ class LoraPool:
         values = torch.stack([value.double().reshape(()) for value in sums]).tolist() if sums else []
         for part, value in zip(scored, values, strict=True):
             assert part.item is not None
-            loop.write_numbers(part.item, value)
+            losses.write_numbers(part.item, value)
             if value - value != 0.0:
                 self._not_finite(part, f"{loss_name(part.work.loss)} of adapter {part.work.name!r} is {value}")
 
-    def _start(self, part: Part) -> Callable[[], Any] | None:
-        """Begin a loss that another process computes; None for one that is computed here, or that cannot begin."""
+    def _start(self, part: MicroBatch) -> Callable[[], Any] | None:
+        """Start a loss that another process computes; None for a loss of this process, or one that fails to start."""
         work, item = part.work, part.item
         if work.error is not None or item is None:
             return None
@@ -407,28 +420,28 @@ class LoraPool:
             if part.twin is not None:
                 part.loss_kwargs["ref_logps"] = _logps_of(part.twin)
             with torch.set_grad_enabled(work.training):
-                return loop.start(work.loss, item, part.loss_kwargs)
+                return losses.start(work.loss, item, part.loss_kwargs)
         except Exception as error:
             work.error = error
             return None
 
-    def _not_finite(self, part: Part, what: str) -> None:
+    def _not_finite(self, part: MicroBatch, what: str) -> None:
         work, item = part.work, part.item
         if self.on_nonfinite == "raise" or not work.training or item is None:
             work.error = NonFiniteError(
-                f"{what}; its adapter is as it was, and the rows are in this error's `inputs` "
+                f"{what}; the adapter is unchanged, and the rows are in this error's `inputs` "
                 "(on_nonfinite='skip' leaves such rows out)", list(part.rows),
             )  # fmt: skip
             return
         item.usable, item.loss = False, None
         get_logger().warning("%s; these %d rows are left out", what, len(part.rows))
 
-    def collect(self, flight: Flight) -> None:
-        """Take the gradients of the parts that are finite, and give those of whole operations to their adapters."""
-        for cohort, parts in flight.stream.cohorts:
-            if cohort.grads is None:
+    def collect(self, forward_pass: ForwardPass) -> None:
+        """Add finite gradients of a pass to their operations, and those of finished operations to their adapters."""
+        for adapter_group, parts in forward_pass.stream.adapter_groups:
+            if adapter_group.grads is None:
                 continue
-            sizes = torch.linalg.vector_norm(cohort.grads, dim=1).tolist()
+            sizes = torch.linalg.vector_norm(adapter_group.grads, dim=1).tolist()
             for row, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 work, item = part.work, part.item
                 if work.error is not None or item is None or not item.usable:
@@ -437,33 +450,33 @@ class LoraPool:
                     self._not_finite(part, f"the gradient of adapter {work.name!r} is {size}")
                     continue
                 if len(work.parts) == 1:
-                    work.grad = cohort.grads[row]
+                    work.grad = adapter_group.grads[row]
                 elif work.grad is not None:
-                    work.grad.add_(cohort.grads[row])
-        for part in flight.parts:
+                    work.grad.add_(adapter_group.grads[row])
+        for part in forward_pass.parts:
             if part.item is not None:
                 asked = part.work.operation.options.get("return_logits", False)
-                loop.detach(part.item, logits=asked or not part.work.training)
+                losses.detach(part.item, logits=asked or not part.work.training)
             part.done = part.work.error is None
-        for part, usage in self.costs.of(flight):
+        for part, usage in self.costs.of(forward_pass):
             part.work.usage += usage
-        self._pass = max(self._pass + 1, time_ns())  # an order that holds beyond the life of this process
-        twins = {id(part.twin) for part in flight.parts if part.twin is not None}
-        self.compositions.note([part for part in flight.parts if id(part) not in twins], self._pass)
-        for work in dict.fromkeys(part.work for part in flight.parts if not part.placeholder):
+        self._pass = max(self._pass + 1, time_ns())  # increases across restarts of the process
+        twins = {id(part.twin) for part in forward_pass.parts if part.twin is not None}
+        self.compositions.note([part for part in forward_pass.parts if id(part) not in twins], self._pass)
+        for work in dict.fromkeys(part.work for part in forward_pass.parts if not part.placeholder):
             if all(part.done for part in work.parts) and work.training and work.tenant is not None:
                 self._commit(work, work.tenant, [p.item for p in work.parts if p.item is not None and p.item.usable])
-        self.passes.scratch.give_back(flight.stream.borrowed)
+        self.passes.scratch.give_back(forward_pass.stream.borrowed)
 
-    def finish(self, work: Work) -> OperationResult | OperationError:
-        """Return what an operation gave."""
+    def finish(self, work: WorkItem) -> OperationResult | OperationError:
+        """Return the result of an operation."""
         if work.error is not None or not all(part.done for part in work.parts):
-            error = work.error or TrainingStateError("the operation was not done")
-            clear_frames(error.__traceback__)  # they hold on to passes
+            error = work.error or TrainingStateError("the operation was not computed")
+            clear_frames(error.__traceback__)  # they keep passes alive
             return OperationError(error, work.name, work.index)
         used = [part.item for part in work.parts if part.item is not None and part.item.usable]
         usage = sum((part.twin.work.usage for part in work.parts if part.twin is not None), work.usage)
-        usage = replace(usage, tokens=work.usage.tokens)  # the same rows, though they were computed without it too
+        usage = replace(usage, tokens=work.usage.tokens)  # the twins computed the same rows again, for the base model
         if work.tenant is not None:
             work.tenant.usage += usage
         result = OperationResult(by_row(work), usage=usage, composition=work.composition)
@@ -478,8 +491,8 @@ class LoraPool:
                 output["loss"], output["num_tokens"] = share, result.denominator
         return result
 
-    def _commit(self, work: Work, tenant: Tenant, used: list[Any]) -> None:
-        """Give an operation's gradients to its adapter, once all of it has succeeded."""
+    def _commit(self, work: WorkItem, tenant: Tenant, used: list[Any]) -> None:
+        """Add the gradients of an operation to its adapter, once all of its micro-batches have succeeded."""
         group = tenant.group
         if work.grad is not None:
             tenant.add_gradient(work.grad)
@@ -487,19 +500,18 @@ class LoraPool:
         group.denominator += sum(item.outputs["num_tokens"] for item in used)
         group.skipped += len(work.parts) - len(used)
         group.train_status.skipped += len(work.parts) - len(used)
-        group.count_backward(loop.settled(used) if work.own_loss else [])
+        group.count_backward(losses.settled(used) if work.own_loss else [])
 
-    # state: see tenants' own modules
-
+    # State
     def snapshot(self, adapter: str | AdapterRef, *, gradient: bool = True) -> dict[str, Any]:
-        """Return a copy of all that an adapter is; see `state.take`."""
+        """Return a copy of an adapter's state; see `take_snapshot`."""
         with self.paging.together():
-            return state.take(self.tenants[adapter], gradient=gradient)
+            return take_snapshot(self.tenants[adapter], gradient=gradient)
 
     def restore(self, adapter: str | AdapterRef, snapshot: Mapping[str, Any]) -> None:
-        """Put a snapshot in place of an adapter's state, whole or not at all; see `state.put`."""
+        """Replace an adapter's state by a snapshot; see `restore_snapshot`."""
         with self.paging.together():
-            state.put(self.tenants[adapter], snapshot)
+            restore_snapshot(self.tenants[adapter], snapshot)
 
     def page(
         self, adapter: str | AdapterRef, to: Literal["device", "host", "disk"], folder: Path | None = None
@@ -508,7 +520,7 @@ class LoraPool:
         self.paging.page(self.tenants.find(adapter), to, folder)
 
     def version(self, adapter: str | AdapterRef) -> AdapterVersion:
-        """Return the adapter's weights as they are now; as long as they do not change it is the same object."""
+        """Return the present weights of an adapter; the same object until they change."""
         with self.paging.together():
             tenant = self.tenants[adapter]
             moment, latest = tenant.state, tenant.latest
@@ -523,7 +535,7 @@ class LoraPool:
         return self.paging.bytes_of(self.tenants.find(adapter))
 
     def usage(self, adapter: str | AdapterRef) -> Usage:
-        """Return what all operations of an adapter have cost; those that failed are not counted."""
+        """Return the cost of all successful operations of an adapter."""
         return replace(self.tenants.find(adapter).usage)
 
 
@@ -531,7 +543,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _has_loss(part: Part) -> bool:
+def _has_loss(part: MicroBatch) -> bool:
     return part.work.error is None and part.work.loss is not None and part.item is not None
 
 
@@ -545,15 +557,15 @@ def _name(adapter: str | AdapterRef | None) -> str | None:
 
 
 def seed_of(name: str) -> int:
-    """Return a seed for an adapter that was given none: of its name and of torch's own seed."""
+    """Return the seed of an adapter that was given none: a function of its name and of torch's seed."""
     import zlib
 
     return (torch.initial_seed() * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 
-def _logps_of(twin: Part) -> Tensor:
+def _logps_of(twin: MicroBatch) -> Tensor:
     if twin.work.error is not None:
         raise twin.work.error
     if twin.item is None or "logps" not in twin.item.outputs:
-        raise TrainingStateError("ref_logps='base': the rows have no `labels`, so that the base model scored nothing")
+        raise TrainingStateError("ref_logps='base' requires rows with `labels`")
     return twin.item.outputs["logps"].detach()

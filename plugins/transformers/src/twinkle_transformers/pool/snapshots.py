@@ -1,4 +1,4 @@
-"""Snapshots of adapters on disk: tensors in safetensors, everything else in JSON, never pickle.
+"""State of adapters: taken from one and restored whole or not at all; on disk as safetensors and JSON, never pickle.
 
 The pool keeps the matrices of an adapter in one vector, whose order and padding suit its device. In the file each
 matrix has its own name, so that a snapshot can be restored by a pool that arranges them in another way.
@@ -7,7 +7,9 @@ matrix has its own name, so that a snapshot can be restored by a pool that arran
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,15 +19,230 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from twinkle.engine import AdapterSpec
-from twinkle.errors import CheckpointError
+from twinkle.errors import CheckpointError, TwinkleError
 from twinkle_torch.layout import Layout, Shape
+from twinkle_transformers.group import OptimizerGroup
+from twinkle_transformers.memory import host_copy
 from twinkle_transformers.pool.files import shapes_in
+from twinkle_transformers.pool.tenants import Tenant
+from twinkle_transformers.training_state import (
+    compare_optimizers,
+    compare_schedulers,
+    decode_state,
+    encode_state,
+    pack_optimizer,
+    unpack_optimizer,
+)
+
+VERSION = 1
+WEIGHTS, GRADIENT, OPTIMIZER = "weights", "gradient", "optimizer/"
+_COUNTERS: dict[str, tuple[type, ...]] = {
+    "cur_step": (int,), "updates": (int,), "scheduled": (int,), "pending": (int,), "skipped": (int,),
+    "gradient_accumulation_steps": (int,), "denominator": (int, float), "loss_sum": (int, float),
+    "last_loss": (int, float), "last_grad_norm": (int, float, type(None)), "seed": (int, type(None)),
+    "divided": (bool,), "measured": (bool,), "stepped": (bool,), "dropped": (bool,),
+}  # fmt: skip
+_NOTHING_PENDING: dict[str, Any] = {
+    "pending": 0, "denominator": 0.0, "loss_sum": 0.0, "skipped": 0, "divided": False, "measured": False,
+    "stepped": False, "dropped": False,
+}  # fmt: skip
+_WHERE = "the snapshot"
+
+
+def take_snapshot(tenant: Tenant, *, gradient: bool = True) -> dict[str, Any]:
+    """Return a copy of an adapter's state, which later training does not change.
+
+    Args:
+        tenant: the adapter.
+        gradient: False leaves out pending gradients and their counters.
+
+    The snapshot contains neither components (template, processor, loss, metrics and their state) nor the usage.
+
+    Returns:
+        `tensors`: by name, in host memory: `weights` float32 `[P]`, `gradient` `[P]` if one is pending, and
+        `optimizer/<field>/<parameter>`; `state`: JSON data: shapes, counters, seed, optimizer, scheduler.
+
+    Raises:
+        CheckpointError: JSON cannot represent the state of the optimizer or scheduler.
+    """
+    group = tenant.group
+    tensors = {WEIGHTS: tenant.flat.detach()}
+    if gradient and tenant.flat.grad is not None:
+        tensors[GRADIENT] = tenant.flat.grad
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "adapter": tenant.name,
+        "rank_multiple": tenant.plan.layout.rank_multiple,
+        "layout": _layout(tenant),
+        "dropout": tenant.plan.dropout,
+        "counters": {name: getattr(group, name) for name in _COUNTERS} | ({} if gradient else _NOTHING_PENDING),
+        "optimizer": None,
+        "scheduler": None,
+    }
+    if group.optimizer is not None:
+        packed, state["optimizer"] = pack_optimizer(group.optimizer, tenant.parameters())
+        state["optimizer"]["values"] = encode_state(state["optimizer"]["values"], state["optimizer"]["class"])
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in packed.items()}
+    if (scheduler := group.lr_scheduler) is not None:
+        name = type(scheduler).__name__
+        state["scheduler"] = {"class": name, "state": encode_state(scheduler.state_dict(), name)}
+    return {"tensors": {name: host_copy(tensor) for name, tensor in tensors.items()}, "state": state}
+
+
+def restore_snapshot(tenant: Tenant, snapshot: Mapping[str, Any]) -> None:
+    """Replace the state of an adapter by a snapshot of it, or of an adapter with the same layout.
+
+    A snapshot without an optimizer removes the adapter's; one with an optimizer (and scheduler) requires that the same
+    classes are set, and restores their options.
+
+    Raises:
+        CheckpointError: it is damaged, or of another layout, dropout, optimizer or scheduler; nothing has changed.
+    """
+    tensors, state = _read(snapshot)
+    group = tenant.group
+    _compare_shapes(tenant, state)
+    _check_tensors(tenant, tensors)
+    counters = _counters(state)
+    saved = state["optimizer"]
+    if saved is not None:
+        if group.optimizer is None:
+            raise CheckpointError(
+                f"{_WHERE} holds the state of {saved['class']}, and adapter {tenant.name!r} has no optimizer; call "
+                f"set_optimizer({saved['class']!r}, ...) first"
+            )
+        with _undone_on_error(group):
+            compare_optimizers(_WHERE, saved, group.optimizer, tenant.parameters())
+            compare_schedulers(_WHERE, state["scheduler"], group.lr_scheduler)
+            _put_optimizer(tenant, saved, state["scheduler"], tensors)
+    group.drop_passes()
+    if saved is None:
+        group.optimizer, group.lr_scheduler, group.left_out = None, None, [tenant.flat]
+    with torch.no_grad():
+        tenant.flat.copy_(tensors[WEIGHTS])
+    tenant.flat.grad = None
+    if GRADIENT in tensors:
+        tenant.add_gradient(tensors[GRADIENT].to(tenant.flat.device))
+    for name, value in counters.items():
+        setattr(group, name, value)
+
+
+def _layout(tenant: Tenant) -> list[list[Any]]:
+    shapes = tenant.plan.layout.shapes.items()
+    return [[name, s.rank, s.fan_in, s.fan_out, s.scale, s.experts] for name, s in shapes]
+
+
+def _read(snapshot: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    tensors, state = (snapshot.get(key) if isinstance(snapshot, Mapping) else None for key in ("tensors", "state"))
+    if not isinstance(tensors, Mapping) or not isinstance(state, Mapping):
+        raise CheckpointError("a snapshot must be a dict of `tensors` and `state`, as returned by snapshot()")
+    if state.get("version") != VERSION:
+        raise CheckpointError(f"{_WHERE} has version {state.get('version')!r}; this is {VERSION}")
+    wanted = ("rank_multiple", "layout", "dropout", "counters", "optimizer", "scheduler")
+    if missing := [key for key in wanted if key not in state]:
+        raise CheckpointError(f"{_WHERE} has no {missing[0]!r}; it is damaged")
+    if odd := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
+        raise CheckpointError(f"{_WHERE}: {odd[0]!r} is a {type(tensors[odd[0]]).__name__}, not a tensor")
+    return tensors, state
+
+
+def _compare_shapes(tenant: Tenant, state: Mapping[str, Any]) -> None:
+    what = ("rank", "fan_in", "fan_out", "scale", "experts")
+    own = {name: values for name, *values in _layout(tenant)}
+    try:
+        saved = {name: values for name, *values in state["layout"]}
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{_WHERE} is damaged: its layout is not a list of shapes") from error
+    for name in own | saved:
+        if name not in own or name not in saved:
+            has, lacks = (_WHERE, "the adapter") if name in saved else ("the adapter", _WHERE)
+            raise CheckpointError(
+                f"{_WHERE} is of another adapter than {tenant.name!r}: {has} adapts {name}, {lacks} not"
+            )
+        for field, here, there in zip_longest(what, own[name], saved[name]):
+            if here != there:
+                difference = f"at {name} its {field} is {there}, here {here}"
+                raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: {difference}")
+    for name, here in (("rank_multiple", tenant.plan.layout.rank_multiple), ("dropout", tenant.plan.dropout)):
+        if state[name] != here:
+            raise CheckpointError(
+                f"{_WHERE} is of another adapter than {tenant.name!r}: its {name} is {state[name]}, here {here}"
+            )
+    if list(own) != list(saved):
+        raise CheckpointError(f"{_WHERE} is of another adapter than {tenant.name!r}: its matrices are in another order")
+
+
+def _check_tensors(tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
+    for name in (WEIGHTS, GRADIENT):
+        tensor = tensors.get(name)
+        if tensor is None and name == GRADIENT:
+            continue
+        if tensor is None or tensor.shape != tenant.flat.shape or tensor.dtype != tenant.flat.dtype:
+            description = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise CheckpointError(
+                f"{_WHERE}: {name} is {description}; it should be {tenant.flat.dtype} {list(tenant.flat.shape)}"
+            )
+    if odd := [n for n in tensors if n not in (WEIGHTS, GRADIENT) and not n.startswith(OPTIMIZER)]:
+        raise CheckpointError(f"{_WHERE} contains an unknown tensor {odd[0]!r}")
+
+
+def _counters(state: Mapping[str, Any]) -> dict[str, Any]:
+    counters = state["counters"]
+    if not isinstance(counters, Mapping) or counters.keys() != _COUNTERS.keys():
+        raise CheckpointError(f"{_WHERE}: its counters are incomplete; it is damaged")
+    for name, kinds in _COUNTERS.items():
+        if type(counters[name]) not in kinds:
+            raise CheckpointError(f"{_WHERE}: {name} is {counters[name]!r}; it is damaged")
+    return dict(counters)
+
+
+def _put_optimizer(
+    tenant: Tenant, saved: Mapping[str, Any], scheduler: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
+) -> None:
+    names = tenant.parameters()
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(OPTIMIZER):
+            continue
+        name = name.removeprefix(OPTIMIZER)
+        parameter = names.get(name.partition("/")[2])
+        if parameter is None:
+            raise CheckpointError(f"{_WHERE} holds {name!r} of an optimizer, which is for no parameter of this adapter")
+        # Moments get the strides of their parameter: products of matrices with other strides round differently.
+        like = parameter.shape == tensor.shape
+        own[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor) if like else tensor.clone()
+    unpack_optimizer(tenant.group.optimizer, {**saved, "values": decode_state(saved["values"])}, own, names)
+    if scheduler is not None:
+        tenant.group.lr_scheduler.load_state_dict(decode_state(scheduler["state"]))
+
+
+@contextmanager
+def _undone_on_error(group: OptimizerGroup) -> Iterator[None]:
+    """Restore optimizer and scheduler if the block raises an error."""
+    optimizer, scheduler = group.optimizer, group.lr_scheduler
+    states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    options = [dict(options) for options in optimizer.param_groups]
+    fields = {} if scheduler is None else dict(vars(scheduler))
+    try:
+        yield
+    except Exception as error:  # a plugin's optimizer or scheduler may raise anything
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for current, old in zip(optimizer.param_groups, options, strict=True):
+            current.clear()
+            current.update(old)
+        if scheduler is not None:
+            vars(scheduler).clear()
+            vars(scheduler).update(fields)
+        if isinstance(error, TwinkleError):
+            raise
+        raise CheckpointError(f"{_WHERE} does not fit: {type(error).__name__}: {error}") from error
+
 
 TENSORS: Final = "state.safetensors"
 STATE: Final = "state.json"
 FORMAT: Final = 1
 _OLDER: Final = frozenset({"source", "optimizer", "path"})
-"""Keys of specifications that older versions wrote: those of the request that created the adapter."""
+"""Keys that older versions wrote into specifications."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +252,7 @@ class AdapterSnapshot:
     Attributes:
         spec: how the adapter was created.
         tensors: tensors of `LoraPool.snapshot`.
-        state: the rest of it, as JSON data.
+        state: state of `LoraPool.snapshot`, as JSON data.
     """
 
     spec: AdapterSpec
@@ -66,7 +283,7 @@ class WrittenSnapshot:
     Attributes:
         spec: how the adapter was created.
         vectors: names of the tensors that were split into matrices.
-        tensors: tensors of the file.
+        tensors: tensors in the file.
         state: see `AdapterSnapshot`.
     """
 
@@ -98,7 +315,7 @@ class WrittenSnapshot:
         return cls(spec, vectors, tensors, state)
 
     def arranged_as(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a snapshot for `LoraPool.restore`, its vectors arranged as those of the adapter to be replaced.
+        """Return a snapshot for `LoraPool.restore`, with vectors in the layout of the adapter to be replaced.
 
         Args:
             own: `state` of that adapter's own snapshot.
@@ -166,7 +383,7 @@ def _spec_as_dict(spec: AdapterSpec) -> dict[str, Any]:
 
 
 def _spec_of(values: Mapping[str, Any], folder: Path) -> AdapterSpec:
-    """Read a specification, and check it before an adapter is created from it: a rank may be beyond all memory."""
+    """Read and check a specification; a corrupt rank must not lead to an allocation beyond all memory."""
     if not isinstance(values, dict):
         raise TypeError("the specification is not an object")
     spec = AdapterSpec(**{name: value for name, value in values.items() if name not in _OLDER})
@@ -192,7 +409,7 @@ def _shapes_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def _matrices(layout: Layout, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of A and of B transposed at each place, without the rows that pad the rank."""
+    """Yield views of A and of transposed B at each layer, without the rows that pad the rank."""
     for place, entry in layout.entries.items():
         rank = layout.shapes[place].rank
         yield f"{place}.A", entry.down_of(whole)[..., :rank, :]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from twinkle.errors import NonFiniteError, OperationsFailed, TrainingStateError
 from twinkle.logging import get_logger
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.flat_step import clip_and_step
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.options import check_clipping
@@ -23,19 +23,19 @@ def step_together(
     gradient_accumulation_steps: int | None = None,
     flush: bool = False,
 ) -> list[float]:
-    """Divide, clip and step the adapters whose accumulation is complete, and forget their gradients.
+    """Divide, clip and step the adapters whose accumulation is complete, and clear their gradients.
 
     Args:
         tenants: the adapters, each once.
         parallel: the ranks.
-        max_norm: bound of each adapter's own norm; 0 or less measures only.
-        norm_type: p of the p-norm; 2 goes through one call for all.
-        policy: "raise" or "skip" where a norm is not finite.
+        max_norm: maximum norm of each adapter's gradient; 0 or less measures only.
+        norm_type: p of the p-norm; norms with p=2 are computed in one call for all adapters.
+        policy: "raise" or "skip", for norms that are not finite.
         gradient_accumulation_steps: change the number of backward calls a step.
         flush: step an unfinished accumulation too.
 
     Returns:
-        the norm of each adapter's gradient before clipping; 0 where nothing was due.
+        the norm of each adapter's gradient before clipping; 0 if no step was due.
 
     Raises:
         TrainingStateError: an adapter has no gradients; nothing is stepped.
@@ -46,13 +46,13 @@ def step_together(
         set_accumulation(tenant.group, gradient_accumulation_steps)
         check_pending(tenant, flush)
     due = [tenant for tenant in tenants if tenant.group.due(flush)]
-    made = step_each(due, [max_norm] * len(due), parallel, policy, norm_type=norm_type, flush=flush)
-    errors = [result for result in made if isinstance(result, Exception)]
+    results = step_each(due, [max_norm] * len(due), parallel, policy, norm_type=norm_type, flush=flush)
+    errors = [result for result in results if isinstance(result, Exception)]
     if errors:
         if len(tenants) == 1:
             raise errors[0]
-        raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others are made", errors, [])
-    norms = {id(tenant): norm for tenant, norm in zip(due, made, strict=True) if not isinstance(norm, Exception)}
+        raise OperationsFailed(f"{len(errors)} of {len(due)} steps failed; the others were made", errors, [])
+    norms = {id(tenant): norm for tenant, norm in zip(due, results, strict=True) if not isinstance(norm, Exception)}
     return [norms.get(id(tenant), 0.0) for tenant in tenants]
 
 
@@ -77,18 +77,18 @@ def step_each(
     norm_type: float = 2.0,
     flush: bool = False,
 ) -> list[float | Exception]:
-    """Step adapters that are due, and return the norm of each gradient before clipping, or why there was no step."""
+    """Step adapters; return the norm of each gradient before clipping, or the error that prevented the step."""
     plain = [i for i, t in enumerate(tenants) if norm_type == 2 and parallel.ranks.alone and not t.group.divided]
     norms: dict[int, float] = {}
     if plain:
         groups = [tenants[i].group for i in plain]
-        found = clip_and_step(
+        group_norms = clip_and_step(
             [group.optimizer for group in groups],
             [group.denominator for group in groups],
             [max_norms[i] for i in plain],
         )
-        norms = dict(zip(plain, found.tolist(), strict=True))
-    made: list[float | Exception] = []
+        norms = dict(zip(plain, group_norms.tolist(), strict=True))
+    results: list[float | Exception] = []
     for index, tenant in enumerate(tenants):
         group = tenant.group
         try:
@@ -99,20 +99,20 @@ def step_each(
                 step_group(group, parallel, None, flush, policy)
                 group.clear_gradients()
                 schedule(group, None)
-            made.append(norms[index])
+            results.append(norms[index])
         except NonFiniteError as error:
             error.add_note(f"in the step of adapter {tenant.name!r}")
-            made.append(error)
-    return made
+            results.append(error)
+    return results
 
 
 def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:
-    """Keep account of a step that was made (or, if its norm is not finite, was not)."""
+    """Update counters and metrics after a step that was made, or skipped because its norm is not finite."""
     group.last_loss = group.loss_sum / group.denominator if group.denominator else 0.0
     group.last_grad_norm, group.measured = norm, True
     what = f"step {group.updates + 1} of adapter {group.adapter_name!r}"
     if group.denominator <= 0 and not group.skipped:
-        get_logger().warning("%s trained nothing: its losses counted nothing, so its gradient is zero", what)
+        get_logger().warning("%s has no effect: the denominator of its losses is 0, so its gradient is zero", what)
     if norm - norm != 0.0:
         text = f"the gradient norm of {what} is {norm}"
         if policy == "raise":
@@ -122,6 +122,6 @@ def _stepped(group: OptimizerGroup, norm: float, policy: str) -> None:
         group.train_status.skipped += 1
     else:
         group.updates += 1
-    loop.feed_metrics(group, group.train_status)
+    losses.feed_metrics(group, group.train_status)
     group.clear_gradients()
     schedule(group, None)

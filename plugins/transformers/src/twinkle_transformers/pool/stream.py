@@ -1,4 +1,4 @@
-"""The one stream of tokens that a pass computes, and which part of it belongs to whom."""
+"""The stream of tokens that a pass computes, and the positions of each micro-batch in it."""
 
 import zlib
 from collections.abc import Sequence
@@ -12,44 +12,44 @@ from torch import Tensor
 
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.grouped import Groups, runs
-from twinkle_transformers.lowrank.products import Cohort, Routing, stack
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing, stack
 from twinkle_transformers.noise import masks_from, token_keys
-from twinkle_transformers.pool.work import Part
+from twinkle_transformers.pool.work import MicroBatch
 from twinkle_transformers.shared_prefixes import plan_prefixes
 
 SCRATCH_BYTES = 256 << 20
 LEAST_ROWS = 8
-"""Products of fewer rows are padded to so many: below that libraries take other kernels, with other rounding."""
+"""Products of fewer rows are padded to this number: for fewer, libraries use other kernels, which round otherwise."""
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """What a pass computes.
+    """Input of a pass: all sequences one after the other in one row.
 
     Attributes:
         ids: int64 `[1, T]`.
-        positions: int64 `[1, T]`.
-        segments: where the sequences lie.
-        routing: which tokens belong to which adapter.
-        cohorts: the parts of each cohort of `routing`.
-        padding: tokens at the end that belong to nobody.
+        positions: int64 `[1, T]`; they start again at each sequence.
+        segments: boundaries of the sequences, which attention must not cross.
+        routing: tokens of each adapter.
+        adapter_groups: the micro-batches of each adapter group of `routing`.
+        padding: number of tokens at the end that belong to no micro-batch.
     """
 
     ids: Tensor
     positions: Tensor
     segments: Segments
     routing: Routing
-    cohorts: list[tuple[Cohort, list[Part]]]
+    adapter_groups: list[tuple[AdapterGroup, list[MicroBatch]]]
     padding: int = 0
     borrowed: list[Tensor] = field(default_factory=list)
-    """Memory of the scratch."""
+    """Buffers to return to the scratch."""
 
 
 class Scratch:
-    """Memory that passes use one after the other: on a CPU new memory costs more than what is done with it.
+    """Buffers that passes reuse: on a CPU, page faults of new memory cost more than the work on it.
 
     Args:
-        most: bytes that are kept between passes.
+        most: maximum number of bytes that are kept between passes.
     """
 
     def __init__(self, most: int = SCRATCH_BYTES) -> None:
@@ -57,21 +57,21 @@ class Scratch:
         self._lock = Lock()
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, borrowed: list[Tensor]) -> Tensor:
-        """Return memory of any content, noted in `borrowed`."""
+        """Return an uninitialized buffer, and append it to `borrowed`."""
         count = shape[0] * shape[1]
         with self._lock:
             fits = [
                 f for f in self._free if f.dtype == dtype and f.device == device and count <= f.numel() <= 2 * count
             ]
-            found = min(fits, key=Tensor.numel, default=None)
-            self._free = [f for f in self._free if f is not found]
-        if found is None:
-            found = torch.empty(count, dtype=dtype, device=device)
-        borrowed.append(found)
-        return found[:count].view(shape)
+            buffer = min(fits, key=Tensor.numel, default=None)
+            self._free = [f for f in self._free if f is not buffer]
+        if buffer is None:
+            buffer = torch.empty(count, dtype=dtype, device=device)
+        borrowed.append(buffer)
+        return buffer[:count].view(shape)
 
     def give_back(self, borrowed: list[Tensor]) -> None:
-        """Take memory back, the latest before older; what is too much is let go."""
+        """Take buffers back; the oldest beyond the limit are freed."""
         kept: list[Tensor] = []
         room = self.most
         with self._lock:
@@ -83,15 +83,19 @@ class Scratch:
         borrowed.clear()
 
 
-def in_order(parts: Sequence[Part]) -> list[Part]:
-    """Return parts as they lie in a stream: trained ones first, adapters of one layout together, the base last."""
+def in_order(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return micro-batches in stream order: trained ones first, adapters of one layout together, the base model last.
+
+    So trained rows are one slice, through which alone a gradient flows, and adapters of one layout form one grouped
+    product.
+    """
     order: dict[Any, int] = {}
     places = {id(part): place for place, part in enumerate(parts)}
     for part in parts:
         if (tenant := part.work.tenant) is not None:
             order.setdefault(tenant.plan.layout, len(order))
 
-    def key(part: Part) -> tuple[Any, ...]:
+    def key(part: MicroBatch) -> tuple[Any, ...]:
         tenant = part.work.tenant
         place = (len(order), False) if tenant is None else (order[tenant.plan.layout], _drops(part))
         return (not part.work.training, *place, part.tokens, places[id(part)])
@@ -100,17 +104,17 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
 
 
 def build(
-    parts: Sequence[Part], device: torch.device, dtype: torch.dtype, *, share: bool = False,
+    parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, *, share: bool = False,
     scratch: Scratch | None = None,
 ) -> Stream:  # fmt: skip
-    """Lay parts out in a stream and tell each where its tokens lie.
+    """Arrange micro-batches in a stream, and set the positions of each in it.
 
     Args:
-        parts: of the pass.
-        device: where the model is.
-        dtype: of the low-rank products.
+        parts: the micro-batches.
+        device: device of the model.
+        dtype: dtype of the low-rank products.
         share: compute prefixes that rows of one operation share once.
-        scratch: lends memory for weights and gradients; by default it is new.
+        scratch: lends buffers for weights and gradients; by default they are new.
     """
     scratch = Scratch(0) if scratch is None else scratch
     borrowed: list[Tensor] = []
@@ -135,18 +139,25 @@ def build(
         ids.append(torch.zeros(padding, dtype=torch.int64))
         starts, lengths, parents = [*starts, 0], [*lengths, padding], [*parents, -1]
     where = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-    cohorts = _cohorts(parts, device, dtype, scratch, borrowed)
+    adapter_groups = _adapter_groups(parts, device, dtype, scratch, borrowed)
     trained = sum(part.computed for part in parts if part.work.training)
     total = at + padding
-    routing = Routing([c for c, _ in cohorts], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
+    routing = Routing([c for c, _ in adapter_groups], total, min(total, max(trained, LEAST_ROWS)) if trained else 0)
     segments = Segments.of(lengths, device, parents if max(parents, default=-1) >= 0 else None)
     tokens = torch.cat(ids)[None]
-    return Stream(tokens.to(device), where[None].to(device), segments, routing, cohorts, padding, borrowed)
+    return Stream(tokens.to(device), where[None].to(device), segments, routing, adapter_groups, padding, borrowed)
 
 
 @dataclass(slots=True)
-class Pieces:
-    """Tokens of a part in the order of the stream, with their first positions and the pieces that they follow."""
+class TokenPieces:
+    """Tokens of a micro-batch in stream order.
+
+    Attributes:
+        ids: tokens of each piece: a sequence, a shared prefix, or the rest of a sequence after one.
+        starts: position of the first token of each piece in its sequence.
+        parents: index of the piece that each continues; -1 for none.
+        index: int64 `[S]`, index in the pieces of each token of the sequences.
+    """
 
     ids: list[Tensor]
     starts: list[int]
@@ -154,57 +165,57 @@ class Pieces:
     index: Tensor
 
 
-def pieces_of(part: Part, share: bool) -> Pieces:
-    """Return how the tokens of a part lie in a stream."""
+def pieces_of(part: MicroBatch, share: bool) -> TokenPieces:
+    """Return the tokens of a micro-batch in stream order; planned once."""
     if part.pieces is None:
         part.pieces = _pieces(part, share)
-    found: Pieces = part.pieces
-    return found
+    pieces: TokenPieces = part.pieces
+    return pieces
 
 
-def _pieces(part: Part, share: bool) -> Pieces:
+def _pieces(part: MicroBatch, share: bool) -> TokenPieces:
     sequences = part.sequences
     if share and len(sequences) > 1 and not _drops(part):
         plan = plan_prefixes(sequences)
         if plan.saved:
             ids = [sequences[row][start:stop] for row, start, stop in plan.pieces]
             index = torch.cat([torch.from_numpy(index) for index in plan.index])
-            return Pieces(ids, list(plan.starts), list(plan.parents), index)
-    return Pieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
+            return TokenPieces(ids, list(plan.starts), list(plan.parents), index)
+    return TokenPieces(sequences, [0] * len(sequences), [-1] * len(sequences), torch.arange(part.tokens))
 
 
-def _cohorts(
-    parts: Sequence[Part], device: torch.device, dtype: torch.dtype, scratch: Scratch, borrowed: list[Tensor]
-) -> list[tuple[Cohort, list[Part]]]:
-    found: list[tuple[Cohort, list[Part]]] = []
+def _adapter_groups(
+    parts: Sequence[MicroBatch], device: torch.device, dtype: torch.dtype, scratch: Scratch, borrowed: list[Tensor]
+) -> list[tuple[AdapterGroup, list[MicroBatch]]]:
+    adapter_groups: list[tuple[AdapterGroup, list[MicroBatch]]] = []
     bounds = [0, *accumulate(part.computed for part in parts)]
     kinds = [None if p.work.tenant is None else (p.work.tenant.plan.layout, p.work.training, _drops(p)) for p in parts]
     for first, last in runs(kinds):
         tenant = parts[first].work.tenant
         if tenant is None:
             continue
-        mine = list(parts[first:last])
+        group_parts = list(parts[first:last])
         groups = Groups(bounds[first], tuple(stop - start for start, stop in pairwise(bounds[first : last + 1])))
-        size = (len(mine), tenant.plan.layout.size)
-        flats = [p.work.tenant.flat for p in mine if p.work.tenant is not None]
+        size = (len(group_parts), tenant.plan.layout.size)
+        flats = [p.work.tenant.flat for p in group_parts if p.work.tenant is not None]
         many = len(flats) > 1 or flats[0].dtype != dtype
         weights = stack(flats, dtype, scratch.take(size, dtype, device, borrowed) if many else None)
         grads = None
-        if mine[0].work.training:
+        if group_parts[0].work.training:
             grads = scratch.take(size, torch.promote_types(dtype, torch.float32), device, borrowed).zero_()
-        mask = _Dropout(mine, device) if _drops(mine[0]) else None
-        found.append((Cohort(tenant.plan.layout, groups, weights, grads, mask), mine))
-    return found
+        mask = _Dropout(group_parts, device) if _drops(group_parts[0]) else None
+        adapter_groups.append((AdapterGroup(tenant.plan.layout, groups, weights, grads, mask), group_parts))
+    return adapter_groups
 
 
-def _drops(part: Part) -> bool:
+def _drops(part: MicroBatch) -> bool:
     return part.work.training and part.work.tenant is not None and part.work.tenant.plan.dropout > 0
 
 
 class _Dropout:
-    """Dropout factors of a cohort: a function of each adapter's seed, the operation's number, row and position."""
+    """Dropout factors of an adapter group: functions of adapter seed, operation number, row and position."""
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[MicroBatch], device: torch.device) -> None:
         self.lengths = [part.computed for part in parts]
         self.rates = [part.work.tenant.plan.dropout for part in parts if part.work.tenant is not None]
         self.keys = torch.cat([self._keys(part) for part in parts]).to(device)
@@ -218,7 +229,7 @@ class _Dropout:
         return torch.cat([masks_from(k, site, features, rate, dtype) for k, rate in zip(keys, self.rates, strict=True)])
 
     @staticmethod
-    def _keys(part: Part) -> Tensor:
+    def _keys(part: MicroBatch) -> Tensor:
         sizes = torch.tensor([len(s) for s in part.sequences])
         rows = torch.repeat_interleave(torch.arange(len(sizes)) + part.first, sizes)
         positions = torch.cat([torch.arange(len(s)) for s in part.sequences])

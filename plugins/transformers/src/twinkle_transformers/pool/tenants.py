@@ -1,4 +1,4 @@
-"""The adapters of a pool and all that belongs to each."""
+"""The adapters of a pool, with their state."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from twinkle.errors import ArgumentError, TrainingStateError
 from twinkle_registry import nearest
 from twinkle_transformers.group import OptimizerGroup
 from twinkle_transformers.pool.config import AdapterPlan
-from twinkle_transformers.pool.expert_files import expert_views
+from twinkle_transformers.pool.experts import expert_views
 from twinkle_transformers.versions import AdapterVersion
 
 
@@ -22,10 +22,11 @@ class Tenant:
     Attributes:
         ref: its name and generation.
         plan: its configuration.
-        flat: its weights, float32 `[P]`; `flat.grad` are its pending gradients.
+        flat: its weights, float32 `[P]`; `flat.grad` holds the pending gradients. One vector, so that an optimizer step
+            of many adapters is a few operations on long tensors.
         group: optimizer, scheduler, loss, template, processor, metrics, counters.
-        matrices: views of `flat` by PEFT's name, once an optimizer wants them one by one.
-        usage: what its operations have cost.
+        matrices: views of `flat` by PEFT's name, for optimizers that need single matrices.
+        usage: cost of its operations.
     """
 
     ref: AdapterRef
@@ -35,9 +36,9 @@ class Tenant:
     matrices: dict[str, nn.Parameter] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
     spare: Tensor | None = None
-    """Memory of the last gradients, for the next: new memory costs more than the copy."""
+    """Buffer of the last gradients, reused for the next: allocating memory costs more than the copy."""
     latest: tuple[tuple[int, int], AdapterVersion] | None = None
-    """The last version that was taken, and of which state."""
+    """The last version that was taken, and the state that it is of."""
 
     @property
     def name(self) -> str:
@@ -46,7 +47,7 @@ class Tenant:
 
     @property
     def state(self) -> tuple[int, int]:
-        """What changes with its weights."""
+        """A value that changes whenever the weights change."""
         return self.group.updates, self.flat._version
 
     def add_gradient(self, grad: Tensor) -> None:
@@ -54,31 +55,31 @@ class Tenant:
         if self.flat.grad is not None:
             self.flat.grad.add_(grad)
             return
-        self.flat.grad = self.keep_room().copy_(grad)
+        self.flat.grad = self.reserve_gradient().copy_(grad)
         self._share_gradient()
 
-    def keep_room(self) -> Tensor:
-        """Return the memory of the gradients, which is taken once."""
+    def reserve_gradient(self) -> Tensor:
+        """Return the buffer of the gradients; it is allocated once."""
         flat = self.flat.detach()
         if self.spare is None or self.spare.shape != flat.shape or self.spare.device != flat.device:
             self.spare = torch.empty_like(flat)
         return self.spare
 
     def views(self) -> dict[str, nn.Parameter]:
-        """Return A and B of each layer by PEFT's name, sharing memory (and gradients) with the whole."""
+        """Return A and B of each layer by PEFT's name; they share memory (and gradients) with the vector."""
         if not self.matrices:
             self.matrices = {name: nn.Parameter(view) for name, view in matrices_of(self.plan, self.flat.detach())}
             self._share_gradient()
         return self.matrices
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return what its optimizer updates, by saved name: the whole, or its views."""
+        """Return what its optimizer updates, by saved name: the vector, or its matrices."""
         optimizer = self.group.optimizer
         whole = optimizer is None or any(p is self.flat for p in self.group.parameters())
         return {"adapter": self.flat} if whole else self.views()
 
     def adopt_gradients(self) -> None:
-        """Make the whole gradient of the views' own, if somebody gave them some."""
+        """Set the gradient of the vector from gradients that were set on its matrices."""
         if self.flat.grad is None and any(view.grad is not None for view in self.matrices.values()):
             whole = torch.zeros_like(self.flat)
             for name, target in matrices_of(self.plan, whole):
@@ -93,7 +94,7 @@ class Tenant:
                 self.matrices[name].grad = view
 
     def moved(self) -> None:
-        """Point the views at the whole again, after its memory has changed."""
+        """Point the matrices at the vector again, after its memory has changed."""
         self.spare = None
         for name, view in matrices_of(self.plan, self.flat.detach()) if self.matrices else ():
             self.matrices[name].data, self.matrices[name].grad = view, None
@@ -115,7 +116,7 @@ class Tenants:
     """The adapters by name.
 
     Args:
-        use: called with each adapter that somebody looks up, before he gets it.
+        use: called with each adapter that is looked up for use, before it is returned.
     """
 
     def __init__(self, use: Callable[[Tenant], None]) -> None:
@@ -133,52 +134,52 @@ class Tenants:
         return name in self._found
 
     def names(self) -> list[str]:
-        """Return the names in the order of arrival."""
+        """Return the names in the order in which adapters were added."""
         return list(self._found)
 
     def next_ref(self, name: str) -> AdapterRef:
-        """Return the reference of the adapter that comes next."""
+        """Return the reference of the adapter to be added next."""
         self._generations += 1
         return AdapterRef(name, self._generations)
 
     def add(self, tenant: Tenant) -> None:
-        """Take an adapter in."""
+        """Add an adapter."""
         self._found[tenant.name] = tenant
 
     def remove(self, adapter: str | AdapterRef) -> Tenant:
-        """Let an adapter go and return it."""
+        """Remove an adapter and return it."""
         tenant = self.find(adapter)
         del self._found[tenant.name]
         return tenant
 
     def __getitem__(self, adapter: str | AdapterRef) -> Tenant:
-        """Return an adapter for use: its state is where the model is.
+        """Return an adapter for use: its state is on the device.
 
         Raises:
-            CapacityError: there is no room for it there.
+            CapacityError: the device has no room for it.
             Exception: as `find`.
         """
-        found = self.find(adapter)
-        self._use(found)
-        return found
+        tenant = self.find(adapter)
+        self._use(tenant)
+        return tenant
 
     def find(self, adapter: str | AdapterRef) -> Tenant:
         """Return an adapter, wherever its state is.
 
         Raises:
             ArgumentError: there is none of this name.
-            TrainingStateError: the one that the reference means is gone, whoever has its name now.
+            TrainingStateError: the adapter of the reference was removed; another may have its name now.
         """
         if not isinstance(adapter, str | AdapterRef):
-            raise ArgumentError(f"an adapter is named by a str, not by a {type(adapter).__name__}")
+            raise ArgumentError(f"the name of an adapter must be a str, got a {type(adapter).__name__}")
         name = adapter if isinstance(adapter, str) else adapter.name
-        found = self._found.get(name)
-        if isinstance(adapter, AdapterRef) and (found is None or found.ref != adapter):
+        tenant = self._found.get(name)
+        if isinstance(adapter, AdapterRef) and (tenant is None or tenant.ref != adapter):
             raise TrainingStateError(f"the adapter {name!r} (the {adapter.generation}. of this pool) was removed")
-        if found is None:
+        if tenant is None:
             hint = nearest(name, self._found)
             raise ArgumentError(
                 f"there is no adapter {name!r}{f'; did you mean {hint[0]!r}?' if hint else ''}; there are "
                 f"{', '.join(sorted(self._found)) or 'none'}" + ("" if hint else "; add one with add_adapter_to_model")
             )
-        return found
+        return tenant

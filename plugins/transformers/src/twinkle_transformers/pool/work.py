@@ -1,4 +1,4 @@
-"""Operations under way: what each must compute, in pieces that fit into a pass."""
+"""Operations in progress: what each must compute, cut into micro-batches, and its outputs row by row."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,33 +9,32 @@ import torch
 from torch import Tensor
 
 from twinkle import registry
-from twinkle.data_format import InputFeature
+from twinkle.data_format import InputFeature, ModelOutput
 from twinkle.engine import Operation, Usage
 from twinkle.errors import ArgumentError, DataError
-from twinkle_transformers import loop
+from twinkle_transformers import losses
 from twinkle_transformers.backbone import Backbone, check_batch
+from twinkle_transformers.batches import PackedBatch, without_padding
 from twinkle_transformers.group import Pass
-from twinkle_transformers.needs import Needs
+from twinkle_transformers.losses import check_loss_arguments, loss_name
 from twinkle_transformers.options import check_call, top_of_call
-from twinkle_transformers.packing import PackedBatch, without_padding
 from twinkle_transformers.pool.tenants import Tenant
 from twinkle_transformers.rows import as_rows, batch_size, row_inputs, share_arguments
 from twinkle_transformers.sampling.prompts import context_of
-from twinkle_transformers.scores import IGNORE, has_targets
-from twinkle_transformers.scoring import check_loss_arguments, loss_name
+from twinkle_transformers.token_scores import IGNORE, Needs, has_targets
 
 _OPTIONS = ("temperature", "return_logits", "task", "topk_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A part's share of a product with the head that parts of equal needs have together.
+    """Share of a micro-batch in the product with the head, which micro-batches of equal needs compute together.
 
     Attributes:
         needs: what is computed.
         temperature: divides the logits.
-        targets: shape of what each position has targets of: empty, or their number.
-        count: scored positions.
+        targets: `()` for one target a position, `(K,)` for K targets.
+        count: number of scored positions.
     """
 
     needs: Needs
@@ -45,20 +44,20 @@ class Scoring:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
-    """Rows of an operation that go through the model together.
+class MicroBatch:
+    """Rows of an operation that run through the model in one pass.
 
     Attributes:
-        work: the operation.
-        rows: its rows.
+        work: the operation that the rows belong to.
+        rows: the rows.
         batch: the rows as the loss sees them: padded, one sequence a row.
-        places: int64 `[S]`, where the real tokens lie in the flattened batch.
-        sequences: the tokens of each sequence, int64 each.
-        loss_kwargs: these rows' share of the loss's arguments.
-        first: number of its first row in the operation.
+        places: int64 `[S]`, indices of the tokens (without padding) in the flattened batch.
+        sequences: int64 tokens of each sequence.
+        loss_kwargs: arguments of the loss, cut to these rows.
+        first: index of the first row in the operation.
     """
 
-    work: "Work"
+    work: "WorkItem"
     rows: Sequence[InputFeature]
     batch: dict[str, Any]
     places: Tensor
@@ -66,24 +65,24 @@ class Part:
     loss_kwargs: dict[str, Any] = field(default_factory=dict)
     first: int = 0
     left: bool = False
-    """Whether its rows are padded on the left."""
+    """Whether the rows are padded on the left."""
     stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 `[S]`, where the tokens at `places` lie in the stream of the pass."""
+    """int64 `[S]`, indices in the stream of the pass of the tokens at `places`."""
     computed: int = 0
-    """Tokens of the stream that are its own."""
+    """Number of tokens that it adds to the stream; fewer than `tokens` where rows share a prefix."""
     item: Pass | None = None
-    twin: "Part | None" = None
-    """The same rows without an adapter, where the loss compares with the base model."""
+    twin: "MicroBatch | None" = None
+    """The same rows without an adapter, if the loss compares with the base model."""
     done: bool = False
-    """Whether its pass has succeeded."""
+    """Whether the pass succeeded."""
     pieces: Any = None
-    """How its tokens lie in a stream, once that was planned."""
+    """`TokenPieces`: the order of its tokens in a stream, once planned."""
     tries: int = 0
-    """How often it ran out of memory alone."""
+    """How often it ran out of memory in a pass of its own."""
     scoring: Scoring | None = None
-    """Its share of a product with the head, once it was computed."""
+    """Its share in the product with the head, once computed."""
     placeholder: bool = False
-    """It stands for an operation that is not here: its shape counts, and nothing comes of it."""
+    """Whether it stands for an operation of an earlier run: only its shape matters, and its outputs are dropped."""
 
     @property
     def tokens(self) -> int:
@@ -96,28 +95,28 @@ class Part:
         return max(len(s) for s in self.sequences)
 
     def forget_pass(self) -> None:
-        """Let go of what a pass gave that failed."""
+        """Drop the outputs of a failed pass."""
         self.item = None
         if self.twin is not None:
             self.twin.item = None
 
 
 @dataclass(slots=True, eq=False)
-class Work:
-    """An operation under way.
+class WorkItem:
+    """An operation in progress.
 
     Attributes:
-        index: its place in the call.
-        operation: what was asked.
-        tenant: whose; None is the base model.
-        loss: the loss, None where none is calculated.
-        needs: what the forward must prepare.
+        index: its index in the call.
+        operation: the operation.
+        tenant: the adapter; None is the base model.
+        loss: the loss; None if none is calculated.
+        needs: what the forward must compute.
         temperature: divides the logits.
         training: whether gradients are added.
-        number: of the operation, for dropout.
-        parts: its rows in pieces.
+        number: number of the operation, which selects its dropout masks.
+        parts: its micro-batches.
         error: why it failed.
-        grad: gradients of the parts that are done.
+        grad: sum of the gradients of finished micro-batches.
     """
 
     index: int
@@ -128,12 +127,12 @@ class Work:
     temperature: float
     training: bool
     number: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MicroBatch] = field(default_factory=list)
     error: Exception | None = None
     grad: Tensor | None = None
     usage: Usage = field(default_factory=Usage)
     processor: Any = None
-    """Collates its rows."""
+    """The processor that collates the rows."""
     composition: list[dict[str, Any]] = field(default_factory=list)
     """The passes that computed it; see `OperationResult.composition`."""
 
@@ -142,10 +141,10 @@ class Work:
         """Name of the adapter."""
         return None if self.tenant is None else self.tenant.name
 
-    def keep_room(self) -> None:
-        """Take the memory that its gradients will need, so that taking them cannot fail half-way."""
+    def reserve_gradient(self) -> None:
+        """Allocate the memory of its gradients before they are added, so that adding cannot fail halfway."""
         if self.training and self.tenant is not None:
-            self.tenant.keep_room()
+            self.tenant.reserve_gradient()
             if len(self.parts) > 1 and self.grad is None:
                 self.grad = torch.zeros_like(self.tenant.flat.detach())
 
@@ -158,26 +157,26 @@ class Work:
 def prepare(
     index: int, operation: Operation, tenant: Tenant | None, backbone: Backbone, processor: Any,
     encode: Callable[[Any], Any], evaluates: Tenant | None = None,
-) -> Work:  # fmt: skip
-    """Read an operation: everything that can be wrong with its rows and arguments is found here.
+) -> WorkItem:  # fmt: skip
+    """Validate an operation and its rows, and return it as one micro-batch.
 
     Args:
-        index: its place in the call.
-        operation: what is asked.
-        tenant: whose.
+        index: its index in the call.
+        operation: the operation.
+        tenant: the adapter; None is the base model.
         backbone: the model.
         processor: collates rows.
         encode: encodes trajectories.
-        evaluates: whose loss and metrics may be calculated from a forward later.
+        evaluates: adapter whose loss and metrics may be calculated later from a forward.
     """
     options: dict[str, Any] = {"temperature": 1.0, "return_logits": False, "task": "causal_lm", "topk_logprobs": None}
     options |= operation.options
     if unknown := sorted(options.keys() - set(_OPTIONS)):
-        raise ArgumentError(f"an operation has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
+        raise ArgumentError(f"options of an operation must be among {', '.join(_OPTIONS)}, got {unknown[0]!r}")
     check_call(options["task"], options["temperature"])
     training = operation.kind == "forward_backward"
     if operation.kind not in ("forward", "forward_backward"):
-        raise ArgumentError(f"an operation is 'forward' or 'forward_backward', not {operation.kind!r}")
+        raise ArgumentError(f"kind of an operation must be 'forward' or 'forward_backward', got {operation.kind!r}")
     if tenant is None and training:
         raise ArgumentError("the base model is frozen; a 'forward_backward' needs an adapter")
     loss = _loss_of(operation, tenant, training)
@@ -187,36 +186,37 @@ def prepare(
         raise ArgumentError(f"{sorted(operation.loss_inputs)[0]!r} is an argument of a loss, and no loss is calculated")
     needs = _needs(loss, tenant if training else evaluates, training, options, operation.loss is None)
     number = operation.number if operation.number is not None or tenant is None else tenant.group.cur_step
-    work = Work(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
+    work = WorkItem(index, operation, tenant, loss, needs, float(options["temperature"]), training, number or 0)
     work.processor = processor
     rows = as_rows(operation.rows, encode)
     left = getattr(processor, "padding_side", "right") == "left"
-    work.parts = [_part(rows, work, processor, backbone, left)]
+    work.parts = [_micro_batch(rows, work, processor, backbone, left)]
     return work
 
 
 def split(
-    work: Work, processor: Any, backbone: Backbone, budget: int, rows: int | None = None, cuts: list[int] | None = None
+    work: WorkItem, processor: Any, backbone: Backbone, budget: int, rows: int | None = None,
+    cuts: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """Cut an operation into parts, where its rows and its loss allow it.
+    """Cut an operation into micro-batches, if its rows and its loss allow it.
 
     Args:
-        work: the operation, in one part.
+        work: the operation, in one micro-batch.
         processor: collates rows.
         backbone: the model.
-        budget: tokens that a part may have, unless a single row has more.
-        rows: rows that a part may have; None is any number.
-        cuts: where parts begin, whatever they weigh.
+        budget: maximum number of tokens of a micro-batch, unless a single row has more.
+        rows: maximum number of rows of a micro-batch; None is no limit.
+        cuts: first rows of the micro-batches, regardless of the limits.
 
     Raises:
-        ArgumentError: `rows` is no number of rows, or cuts what the loss compares.
+        ArgumentError: `rows` is invalid, or would separate rows that the loss compares.
     """
     whole = work.parts[0]
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
     if len(whole.rows) % together:
         raise ArgumentError(
-            f"{loss_name(work.loss)} of adapter {work.name!r} compares rows {together} by {together} (chosen and "
-            f"rejected, say), and there are {len(whole.rows)}; give whole groups, one after the other"
+            f"{loss_name(work.loss)} of adapter {work.name!r} compares groups of {together} consecutive rows, got "
+            f"{len(whole.rows)} rows; give whole groups"
         )
     most = _most_rows(work, rows, together, len(whole.rows))
     splittable = getattr(work.loss, "splittable", True) and len(whole.sequences) == len(whole.rows)
@@ -224,7 +224,9 @@ def split(
     if cuts is not None:
         if len(cuts) > 1:
             bounds = [*cuts, len(whole.rows)]
-            work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+            work.parts = [
+                _micro_batch(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)
+            ]
     elif splittable and (whole.tokens > budget or len(whole.rows) > most):
         bounds, size = [0], 0
         for at in range(0, len(whole.rows), together):
@@ -234,7 +236,7 @@ def split(
                 size = 0
             size += more
         bounds.append(len(whole.rows))
-        work.parts = [_part(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
+        work.parts = [_micro_batch(whole.rows[a:b], work, processor, backbone, left, a) for a, b in pairwise(bounds)]
     if asks_for_base(work.operation.loss_inputs):
         for part in work.parts:
             part.twin = _twin(part)
@@ -246,8 +248,8 @@ def split(
             part.loss_kwargs = share
 
 
-def halves(part: Part, backbone: Backbone) -> list[Part]:
-    """Put two parts of about as many tokens in place of one; none where its loss wants all rows together."""
+def split_in_half(part: MicroBatch, backbone: Backbone) -> list[MicroBatch]:
+    """Replace a micro-batch by two with about equally many tokens; return `[]` if its loss needs all rows together."""
     work = part.work
     together = max(1, int(getattr(work.loss, "rows_together", 1)))
     count = len(part.rows) // together
@@ -256,46 +258,46 @@ def halves(part: Part, backbone: Backbone) -> list[Part]:
     ends = list(accumulate(len(sequence) for sequence in part.sequences))
     cut = together * min(range(1, count), key=lambda at: abs(2 * ends[at * together - 1] - part.tokens))
     left = getattr(work.processor, "padding_side", "right") == "left"
-    made = [
-        _part(rows, work, work.processor, backbone, left, part.first + first)
+    split_parts = [
+        _micro_batch(rows, work, work.processor, backbone, left, part.first + first)
         for rows, first in ((part.rows[:cut], 0), (part.rows[cut:], cut))
     ]
     if part.twin is not None:
         part.loss_kwargs.pop("ref_logps", None)
-        for half in made:
+        for half in split_parts:
             half.twin = _twin(half)
     if work.loss is not None:
-        sizes = [batch_size(half.batch) for half in made]
+        sizes = [batch_size(half.batch) for half in split_parts]
         shares = share_arguments(part.loss_kwargs, row_inputs(work.loss), sizes, left=left)
-        for half, share in zip(made, shares, strict=True):
+        for half, share in zip(split_parts, shares, strict=True):
             half.loss_kwargs = share
     at = work.parts.index(part)
-    work.parts[at : at + 1] = made
-    return made
+    work.parts[at : at + 1] = split_parts
+    return split_parts
 
 
 def asks_for_base(arguments: Mapping[str, Any]) -> bool:
-    """Say whether the base model's log-probabilities are asked for: `ref_logps="base"`."""
+    """Return whether arguments ask for the base model's log-probabilities: `ref_logps="base"`."""
     reference = arguments.get("ref_logps")
     return isinstance(reference, str) and reference == "base"
 
 
-def _twin(part: Part) -> Part:
+def _twin(part: MicroBatch) -> MicroBatch:
     work = part.work
     operation = Operation(None, "forward", part.rows)
-    base = Work(work.index, operation, None, None, Needs(), work.temperature, False, 0)
-    twin = Part(base, part.rows, part.batch, part.places, part.sequences, first=part.first)
+    base = WorkItem(work.index, operation, None, None, Needs(), work.temperature, False, 0)
+    twin = MicroBatch(base, part.rows, part.batch, part.places, part.sequences, first=part.first)
     base.parts = [twin]
     return twin
 
 
-def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
+def _most_rows(work: WorkItem, rows: int | None, together: int, count: int) -> int:
     if rows is None:
         return count
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < together:
         raise ArgumentError(
-            f"micro_batch_size={rows!r}; it must be a whole number of at least {together}, or None for the whole batch"
-            + (f" ({loss_name(work.loss)} compares rows {together} by {together})" if together > 1 else "")
+            f"micro_batch_size must be an integer of at least {together}, or None for the whole batch, got {rows!r}"
+            + (f" ({loss_name(work.loss)} compares groups of {together} rows)" if together > 1 else "")
         )
     if rows < count and not getattr(work.loss, "splittable", True):
         raise ArgumentError(
@@ -305,12 +307,14 @@ def _most_rows(work: Work, rows: int | None, together: int, count: int) -> int:
     return rows // together * together
 
 
-def _part(rows: Sequence[Any], work: Work, processor: Any, backbone: Backbone, left: bool, first: int = 0) -> Part:
+def _micro_batch(
+    rows: Sequence[Any], work: WorkItem, processor: Any, backbone: Backbone, left: bool, first: int = 0
+) -> MicroBatch:
     batch = processor(rows)
     check_batch(batch, backbone.model)
     batch = without_padding(batch, left=left)
     if extra := [k for k in batch if k in backbone.inputs and k not in _TEXT and batch[k] is not None]:
-        raise DataError(f"rows hold {extra[0]!r}; where many adapters share a pass, rows are text alone")
+        raise DataError(f"rows must contain only text where adapters share a pass, got {extra[0]!r}")
     ids = batch["input_ids"].reshape(-1)
     if isinstance(batch, PackedBatch):
         places, lengths = batch.places, list(batch.lengths)
@@ -326,11 +330,11 @@ def _part(rows: Sequence[Any], work: Work, processor: Any, backbone: Backbone, l
             "rows with max_length= of the template"
         )
     _check_places(batch, places, lengths, first)
-    return Part(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first, left=left)
+    return MicroBatch(work, rows, batch, places, list(torch.split(ids[places], lengths)), first=first, left=left)
 
 
 def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[int], first: int) -> None:
-    """Refuse rows whose tokens are not all that is scored, or that stand elsewhere than at 0, 1, 2, ..."""
+    """Refuse labels outside the tokens, and positions of tokens other than 0, 1, 2, ..."""
     labels, positions = batch.get("labels"), batch.get("position_ids")
     rows, width = batch["input_ids"].shape[:2]
     full = len(places) == rows * width
@@ -350,12 +354,12 @@ def _check_places(batch: Mapping[str, Any], places: Tensor, lengths: Sequence[in
     odd = columns - columns[begins] != counts
     if positions is not None:
         given = positions.reshape(-1)[places]
-        odd |= (given != counts) & (given != columns)  # those of rows padded on the left may count the padding
+        odd |= (given != counts) & (given != columns)  # positions of rows padded on the left may count the padding
     if bool(odd.any()):
         row = first + int(torch.bucketize(odd.nonzero()[0], sizes.cumsum(0), right=True))
         raise DataError(
-            f"row {row} has holes in its attention_mask, or position_ids that do not count 0, 1, 2, ...; where "
-            "adapters share a pass each sequence is whole: leave position_ids out, and give holes no row"
+            f"row {row} must have one run of ones in attention_mask, and position_ids 0, 1, 2, ...; leave position_ids "
+            "out, and remove masked tokens from the row"
         )
 
 
@@ -373,5 +377,35 @@ def _needs(loss: Any, owner: Tenant | None, training: bool, options: Mapping[str
     if own and owner is not None:
         loss = loss or owner.group.loss()
         metrics = (owner.group.train_status if training else owner.group.eval_status).metrics
-    needs = loop.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
+    needs = losses.needs_for(loss, metrics, training, options["return_logits"], options["task"], fuses=False)
     return replace(needs, top=top_of_call(options["topk_logprobs"]))
+
+
+def by_row(work: WorkItem) -> list[ModelOutput]:
+    """Return the outputs of a finished operation for each row, without padding."""
+    outputs: list[ModelOutput] = []
+    for part in work.parts:
+        if part.item is None:
+            continue
+        shape = part.batch["input_ids"].shape[:2]
+        packed = len(part.rows) < shape[0]
+        sizes = map(len, part.sequences if packed else [row["input_ids"] for row in part.rows])
+        for at, size in enumerate(sizes):
+            start = shape[1] - size if part.left else 0
+            output: dict[str, Any] = {}
+            for key, value in part.item.outputs.items():
+                if isinstance(value, Tensor) and value.ndim and len(value) == shape[0]:
+                    wide = value.ndim > 1 and value.shape[1] == shape[1] and key != "embeddings"
+                    output[key] = value[at, start : start + size] if wide else value[at]
+            if part.batch.get("labels") is not None and part.batch["labels"].ndim == 3 and "logps" in output:
+                output["logps"] = _own_targets(output["logps"], None if packed else part.rows[at]["labels"])
+            outputs.append(output)  # type: ignore[arg-type]
+    return outputs
+
+
+def _own_targets(logps: Tensor, labels: Any) -> Tensor:
+    """Return a row's log-probabilities `[T, K]` without padding targets; `[T]` if it has one target a token."""
+    if labels is None:
+        return logps
+    count = torch.as_tensor(labels).shape[1:]
+    return logps[:, : count[0]] if count else logps[:, 0]

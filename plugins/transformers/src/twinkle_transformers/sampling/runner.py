@@ -17,7 +17,7 @@ from twinkle_torch.numerics import Evidence, judge, probe_tokens, turned_off
 from twinkle_transformers.backbone import Backbone
 from twinkle_transformers.lowrank import products as lowrank
 from twinkle_transformers.lowrank.grouped import Groups, runs
-from twinkle_transformers.lowrank.products import Cohort, Routing
+from twinkle_transformers.lowrank.products import AdapterGroup, Routing
 from twinkle_transformers.sampling.adapters import Banks, sites_of
 from twinkle_transformers.sampling.attention import AttentionMetadata, CacheScope, Stretch
 from twinkle_transformers.sampling.kv_cache import KVCache, LayerShape
@@ -112,13 +112,13 @@ def route(owners: Sequence[AdapterVersion | None], weights: Callable[[list[Adapt
         weights: stacks the weights of versions of one layout.
     """
     groups = [(owners[first], first, past - first) for first, past in runs(_keys(owners)) if owners[first] is not None]
-    cohorts = []
+    adapter_groups = []
     for first, past in runs([version.layout for version, _, _ in groups if version is not None]):
         part = groups[first:past]
         versions = [version for version, _, _ in part if version is not None]
         lengths = Groups(part[0][1], tuple(count for _, _, count in part))
-        cohorts.append(Cohort(versions[0].layout, lengths, weights(versions)))
-    return Routing(cohorts, len(owners)) if cohorts else None
+        adapter_groups.append(AdapterGroup(versions[0].layout, lengths, weights(versions)))
+    return Routing(adapter_groups, len(owners)) if adapter_groups else None
 
 
 def _keys(owners: Sequence[AdapterVersion | None]) -> list[str | None]:

@@ -12,7 +12,7 @@ from twinkle.data_format import SamplingParams
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.logging import get_logger
 from twinkle_torch.numerics import Evidence
-from twinkle_transformers.patched import PatchWatch
+from twinkle_transformers.patch_watch import PatchWatch
 from twinkle_transformers.sampling.decode_loop import WholeCalls
 from twinkle_transformers.sampling.engine import StepEngine
 from twinkle_transformers.sampling.kv_cache import default_budget

@@ -298,7 +298,7 @@ class SharedModel(Source):
     @property
     def backbone(self) -> Backbone | None:
         """See `Source.backbone`."""
-        found: Backbone | None = getattr(self._model, "_backbone", None)
+        found: Backbone | None = getattr(self._model, "backbone", None)
         return found if found is not None and found.model is self.base else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.sampling.adapters import arrived_version
 from twinkle_transformers.sampling.service import SamplingService
 from twinkle_transformers.sampling.sources import OwnWeights, SharedModel, Source
-from twinkle_transformers.sync.base import base_weights, ties
+from twinkle_transformers.sync.terms import base_weights, ties
 from twinkle_transformers.versions import AdapterVersion
 
 ADAPTER = "base_model.model."
@@ -156,14 +156,14 @@ def pair(causal: Any, arrived: Arrived) -> list[tuple[Tensor, Tensor]]:
     own = base_weights(causal)
     tied = ties(own)
     owner = {name: tied.get(name, name) for name in own}
-    found = {owner[name]: name for name in arrived if name in owner}
-    _check_names(own, arrived, owner, found)
-    pairs = [(own[first], arrived[name]) for first, name in found.items()]
-    for (mine, theirs), name in zip(pairs, found.values(), strict=True):
-        if mine.shape != theirs.shape or not _alike(mine, theirs):
+    name_of_owner = {owner[name]: name for name in arrived if name in owner}
+    _check_names(own, arrived, owner, name_of_owner)
+    pairs = [(own[first], arrived[name]) for first, name in name_of_owner.items()]
+    for (target, tensor), name in zip(pairs, name_of_owner.values(), strict=True):
+        if target.shape != tensor.shape or not _alike(target, tensor):
             raise ArgumentError(
-                f"receive_weights: {name} arrived as {theirs.dtype} {list(theirs.shape)}, the sampler has "
-                f"{mine.dtype} {list(mine.shape)}; {_WAY}"
+                f"receive_weights: {name} arrived as {tensor.dtype} {list(tensor.shape)}, the sampler has "
+                f"{target.dtype} {list(target.shape)}; {_WAY}"
             )
     return pairs
 
@@ -171,26 +171,27 @@ def pair(causal: Any, arrived: Arrived) -> list[tuple[Tensor, Tensor]]:
 @torch.no_grad()
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write what was compared; numbers are rounded to the dtype that is there."""
-    for mine, theirs in pairs:
-        mine.copy_(theirs)
+    for target, tensor in pairs:
+        target.copy_(tensor)
 
 
 _WAY = "make the sampler of the model that is trained (model_id=)"
 
 
 def _check_names(
-    own: Mapping[str, Tensor], arrived: Arrived, owner: Mapping[str, str], found: Mapping[str, str]
+    own: Mapping[str, Tensor], arrived: Arrived, owner: Mapping[str, str], name_of_owner: Mapping[str, str]
 ) -> None:
     if strange := sorted(set(arrived) - set(own)):
         raise ArgumentError(f"receive_weights: {strange[0]} arrived, which the sampler does not have; {_WAY}")
-    if missing := sorted(set(owner.values()) - set(found)):
+    if missing := sorted(set(owner.values()) - set(name_of_owner)):
         raise ArgumentError(f"receive_weights: {missing[0]} did not arrive ({len(missing)} such weights); {_WAY}")
-    if len(found) < len(arrived):
-        twice = next(name for name in arrived if found[owner[name]] != name)
+    if len(name_of_owner) < len(arrived):
+        twice = next(name for name in arrived if name_of_owner[owner[name]] != name)
         raise ArgumentError(
-            f"receive_weights: {twice} and {found[owner[twice]]} arrived, which are one weight in the sampler; {_WAY}"
+            f"receive_weights: {twice} and {name_of_owner[owner[twice]]} arrived, which are one weight in the sampler; "
+            f"{_WAY}"
         )
 
 
-def _alike(mine: Tensor, theirs: Tensor) -> bool:
-    return mine.dtype == theirs.dtype or (mine.is_floating_point() and theirs.is_floating_point())
+def _alike(target: Tensor, tensor: Tensor) -> bool:
+    return target.dtype == tensor.dtype or (target.is_floating_point() and tensor.is_floating_point())

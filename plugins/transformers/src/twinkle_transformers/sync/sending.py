@@ -1,85 +1,46 @@
-"""The side of a model: its weights as they are now, merged or as an adapter alone."""
+"""The weights that a model sends to a sampler, in their present state: merged with an adapter, or beside it."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from peft import PeftModel
 from torch import Tensor
 
-from twinkle import remote_function
-from twinkle.checkpoint_engine import CheckpointEngineMixin
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle_transformers.sync.base import base_weights, ties
-from twinkle_transformers.sync.terms import Changes, Term, changes_of
+from twinkle_transformers.loaded_model import LoadedModel
+from twinkle_transformers.peft_adapters import Adapters
+from twinkle_transformers.sync.terms import Changes, Term, base_weights, ties
 
 Weights = Iterator[tuple[str, Tensor]]
 
 
-class SendsWeights(CheckpointEngineMixin):
-    """What a model adds to `CheckpointEngineMixin`: it sends weights, and writes none of its own."""
+def outgoing_weights(
+    loaded: LoadedModel, adapters: Adapters, adapter_name: str | None, base_sync_done: bool, merge_and_sync: bool,
+    model_keys: Sequence[str] | None,
+) -> Weights:  # fmt: skip
+    """Return the weights that a model sends; the arguments are those of `TransformersModel.send_weights`.
 
-    model: Any
-    parallel: Any
-
-    @remote_function(dispatch="all")
-    def send_weights(
-        self,
-        adapter_name: str | None = None,
-        base_sync_done: bool = False,
-        merge_and_sync: bool = False,
-        model_keys: Sequence[str] | None = None,
-    ) -> None:
-        """Send weights by the engine that a `CheckpointEngineManager` prepared, and wait until they were taken.
-
-        Weights of the base come under the names of the Hugging Face model, tied ones once; A and B of an adapter come
-        after them under PEFT's.
-
-        Args:
-            adapter_name: which adapter; by default the active one. Where there is none, all weights are sent.
-            base_sync_done: send the adapter alone.
-            merge_and_sync: send the base with the adapter merged into it, and no adapter.
-            model_keys: names of the weights that the receiver has, to be compared before anything is computed.
-
-        Raises:
-            ArgumentError: the receiver lacks a weight, or `base_sync_done` with `merge_and_sync`.
-            Unsupported: the adapter cannot be merged, or not be sent alone, or the model is sharded.
-        """
-        weights = self._outgoing(adapter_name, base_sync_done, merge_and_sync, model_keys)
-        asyncio.run(self.checkpoint_engine.send_weights(weights))
-
-    def _outgoing(
-        self, adapter_name: str | None, base_sync_done: bool, merge_and_sync: bool, model_keys: Sequence[str] | None
-    ) -> Weights:
-        if base_sync_done and merge_and_sync:
-            raise ArgumentError(
-                "send_weights: merge_and_sync=True sends the base each time, so base_sync_done=True has no meaning"
-            )
-        if self.parallel.in_lockstep:
-            raise Unsupported(
-                "send_weights: the model is sharded over ranks (fsdp), and its weights are not gathered; save it and "
-                "sample from the folder, or use a mesh without fsdp"
-            )
-        name, changes = self._changes(adapter_name)
-        base = {} if base_sync_done else base_weights(self._causal)
-        if missing := sorted(set(base) - set(base if model_keys is None else model_keys)):
-            raise ArgumentError(
-                f"send_weights: the sampler has no {missing[0]!r} ({len(missing)} such weights); make it of the model "
-                "that is trained"
-            )
-        if not name or merge_and_sync:
-            return _base(base, changes, name)
-        return _with_adapter(base, changes, name)
-
-    @property
-    def _causal(self) -> Any:
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-
-    def _changes(self, adapter_name: str | None) -> tuple[str, Changes]:
-        """Return the name of an adapter and what it changes; without adapters "" and nothing."""
-        group: Any = self._group(adapter_name)  # type: ignore[attr-defined]
-        name: str = group.adapter_name
-        return name, changes_of(self.model, name) if name else Changes()
+    Raises:
+        ArgumentError: the receiver lacks a weight, or `base_sync_done` with `merge_and_sync`.
+        Unsupported: the adapter cannot be merged or sent alone, or the model is sharded.
+    """
+    if base_sync_done and merge_and_sync:
+        raise ArgumentError(
+            "send_weights: merge_and_sync=True sends the base each time, so base_sync_done=True has no meaning"
+        )
+    if loaded.parallel.in_lockstep:
+        raise Unsupported(
+            "send_weights: the model is sharded over ranks (fsdp), and its weights are not gathered; save it and "
+            "sample from the folder, or use a mesh without fsdp"
+        )
+    name, changes = adapters.changes(adapter_name)
+    base = {} if base_sync_done else base_weights(loaded.backbone.model)
+    if missing := sorted(set(base) - set(base if model_keys is None else model_keys)):
+        raise ArgumentError(
+            f"send_weights: the sampler has no {missing[0]!r} ({len(missing)} such weights); create the sampler from "
+            "the model that is trained"
+        )
+    if not name or merge_and_sync:
+        return _base(base, changes, name)
+    return _with_adapter(base, changes, name)
 
 
 def _base(base: dict[str, Tensor], changes: Changes, adapter: str) -> Weights:

@@ -1,4 +1,4 @@
-"""What an adapter changes, read from the layers that hold it; nothing of the model is written."""
+"""What an adapter changes of its base model, as low-rank terms; and the weights of the base by their plain names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +16,28 @@ from twinkle.errors import ArgumentError, Unsupported
 from twinkle_transformers.adapters import tuned_places
 from twinkle_transformers.sites import Site
 from twinkle_transformers.versions import AdapterVersion
+
+_WRAPPERS = (".base_layer", ".original_module")
+_ADAPTERS = (".lora_", ".modules_to_save.", ".trainable_tokens")
+
+
+def plain(path: str) -> str:
+    """Return the path of a layer or weight without PEFT's wrappers."""
+    for wrapper in _WRAPPERS:
+        path = path.replace(f"{wrapper}.", ".").removesuffix(wrapper)
+    return path
+
+
+def base_weights(causal: Any) -> dict[str, Tensor]:
+    """Return parameters and saved buffers of a Hugging Face model, adapters left out; tied ones under each name."""
+    state: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
+    return {plain(key): tensor for key, tensor in state.items() if not any(part in key for part in _ADAPTERS)}
+
+
+def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the first name of each weight that has several, by its other names."""
+    first: dict[int, str] = {}
+    return {name: first[id(t)] for name, t in weights.items() if first.setdefault(id(t), name) != name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +65,10 @@ class Term:
         """Return W + scale * B A in W's dtype, computed in float32 or wider; with DoRA its rows have `magnitude`."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         base = (weight.t() if self.transposed else weight).to(dtype)
-        found = torch.addmm(base, self.up.to(dtype), self.down.to(dtype), alpha=self.scale)
+        merged = torch.addmm(base, self.up.to(dtype), self.down.to(dtype), alpha=self.scale)
         if self.magnitude is not None:
-            found *= (self.magnitude.to(dtype) / found.norm(dim=1))[:, None]
-        return (found.t() if self.transposed else found).to(weight.dtype)
+            merged *= (self.magnitude.to(dtype) / merged.norm(dim=1))[:, None]
+        return (merged.t() if self.transposed else merged).to(weight.dtype)
 
 
 @dataclass(slots=True)
@@ -65,12 +87,12 @@ class Changes:
 
     def adapted(self, base: Mapping[str, Tensor]) -> dict[str, Tensor | Term]:
         """Return what becomes of each weight that is changed, by its name in the base."""
-        found: dict[str, Tensor | Term] = dict(self.weights)
+        weights: dict[str, Tensor | Term] = dict(self.weights)
         for place, term in self.terms.items():
-            found[f"{place}.weight"] = term
+            weights[f"{place}.weight"] = term
             if term.bias is not None:
-                found[f"{place}.bias"] = base[f"{place}.bias"].detach() + term.bias
-        return found
+                weights[f"{place}.bias"] = base[f"{place}.bias"].detach() + term.bias
+        return weights
 
 
 def changes_of(model: PeftModel, name: str) -> Changes:
@@ -83,36 +105,36 @@ def changes_of(model: PeftModel, name: str) -> Changes:
     Raises:
         Unsupported: it changes more than the weights of layers, or how is not known.
     """
-    found = Changes()
+    changes = Changes()
     for place, module in tuned_places(model.get_base_model()):
         if isinstance(module, AuxiliaryTrainingWrapper):
-            _add_saved(found, place, module, name)
+            _add_saved(changes, place, module, name)
         elif isinstance(module, BaseTunerLayer) and _holds(module, name):
-            found.terms[place] = term = _term(place, module, name)
+            changes.terms[place] = term = _term(place, module, name)
             if term.magnitude is not None or term.bias is not None or _kind(module) == "Embedding":
-                found.beyond = found.beyond or f"more than a low-rank term at {place}"
-    if not found.terms and not found.weights:
+                changes.beyond = changes.beyond or f"more than a low-rank term at {place}"
+    if not changes.terms and not changes.weights:
         raise ArgumentError(f"adapter {name!r} has no weights in this model")
-    return found
+    return changes
 
 
 def terms_of(version: AdapterVersion, sites: Mapping[str, Site]) -> dict[str, Term]:
     """Return what a version of a pool's adapter adds to the linear layers of its model."""
-    found = {}
+    terms = {}
     for name, shape in version.layout.shapes.items():
         entry = version.layout.entries[name]
         down, up = entry.down_of(version.flat)[: shape.rank], entry.up_of(version.flat)[: shape.rank]
-        found[name] = Term(down, up.t(), shape.scale, sites[name].transposed)
-    return found
+        terms[name] = Term(down, up.t(), shape.scale, sites[name].transposed)
+    return terms
 
 
-def _add_saved(found: Changes, place: str, module: Any, name: str) -> None:
+def _add_saved(changes: Changes, place: str, module: Any, name: str) -> None:
     """Note a module that was trained whole beside the adapter."""
     if isinstance(module, ModulesToSaveWrapper):
         if name in module.modules_to_save:
             trained = module.modules_to_save[name].state_dict(keep_vars=True)
-            found.weights |= {f"{place}.{key}": tensor.detach() for key, tensor in trained.items()}
-            found.beyond = found.beyond or f"a {place} of its own"
+            changes.weights |= {f"{place}.{key}": tensor.detach() for key, tensor in trained.items()}
+            changes.beyond = changes.beyond or f"a {place} of its own"
     elif name in getattr(module, "trainable_tokens_delta", ()):
         raise Unsupported(
             f"adapter {name!r} trains single tokens of {place} ({type(module).__name__}); save it and sample from the "

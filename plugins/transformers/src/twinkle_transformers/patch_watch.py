@@ -1,4 +1,4 @@
-"""Notices patches and kernels that are applied to a model, or undone on it, by whatever way."""
+"""Detects patches and kernels that were applied to a model, or undone on it, by any code."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -10,10 +10,10 @@ from twinkle._registry import registry
 
 
 class PatchWatch:
-    """Tells whether the patches of a model are others than when it was last asked.
+    """Detects changes of the patches of a model.
 
-    Patches of what wraps the model and of modules inside count, and those of classes and of Python modules, which may
-    act on any model.
+    It includes patches of modules around and inside the model, and of classes and Python modules, which may affect any
+    model.
 
     Args:
         model: the Hugging Face module.
@@ -26,14 +26,14 @@ class PatchWatch:
         self._version, self._known = self._record_version(), self._applied()
 
     def changed(self) -> bool:
-        """Return whether a patch was applied or undone since the last call; costs nothing where none was anywhere."""
+        """Return whether a patch was applied or undone since the last call; cheap if none was in this process."""
         if (version := self._record_version()) == self._version:
             return False
         before, self._version, self._known = self._known, version, self._applied()
         return before != self._known
 
     def forget(self) -> None:
-        """Let the next call return True: what changed could not be taken into account."""
+        """Make the next call return True, because the last change could not be handled."""
         self._version, self._known = -1, [None]
 
     def _applied(self) -> list[Any]:
@@ -47,7 +47,7 @@ class PatchWatch:
 
 
 def _exported(name: str) -> Any:
-    """Return a function of the plugin that applies patches; None where it is absent, so that nothing is patched."""
+    """Return a function of the plugin for patches; None if it is not installed, so that nothing can be patched."""
     if name not in registry().exports("twinkle.patch"):
         return None
     return registry().export("twinkle.patch", name)

@@ -1,6 +1,7 @@
-"""One LoRA adapter on a frozen linear layer as one node of the graph, in place of PEFT's six.
+"""A frozen linear layer with one LoRA adapter as a single node of the graph, instead of PEFT's six.
 
-Layers keep PEFT's parameters, names and methods. A call that is anything but a plain one goes PEFT's own way.
+Fewer nodes mean fewer intermediate tensors and less overhead in each layer. Layers keep PEFT's parameters, names and
+methods; calls with merged, disabled or several adapters, hooks or arguments use PEFT's own forward.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,10 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def install(model: nn.Module) -> None:
-    """Let PEFT's linear layers of a model compute in one node whenever a call allows it.
+    """Make PEFT's linear layers of a model compute in one node whenever a call allows it.
 
     Args:
-        model: with PEFT's layers inside; those that were installed before stay as they are.
+        model: a model with PEFT's layers; layers that were installed before are not changed.
     """
     for module in model.modules():
         if type(module) is lora.Linear:
@@ -31,10 +32,10 @@ def install(model: nn.Module) -> None:
 
 
 class Linear(lora.Linear):  # type: ignore[misc]  # peft has no types
-    """PEFT's layer, which calculates faster. It has the same name, since there are those who look at names."""
+    """PEFT's layer with a faster forward. It keeps the name, because callers compare class names."""
 
     stands_for = lora.Linear
-    """Its class, for those who look at classes."""
+    """The class that it replaces, for callers that compare classes."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return `[..., fan_out]` for `[..., fan_in]`, as PEFT does."""
@@ -63,7 +64,7 @@ def adapted(
         bias: b, `[fan_out]`, frozen.
         down: A, `[r, fan_in]`.
         up: B, `[fan_out, r]`.
-        scale: `alpha / r`, or what PEFT has instead.
+        scale: `alpha / r`, or PEFT's variant of it.
         dropout: keeps shape and dtype.
         transposed: W is `[fan_in, fan_out]` (GPT-2).
     """
@@ -88,7 +89,9 @@ def _forward(
     rows = _rows(x)
     y = nn.functional.linear(rows, weight, bias)
     hidden = nn.functional.linear(rows if into is None else _rows(into), down).mul_(scale)
-    y.addmm_(hidden, up.t())  # a factor in a half-precision product costs more than one on these few numbers
+    y.addmm_(
+        hidden, up.t()
+    )  # `scale` was applied to the narrow `hidden`: a factor in a half-precision product is slower
     return y.view(*x.shape[:-1], y.shape[-1]), hidden
 
 
@@ -99,8 +102,7 @@ def _rows(x: Tensor) -> Tensor:
 class _Adapted(torch.autograd.Function):
     """For rows x, after dropout z, with gradient g: dx = g W, dz = s (g B) A, dA = s (g B)^T z, dB = g^T (s z A^T).
 
-    It keeps z and s z A^T; the matrices are there anyway. Without dropout z is x, and
-    gets both gradients.
+    It saves z and s z A^T beside the matrices. Without dropout z is x, and gets the sum of both gradients.
     """
 
     @staticmethod
@@ -120,7 +122,7 @@ class _Adapted(torch.autograd.Function):
         if down.dtype != z.dtype or up.dtype != z.dtype:
             down, up = down.to(z.dtype), up.to(z.dtype)
         rows, g = _rows(z), _rows(grads[0])
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted, and what was kept has no graph
+        if torch.is_grad_enabled():  # for a second derivative: the saved tensor has no graph
             hidden = rows @ down.t() * scale
         inner = (g @ up).mul_(scale)
         dx = dz = ddown = dup = None
@@ -138,9 +140,9 @@ class _Adapted(torch.autograd.Function):
 
 
 def _plain_term(layer: Any, x: Tensor) -> _Term | None:
-    """Return the other arguments of `adapted` if that is what the layer would compute now.
+    """Return the other arguments of `adapted` if PEFT's forward would compute the same now, else None.
 
-    It is asked at every call, and reads dictionaries of modules: their attributes cost as much as a small product.
+    It runs at every call, and reads `_modules` directly: attribute access of a module costs as much as a small product.
     """
     name = layer._active_adapter
     if type(name) is not str:
@@ -155,19 +157,19 @@ def _plain_term(layer: Any, x: Tensor) -> _Term | None:
         return None
     kind, dropout = type(base), parts["lora_dropout"]._modules[name]
     if (kind is not nn.Linear and kind is not Conv1D) or type(dropout) not in _DROPOUTS:
-        return None  # quantized, or one more adapter inside
+        return None  # quantized, or another adapter inside
     weight, bias, a, b = base._parameters["weight"], base._parameters["bias"], down.weight, up.weight
     if weight.requires_grad or up.bias is not None or (bias is not None and bias.requires_grad):
         return None
     if type(x) is not Tensor or type(weight) not in _PLAIN or type(a) not in _PLAIN or type(b) not in _PLAIN:
         return None  # distributed
     if not _meet(x, weight, a, b) or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return None  # our node has no rules for functorch; compilers fuse by themselves, and do not take it
+        return None  # the node has no functorch rules; compilers fuse by themselves, and cannot trace it
     return weight, bias, a, b, layer.scaling[name], dropout if _acts(dropout) else None, kind is Conv1D
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Say whether calling the module is nothing but its product."""
+    """Return whether a call of the module computes only its product."""
     return type(module) is nn.Linear and "forward" not in module.__dict__ and not _has_hooks(module)
 
 
@@ -182,7 +184,7 @@ def _acts(dropout: Any) -> bool:
 
 
 def _meet(x: Tensor, *others: Tensor) -> bool:
-    """Say whether all have one dtype, or get it from autocast, which leaves float64 alone."""
+    """Return whether all have one dtype, or get it by autocast, which does not convert float64."""
     if torch.is_autocast_enabled(x.device.type):
         return x.dtype in _CAST and all(other.dtype in _CAST for other in others)
     return all(other.dtype == x.dtype for other in others)

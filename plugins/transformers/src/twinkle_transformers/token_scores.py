@@ -1,6 +1,7 @@
-"""From hidden states or whole logits to what is known of each trained position, spread over `[B, T]`."""
+"""Scores of tokens at the trained positions, from hidden states or logits; what a forward must compute for them."""
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from twinkle.data_format import ModelOutput
 from twinkle.errors import ArgumentError
-from twinkle.loss import HeadProduct
+from twinkle.loss import FusedLoss, HeadProduct
 from twinkle_torch.head import (
     CHUNK_TOKENS,
     LogitTransform,
@@ -19,7 +20,38 @@ from twinkle_torch.head import (
     top_of,
     wide,
 )
-from twinkle_transformers.needs import Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a forward must compute beside `logps`, from the loss, the metrics and the call.
+
+    Attributes:
+        logits: whole logits.
+        logps: whether log-probabilities need a gradient, where whole logits are computed.
+        entropies: the entropy at each trained position.
+        uniform_logps: the mean log-probability of the vocabulary at each trained position.
+        predictions: the most probable token at each trained position.
+        top: how many of the most probable tokens at each trained position.
+        embeddings: one vector a row, and nothing else.
+        skip_weight_zero: positions with `loss_scale` 0 need no scores.
+        chunk_tokens: number of positions whose logits exist at the same time; None is the default of the head.
+        softcap: cap of the logits that the loss expects; None is any.
+        fuse: computes the loss from the product of hidden states and head, or returns None.
+    """
+
+    logits: bool = False
+    logps: bool = True
+    entropies: bool = False
+    uniform_logps: bool = False
+    predictions: bool = False
+    top: int = 0
+    embeddings: bool = False
+    skip_weight_zero: bool = False
+    chunk_tokens: int | None = None
+    softcap: float | None = None
+    fuse: Callable[[HeadProduct], FusedLoss | None] | None = None
+
 
 IGNORE = -100
 
@@ -30,19 +62,19 @@ def has_targets(labels: Any) -> TypeGuard[Tensor]:
 
 
 def targets_at(labels: Tensor, places: Tensor) -> Tensor:
-    """Return the targets `[N]` (or `[N, K]`) at places of the flattened batch; token 0 stands in for none."""
+    """Return the targets `[N]` (or `[N, K]`) at indices of the flattened batch; token 0 replaces ignored targets."""
     return labels.reshape(-1, *labels.shape[2:])[places].clamp(min=0)
 
 
 def check_top(needs: Needs, scored: bool) -> None:
-    """Refuse to look for the most probable tokens of positions where nothing is scored.
+    """Refuse a request for the most probable tokens where no position is scored.
 
     Raises:
-        ArgumentError: `scored` is False, and they are wanted.
+        ArgumentError: `scored` is False, and `needs.top` is not 0.
     """
     if needs.top and not scored:
         raise ArgumentError(
-            "topk_logprobs are those of positions with a label, and there are none here; give rows with `labels` (one "
+            "topk_logprobs requires positions with a label, and there are none; give rows with `labels` (one "
             "token a position), task='causal_lm', and a model that predicts tokens"
         )
 
@@ -50,13 +82,13 @@ def check_top(needs: Needs, scored: bool) -> None:
 def score_hidden(
     hidden: Tensor, batch: dict[str, Any], head: nn.Module, transform: LogitTransform, needs: Needs
 ) -> ModelOutput:
-    """Score the trained positions without making whole logits.
+    """Score the trained positions without computing whole logits.
 
     Args:
         hidden: `[B, T, H]` last hidden states.
         batch: `labels` int64 `[B, T]` (or `[B, T, K]`) and optional `loss_scale` of that shape, on the CPU.
         head: the output projection.
-        transform: what becomes of its product.
+        transform: transformation of the product into logits.
         needs: what to compute beside log-probabilities.
     """
     labels, device = batch["labels"], hidden.device
@@ -66,9 +98,9 @@ def score_hidden(
     if (
         needs.fuse is not None
         and labels.ndim == 2
-        and (made := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None
+        and (outputs := _fused(rows, targets, chosen, batch, head, transform, needs)) is not None
     ):
-        return made
+        return outputs
     scores = score_tokens(
         rows,
         targets,
@@ -80,13 +112,13 @@ def score_hidden(
         top=needs.top,
         chunk_tokens=needs.chunk_tokens or CHUNK_TOKENS,
     )
-    return spread(labels, where, scores)
+    return scatter_scores(labels, where, scores)
 
 
 def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOutput:
     """Score the trained positions of whole logits `[B, T, V]`; the rest is as in `score_hidden`.
 
-    Scores that nothing takes a gradient of are made some positions at a time.
+    Scores without a gradient are computed in chunks of positions.
     """
     labels = batch["labels"]
     chosen = trained_places(batch, needs)
@@ -94,11 +126,11 @@ def score_logits(logits: Tensor, batch: dict[str, Any], needs: Needs) -> ModelOu
     flat = logits.reshape(-1, logits.shape[-1])
     differentiated = needs.logps or needs.entropies or needs.uniform_logps
     if differentiated and torch.is_grad_enabled() and logits.requires_grad:
-        return spread(labels, where, _read(flat[where], targets, needs))
+        return scatter_scores(labels, where, _read(flat[where], targets, needs))
     chunk = needs.chunk_tokens or CHUNK_TOKENS
     with torch.no_grad():
         pieces = [slice(start, start + chunk) for start in range(0, max(len(where), 1), chunk)]
-        return spread(labels, where, _join([_read(flat[where[part]], targets[part], needs) for part in pieces]))
+        return scatter_scores(labels, where, _join([_read(flat[where[part]], targets[part], needs) for part in pieces]))
 
 
 def _read(logits: Tensor, targets: Tensor, needs: Needs) -> TokenScores:
@@ -121,7 +153,7 @@ def _join(parts: list[TokenScores]) -> TokenScores:
 
 
 def trained_places(batch: dict[str, Any], needs: Needs) -> Tensor:
-    """Return the indices of the positions to score, found on the CPU: no wait for the device."""
+    """Return the indices of the positions to score, computed on the CPU to avoid a device synchronization."""
     trained: Tensor = batch["labels"] != IGNORE
     if needs.skip_weight_zero and (weights := batch.get("loss_scale")) is not None:
         trained &= weights != 0
@@ -134,7 +166,7 @@ def _fused(
     rows: Tensor, targets: Tensor, chosen: Tensor, batch: dict[str, Any], head: nn.Module, transform: LogitTransform,
     needs: Needs,
 ) -> ModelOutput | None:  # fmt: skip
-    """Return the outputs of a loss that computes itself from the product, or None where it cannot or will not."""
+    """Return the outputs of a fused loss, or None if the loss or the head does not support fusing."""
     capped_late = transform.softcap is not None and transform.temperature != 1.0
     if needs.fuse is None or needs.entropies or not is_plain(head) or capped_late or not len(chosen):
         return None
@@ -153,22 +185,22 @@ def _fused(
         needs.predictions,
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        made = needs.fuse(product)
-    if made is None:
+        fused = needs.fuse(product)
+    if fused is None:
         return None
-    output: ModelOutput = {"fused_loss_sum": made.loss_sum}
-    if made.predictions is not None:
-        output["predictions"] = _place(batch["labels"].shape[:2], chosen.to(rows.device), made.predictions, IGNORE)
+    output: ModelOutput = {"fused_loss_sum": fused.loss_sum}
+    if fused.predictions is not None:
+        output["predictions"] = _place(batch["labels"].shape[:2], chosen.to(rows.device), fused.predictions, IGNORE)
     return output
 
 
-def spread(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelOutput:
+def scatter_scores(labels: Tensor, where: Tensor, scores: TokenScores) -> ModelOutput:
     """Return scores of some positions as outputs `[B, T]`; `logps` have the shape of the labels.
 
     Args:
         labels: `[B, T]` or `[B, T, K]`, on the CPU.
-        where: int64 `[N]`, the positions' places in the flattened batch.
-        scores: of the positions.
+        where: int64 `[N]`, indices of the positions in the flattened batch.
+        scores: scores of the positions.
     """
     shape = labels.shape[:2]
     logps = _place(shape, where, scores.logps, 0.0)
