@@ -33,6 +33,8 @@ NEED_TRUST = ("allow", "revoked")
 """Keys that only a trusted file may set: one lets code run, one names addresses that are requested."""
 LOCK_NAME = "twinkle.lock"
 LOCK_VARIABLE = "TWINKLE_LOCK"
+CACHE_VARIABLE = "TWINKLE_CACHE_DIR"
+HOME_VARIABLE = "XDG_CACHE_HOME"
 FROZEN_VARIABLE = "TWINKLE_FROZEN"
 TRUST_VARIABLE = "TWINKLE_TRUST_REMOTE_CODE"
 _ON = ("1", "true", "yes", "on")

@@ -21,7 +21,7 @@ from twinkle_registry import (
     missing_requirements,
 )
 from twinkle_registry.naming import canonical
-from twinkle_registry.requirements import with_extra
+from twinkle_registry.validation import with_extra
 
 
 def examine() -> list[Problem]:

@@ -1,13 +1,17 @@
-"""Checks whether an object fits the contract of its kind: an abstract class or a protocol that core names."""
+"""Checks that an object fits the contract of its kind, and arguments the signature, before either is used."""
 
 from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .errors import ComponentTypeError
-from .naming import quoted
+from .errors import ArgumentError, ComponentTypeError
+from .naming import nearest, quoted
+
+if TYPE_CHECKING:
+    import inspect
 
 _FUNCTIONS = (
     types.FunctionType,
@@ -123,3 +127,99 @@ def _shown(component: Any) -> str:
         return f"an instance of {_name(type(component))}"
     text = repr(component)
     return f"{text if len(text) <= 100 else text[:97] + '...'} ({_name(type(component))})"
+
+
+_LONG = 300
+_SHOWN = 12
+
+
+def check_keywords(
+    callable: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    *,
+    what: str,
+    args: Sequence[Any] = (),
+    partial: bool = False,
+) -> None:
+    """Raise `ArgumentError` unless `callable(*args, **kwargs)` fits the signature of `callable`.
+
+    Args:
+        callable: A class or a function; one with `**kwargs` accepts every keyword, one that has no signature
+            (some builtins) is not checked.
+        kwargs: The keyword arguments of the call.
+        what: How the error names the callable, for example `loss 'GRPOLoss' of twinkle-losses`.
+        args: The positional arguments of the call.
+        partial: More arguments follow later, so missing ones are not an error.
+    """
+    import inspect  # not needed for `twinkle --help`, whose time counts
+
+    try:
+        signature = inspect.signature(callable)
+    except (TypeError, ValueError):
+        return
+    problems = [
+        *_unknown(signature, kwargs),
+        *_surplus(signature, args, kwargs),
+        *([] if partial else _missing(signature, args, kwargs)),
+    ]
+    if problems:
+        name = getattr(callable, "__name__", type(callable).__name__)
+        raise ArgumentError(f"{what}: {'; '.join(problems)}. {_text(name, signature)}")
+
+
+def _text(name: str, signature: inspect.Signature) -> str:
+    text = str(signature.replace(return_annotation=signature.empty))
+    if len(text) <= _LONG:
+        return f"Its signature is {name}{text}"
+    known = list(signature.parameters)
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"{name} takes {', '.join(known[:_SHOWN])}{more}"
+
+
+def _keywords(signature: inspect.Signature) -> list[str]:
+    return [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    return [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _unknown(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> list[str]:
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return []
+    known = _keywords(signature)
+    problems = []
+    for name in kwargs:
+        if name not in known:
+            close = nearest(name, known, 1)
+            problems.append(f"unknown argument {name!r}" + (f", nearest: {close[0]!r}" if close else ""))
+    return problems
+
+
+def _surplus(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    places = _positional(signature)
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    problems = []
+    if len(args) > len(places) and not takes_any:
+        problems.append(f"{len(args)} positional arguments given, at most {len(places)} taken")
+    by_keyword = set(_keywords(signature))
+    twice = [name for name in places[: len(args)] if name in kwargs and name in by_keyword]
+    if twice:
+        problems.append(f"given twice: {quoted(twice)}")
+    return problems
+
+
+def _missing(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    missing = []
+    place = 0
+    for p in signature.parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            place += 1
+            given = place <= len(args) or (p.kind is not p.POSITIONAL_ONLY and p.name in kwargs)
+        elif p.kind is p.KEYWORD_ONLY:
+            given = p.name in kwargs
+        else:
+            continue
+        if not given and p.default is p.empty:
+            missing.append(p.name)
+    return [f"missing argument {quoted(missing)}"] if missing else []
