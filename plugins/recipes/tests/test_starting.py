@@ -15,7 +15,7 @@ from twinkle.errors import CheckpointError, ConfigError
 from twinkle.hub.fingerprint import fingerprint
 from twinkle.model import TransformersModel
 from twinkle.testing import tiny_model
-from twinkle_recipes.config.parts import LoraConfig
+from twinkle_recipes.config import LoraConfig
 from twinkle_recipes.run import keeper
 
 REWARD = "def own(rows, **kwargs):\n    return [float(-sum(row['input_ids'][-4:]) % 7) for row in rows]\n"

@@ -6,9 +6,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from twinkle_recipes.config.parts import LossConfig, OptimizerConfig, Part, RunConfig, SchedulerConfig
-from twinkle_recipes.config.rows import DataConfig
-from twinkle_recipes.config.strict import Arguments, Count, Positive, Strict, Text
+from twinkle_recipes.config import (
+    Arguments,
+    Count,
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    Part,
+    Positive,
+    RunConfig,
+    SchedulerConfig,
+    Strict,
+    Text,
+)
 
 
 class PromptsConfig(DataConfig):

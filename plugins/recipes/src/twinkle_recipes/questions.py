@@ -5,23 +5,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle._registry import registry
 from twinkle.data_format import SamplingParams
 from twinkle.paths import write_text
-from twinkle_recipes.config.sft import SFTConfig
-from twinkle_recipes.show.progress import Display
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.display import Display
 
 if TYPE_CHECKING:
     from twinkle.mesh.ranks import Ranks
 
 
 class Interview:
-    """The questions of a run: asked and written down by the first rank, where it holds the whole model."""
+    """The questions of a run: asked and written by the first rank, if it holds the whole model.
+
+    Args:
+        config: The configuration of the run.
+        folder: The run folder.
+        show: The display.
+        ranks: The processes that train the model.
+    """
 
     def __init__(self, config: SFTConfig, folder: Path, show: Display, ranks: "Ranks") -> None:
-        self._config = config
+        self._config, self._show = config, show
         self._path = folder / "answers.json"
-        self._show = show
         sharded = not ranks.alone and (config.mesh.fsdp or 1) > 1
         self._is_asked = bool(config.questions) and ranks.is_first and not sharded
         self._before: list[str] = []
@@ -42,10 +47,25 @@ class Interview:
             write_answers(self._path, self._config.questions, self._before, after)
             self._show.answers(list(zip(self._config.questions, self._before, after, strict=True)))
 
+    def is_complete(self) -> bool:
+        """Return whether an earlier part of this run wrote the answers after training, or there are no questions."""
+        questions = self._config.questions
+        if not questions:
+            return True
+        try:
+            rows = json.loads(self._path.read_text(encoding="utf-8"))
+            return [row["question"] for row in rows if row["after"] is not None] == questions
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def written(self) -> str | None:
+        """Return the path of the answers, or None if there are none."""
+        return str(self._path) if self._config.questions and self._path.exists() else None
+
 
 def ask(model: Any, config: SFTConfig) -> list[str]:
     """Return the model's answers to `config.questions`, in order."""
-    sampler = registry().build(config.sampler.name, "sampler", model=model)
+    sampler = config.build("sampler", config.sampler.name, model=model)
     params = SamplingParams(
         max_tokens=config.sampler.max_tokens, temperature=config.sampler.temperature, seed=config.seed
     )
@@ -65,7 +85,7 @@ def write_answers(path: Path, questions: Sequence[str], before: Sequence[str], a
 
 
 def answers_before(path: Path, questions: Sequence[str]) -> list[str] | None:
-    """Return the answers that an earlier part of this run kept for the same questions, or None."""
+    """Return the answers that an earlier part of this run wrote for the same questions, or None."""
     if not path.is_file():
         return None
     try:

@@ -6,20 +6,94 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from twinkle._registry import registry
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.dataset.protocol import StreamLike
-from twinkle.errors import DataError
+from twinkle.errors import ConfigError, DataError, EncodeError
 from twinkle.logging import get_logger
 from twinkle.mesh import DeviceMesh
 from twinkle.platform import Platform
-from twinkle_recipes.config.parts import RunConfig
-from twinkle_recipes.config.rows import DataConfig, parse_slice
-from twinkle_recipes.config.sft import SFTConfig
-from twinkle_recipes.rows.numbers import told_as_in_source
-from twinkle_recipes.rows.streams import is_stream
+from twinkle_recipes.config import DataConfig, RunConfig, SFTConfig, parse_slice
+
+_ROW = re.compile(r"row (\d+): ")
+
+
+@contextmanager
+def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
+    """Give the row of an `EncodeError` within the block its number in the source, and its line in a jsonl file.
+
+    Args:
+        name: the data set.
+        rows: its rows that are encoded, in their order; None where nobody knows.
+    """
+    try:
+        yield
+    except EncodeError as error:
+        found = _ROW.match(str(error))
+        if rows is None or found is None:
+            raise EncodeError(f"data set {name}: {error}") from error
+        number = rows[int(found[1])]
+        line = _line(Path(name).expanduser(), number)
+        raise EncodeError(f"data set {name}, {line or f'row {number}'}: {str(error)[found.end() :]}") from error
+
+
+def _line(path: Path, row: int) -> str:
+    """Return where a row stands in a jsonl file, whose empty lines are no rows; nothing for other sources."""
+    if path.suffix.lower() != ".jsonl" or not path.is_file():
+        return ""
+    with path.open(encoding="utf-8-sig") as file:
+        lines = (number for number, text in enumerate(file, start=1) if text.strip())
+        return next((f"row {row} (line {number})" for number in islice(lines, row, None)), "")
+
+
+def is_stream(config: RunConfig) -> bool:
+    """Return whether the configured class reads rows one after the other; it is imported, nothing is loaded."""
+    dataset: Any = config.component("dataset", config.data.type)
+    return issubclass(dataset, StreamLike) if isinstance(dataset, type) else isinstance(dataset, StreamLike)
+
+
+def check_stream(config: RunConfig) -> None:
+    """Refuse what has no meaning for a stream, and what has one for streams alone; and rows that the recipe cannot use.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    data = config.data
+    if not is_stream(config):
+        if data.shuffle_buffer is not None:
+            raise ConfigError(f"data.shuffle_buffer is for streams, and data.type {data.type} is none; leave it out")
+        if hasattr(config.component("dataset", data.type), "pack_dataset") and not config.takes_packs:
+            raise ConfigError(
+                f"data.type {data.type} puts several rows into one, and the recipe {config.recipe} needs each by "
+                "itself; use Dataset (data.padding_free true spares the padding)"
+            )
+        return
+    if not config.takes_streams:
+        raise ConfigError(
+            f"data.type {data.type} is a stream, and the recipe {config.recipe} needs rows with numbers; use Dataset"
+        )
+    problems = []
+    if config.max_steps is None:
+        problems.append("max_steps: give the number of optimizer steps; the stream begins again where it ends before")
+    if getattr(config, "epochs", 1) != 1:
+        problems.append("epochs: leave it out; max_steps says how long the run is")
+    if data.eval_fraction and not data.separate_eval:
+        problems.append(
+            "data.eval_fraction: no part of a stream can be held out; give evaluation rows of their own by "
+            "data.eval_id or data.eval_split, or data.eval_fraction 0"
+        )
+    if data.shuffle_buffer is not None and not data.shuffle:
+        problems.append("data.shuffle_buffer: it has no meaning without data.shuffle")
+    chosen = parse_slice(data.slice)
+    if any(part is not None and part < 0 for part in (chosen.start, chosen.stop, chosen.step)):
+        problems.append(f"data.slice {data.slice!r}: a stream goes forwards and has no known end; count from its start")
+    if problems:
+        raise ConfigError(
+            "\n  ".join([f"data.type {data.type} is a stream, whose length nobody knows before its end:", *problems])
+        )
+
 
 Config = TypeVar("Config", bound=RunConfig)
 Wanted = list[int] | slice | None
@@ -28,6 +102,7 @@ _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
 _NOTHING: Mapping[str, Any] = {}
 _LOOKED_AT = 1000
 _LOOKED_AT_OF_STREAM = 64
+_FEW_ROWS = 10  # with fewer, one row changes a mean or a share by more than a tenth
 
 
 @contextmanager
@@ -59,14 +134,14 @@ def loaders(config: Config, encode: Callable[[Any, Config], None] | None = None)
     held_out = None
     if data.separate_eval:
         name, split = data.eval_id or data.id, data.eval_split or data.split
-        held_out = _loader(_dataset(data, name, split, None, data.eval_args), config, name, None, False, encode)
-    rows: list[int] | slice = parse_slice(data.slice) if is_stream(data) else _selected_rows(data)
+        held_out = _loader(_dataset(config, name, split, None, data.eval_args), config, name, None, False, encode)
+    rows: list[int] | slice = parse_slice(data.slice) if is_stream(config) else _selected_rows(config)
     if data.eval_fraction and not data.separate_eval and isinstance(rows, list):
-        chosen = set(held_out_rows(*_raw(data, rows), data.eval_fraction, config.seed))
+        chosen = set(held_out_rows(*_raw(config, rows), data.eval_fraction, config.seed))
         own = sorted(chosen)
-        held_out = _loader(_dataset(data, data.id, data.split, own), config, data.id, own, False, encode)
+        held_out = _loader(_dataset(config, data.id, data.split, own), config, data.id, own, False, encode)
         rows = [row for row in rows if row not in chosen]
-    training = _dataset(data, data.id, data.split, rows)
+    training = _dataset(config, data.id, data.split, rows)
     return _loader(training, config, data.id, rows, data.shuffle, encode), held_out
 
 
@@ -109,6 +184,21 @@ def batches_per_epoch(loader: Any) -> int | None:
     return None if isinstance(loader.dataset, StreamLike) else len(loader)
 
 
+def describe_data(training: Any, held_out: Any) -> str:
+    """Return how many batches an epoch has, and how many are held out (None: no evaluation)."""
+
+    def size(loader: Any) -> str:
+        batches = batches_per_epoch(loader)
+        return "a stream" if batches is None else f"{batches} batch{'' if batches == 1 else 'es'}"
+
+    text = size(training) + ("" if batches_per_epoch(training) is None else " an epoch")
+    if held_out is None:
+        return text
+    rows = None if batches_per_epoch(held_out) is None else len(held_out.dataset)
+    few = f" (only {rows}: their numbers say little)" if rows is not None and rows < _FEW_ROWS else ""
+    return f"{text}; {size(held_out)} of other rows to evaluate on{few}"
+
+
 def count_steps(config: SFTConfig, batches: int | None) -> int:
     """Return the number of optimizer steps in a run with `batches` batches an epoch (None: a stream)."""
     if batches is None:
@@ -127,30 +217,32 @@ def count_tokens(batch: Sequence[Any]) -> int:
     return sum(len(row["input_ids"]) for row in batch)
 
 
-def _selected_rows(data: DataConfig) -> list[int]:
-    size = len(_source(data, data.id, data.split, None))
+def _selected_rows(config: RunConfig) -> list[int]:
+    data = config.data
+    size = len(_source(config, data.id, data.split, None))
     rows = list(range(size))[parse_slice(data.slice)]
     if not rows:
         raise DataError(f"data set {data.id}: slice {data.slice!r} of {size} rows is empty")
     return rows
 
 
-def _raw(data: DataConfig, rows: list[int]) -> tuple[list[int], list[Any]]:
-    source = _source(data, data.id, data.split, rows)
+def _raw(config: RunConfig, rows: list[int]) -> tuple[list[int], list[Any]]:
+    source = _source(config, config.data.id, config.data.split, rows)
     return rows, [source[index] for index in range(len(rows))]
 
 
-def _source(data: DataConfig, name: str, split: str, rows: Wanted, args: Mapping[str, Any] = _NOTHING) -> Any:
+def _source(config: RunConfig, name: str, split: str, rows: Wanted, args: Mapping[str, Any] = _NOTHING) -> Any:
     from twinkle.dataset import DatasetMeta
 
+    data = config.data
     meta = DatasetMeta(name, subset_name=data.subset, split=split, data_slice=rows)
-    return registry().build(data.type, "dataset", meta, **{**data.args, **args})
+    return config.build("dataset", data.type, meta, **{**data.args, **args})
 
 
-def _dataset(data: DataConfig, name: str, split: str, rows: Wanted, args: Mapping[str, Any] = _NOTHING) -> Any:
-    dataset = _source(data, name, split, rows, args)
+def _dataset(config: RunConfig, name: str, split: str, rows: Wanted, args: Mapping[str, Any] = _NOTHING) -> Any:
+    data, dataset = config.data, _source(config, name, split, rows, args)
     if data.preprocessor is not None:
-        dataset.map(data.preprocessor, init_args=data.preprocessor_args)
+        dataset.map(config.component("preprocessor", data.preprocessor), init_args=data.preprocessor_args)
     _warn_of_gaps(dataset, name)
     return dataset
 
@@ -180,7 +272,7 @@ def encode_rows(dataset: Any, config: RunConfig) -> None:
     """
     data = config.data
     arguments = {"max_length": data.max_length, "truncation_strategy": data.truncation, **data.template_args}
-    dataset.set_template(data.template, model_id=config.model.id, **arguments)
+    dataset.set_template(config.component("template", data.template), model_id=config.model.id, **arguments)
     dataset.encode(**({"add_generation_prompt": True} if config.samples else {}))
 
 
@@ -200,7 +292,7 @@ def _loader(
     data = config.data
     stream = isinstance(dataset, StreamLike)
     numbers = rows if isinstance(rows, list) and len(rows) == len(dataset) else None
-    with told_as_in_source(name, numbers):
+    with with_source_rows(name, numbers):
         encode(dataset, config)
     if not stream and not config.samples:
         _check_labels(dataset, data)
@@ -219,7 +311,7 @@ def _loader(
         # Every rank gets whole batches and takes its part of each: so the same rows make a step, and none is left
         # over, whatever the number of ranks.
         options["device_mesh"] = DeviceMesh(np.array([Platform.get_rank()]), ("dp",))
-    return registry().build(data.loader, "dataloader", dataset, **options)
+    return config.build("dataloader", data.loader, dataset, **options)
 
 
 def _check_labels(dataset: Any, data: DataConfig) -> None:

@@ -1,8 +1,10 @@
-"""What a run remembers of its steps, and pictures of it: the loss curve and others."""
+"""The numbers of a run's steps: under which names they are logged, how long phases take, and pictures of them."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,56 @@ from twinkle.logging import get_logger
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_RENAMED = {"learning rate": "learning_rate"}
+_LEFT_OUT = ("iters", "total time elapse", "speed")  # the step number and our own clock say the same
+
+
+def readable(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's metrics under names without spaces, without those that the recipe measures itself."""
+    return {_RENAMED.get(name, name): value for name, value in metrics.items() if name not in _LEFT_OUT}
+
+
+def losses_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training and evaluation loss of a step, as far as they are there, as `last_loss` and `eval/loss`."""
+    names = {"loss": "last_loss", "eval/loss": "eval/loss"}
+    return {shown: metrics[name] for name, shown in names.items() if name in metrics}
+
+
+def is_due(step: int, every: int) -> bool:
+    """Say whether something that happens each `every` steps happens at `step`; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def plain(value: Any) -> Any:
+    """Return arrays and tensors as lists and anything else as text, for `json.dumps(default=...)`."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Stopwatch:
+    """Measures named phases, one after the other, in seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time that the block takes to a phase."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - started
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return sum(self._seconds.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of each phase, by `seconds/<phase>`."""
+        return {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
 
 
 @dataclass
