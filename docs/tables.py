@@ -142,7 +142,7 @@ def options_of_embedding() -> str:
 
 
 def _options_table(model: Any, beside: Any = None) -> str:
-    from twinkle_cli.options import options_of
+    from twinkle_cli.configuration import options_of
 
     known = {o.name: (o.description, o.default) for o in options_of(beside)} if beside is not None else {}
     found = [option for option in options_of(model) if option.group or _is_new(option, known)]

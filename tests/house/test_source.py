@@ -22,7 +22,7 @@ TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".jsonl", ""}
 MACHINE = re.compile(r"/(?:" + "|".join(("work", "root", "home")) + r")/\w|[A-Z]:\\\\?Users")
 ELSEWHERE = {"init_tinker_client", "init_twinkle_client"}  # of twinkle-client, which core names and does not need
 DANGEROUS = {
-    "plugins/cli/src/twinkle_cli/values.py": ["yaml.load"],  # with a safe loader of its own
+    "plugins/cli/src/twinkle_cli/configuration.py": ["yaml.load"],  # with a safe loader of its own
     "plugins/kernels/src/twinkle_kernels/loading.py": ["trust_remote_code=True"],  # kernels that were judged before
     "plugins/testing/src/twinkle_testing/contracts/common.py": ["import pickle"],  # to and fro, of a component's own
     "plugins/testing/src/twinkle_testing/contracts/optimizer.py": ["torch.load"],  # as the next, of what it just saved

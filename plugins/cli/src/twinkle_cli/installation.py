@@ -1,17 +1,34 @@
-"""What `twinkle plugins doctor` finds wrong with an installation: folders that are gone, and files that clash."""
+"""What `twinkle plugins doctor` reports of an installation: folders that are gone, and files that clash."""
 
 import json
 import os
 import site
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from twinkle_cli.problem import Problem
 from twinkle_registry import PluginRecord
 from twinkle_registry.naming import canonical
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what to do about it (empty where `what` says it).
+
+    Attributes:
+        kind: what sort of thing.
+        what: the thing itself.
+        remedy: what to do.
+        optional: it is wrong only for whoever wants to use it: an extra that is not installed.
+    """
+
+    kind: str
+    what: str
+    remedy: str = ""
+    optional: bool = False
 
 
 def gone_editables(dists: Iterable[Distribution]) -> dict[str, Problem]:

@@ -1,6 +1,7 @@
-"""`twinkle plugins trust|untrust`: whether the settings and the lock that lie in a folder are obeyed."""
+"""`twinkle plugins trust|untrust`: whether the settings and the lock of a folder are obeyed."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,30 @@ from twinkle_cli.text import echo_json
 
 if TYPE_CHECKING:
     from twinkle_registry.trust.folders import TrustedPath
+
+
+def confirmed(question: str, *, action: str, remedy: str) -> bool:
+    """Ask on the terminal and return the answer.
+
+    Args:
+        question: what is asked.
+        action: what cannot be done without an answer, for the error.
+        remedy: how to do it without being asked.
+
+    Raises:
+        NotTrusted: standard input is no terminal, or ends without an answer.
+    """
+    from twinkle.errors import NotTrusted
+
+    refused = NotTrusted(f"cannot {action}: there is no terminal to ask on; {remedy}")
+    if not sys.stdin.isatty():
+        raise refused
+    try:
+        return click.confirm(question, default=False)
+    except click.Abort:
+        click.echo()  # the question stands on a line that nobody ended
+        raise refused from None
+
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _folder = click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -132,8 +157,6 @@ def _described(folder: Path, asks: dict[str, list[str]]) -> list[str]:
 
 
 def _is_confirmed(folder: Path) -> bool:
-    from twinkle_cli.asking import confirmed
-
     return confirmed(
         "Trust this folder? Code that it names runs with all your rights",
         action=f"trust {folder}",

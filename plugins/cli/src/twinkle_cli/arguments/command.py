@@ -93,7 +93,7 @@ def _needs_trust(layer: Layer) -> list[str]:
 
 
 def _config_file(path: str | os.PathLike[str] | None) -> Layer:
-    from twinkle_cli.values import read_config
+    from twinkle_cli.configuration import read_config
 
     if path is None:
         return Layer()
@@ -151,7 +151,7 @@ def _set(args: Args, path: tuple[str, ...], value: Any) -> None:
 
 def _put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     """Set `target[path[0]][path[1]]...`; a mapping is merged into one that is there. Nothing given is changed."""
-    from twinkle_cli.flags import merge
+    from twinkle_cli.configuration import merge
 
     if not path:
         target.update(merge(target, value))

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from twinkle_cli.arguments import groups
-from twinkle_cli.options import Option
+from twinkle_cli.configuration import Option
 
 EXTRA = "extra"
 USE_MEGATRON = ("model", "use_megatron")
