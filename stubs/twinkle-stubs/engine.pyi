@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.data_format import InputFeature, ModelOutput, SampleResponse, SamplingParams, StopReason
 from twinkle.errors import Unsupported
 

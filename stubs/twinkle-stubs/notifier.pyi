@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.errors import ArgumentError
 
 __all__ = ["Notifier"]

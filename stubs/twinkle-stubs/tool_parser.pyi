@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.data_format import ToolCall
 
 __all__ = ["Block", "BlockParser", "ToolCallParser"]

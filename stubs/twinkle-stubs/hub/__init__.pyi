@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.hub.base import Hub
 from twinkle.hub.local import local_folder, local_model, open_hub
 

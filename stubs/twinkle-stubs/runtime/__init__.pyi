@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Runtimes: the contract `Runtime`, `initialize` and the decorators, and every installed runtime by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.runtime.base import Runtime, RuntimeOptions
 from twinkle.runtime.current import current_runtime, get_device_placement, initialize, is_master
 from twinkle.runtime.remote import RemoteClass, RemoteFunction, remote_class, remote_function

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import room
 
 __all__ = ["DataFilter", "Filter"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import room
 
 __all__ = ["Kernel"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle_registry import hookimpl
 
 if TYPE_CHECKING:

@@ -7,9 +7,18 @@ from twinkle._arguments import refuse_unknown
 from twinkle.data_format import InputBatch, InputFeature, ModelOutput
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.runtime import remote_class
-from twinkle_torch.collate import join, join_labels, mask_and_positions, pad_tokens, per_token
+from twinkle_torch.collate import (
+    TOKEN_KEYS,
+    Row,
+    as_rows,
+    join,
+    join_labels,
+    mask_and_positions,
+    of_whole_row,
+    pad_tokens,
+    per_token,
+)
 from twinkle_torch.packing import Layout, pack, unpack, unpack_outputs
-from twinkle_torch.rows import TOKEN_KEYS, Row, as_rows, of_whole_row
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Advantages: the contract `Advantage`, and every installed estimator by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.advantage.base import Advantage
 
 __all__ = ["Advantage"]

@@ -1,6 +1,6 @@
 """Data loaders: the contract `DataLoaderLike`, and every installed data loader by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.dataloader.protocol import DataLoaderLike
 
 __all__ = ["DataLoaderLike"]

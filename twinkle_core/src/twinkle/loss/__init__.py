@@ -1,6 +1,6 @@
 """Losses: the contract `Loss`, and every installed loss by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.data_format import LossOutput
 from twinkle.loss.base import FusedLoss, HeadProduct, Loss
 

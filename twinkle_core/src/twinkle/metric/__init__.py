@@ -1,6 +1,6 @@
 """Metrics: the contract `Metric`, and every installed metric by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.metric.base import Metric
 
 __all__ = ["Metric"]

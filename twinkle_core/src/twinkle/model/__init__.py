@@ -3,7 +3,7 @@
 Operations on several adapters (`Operation`, `Step`, ...) are those of `twinkle.engine`.
 """
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.engine import (
     AdapterBytes,
     AdapterRef,

@@ -1,6 +1,6 @@
 """Preprocessors: the base class `Preprocessor`, `DataFilter`, and every installed preprocessor by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.filter import DataFilter, Filter
 from twinkle.preprocessor.base import Preprocessor
 

@@ -1,6 +1,6 @@
 """Rewards: the contract `Reward`, and every installed reward by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.reward.base import Reward
 
 __all__ = ["Reward"]

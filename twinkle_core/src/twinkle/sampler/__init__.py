@@ -1,6 +1,6 @@
 """Samplers: the contract `Sampler`, and every installed sampler by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import room
 from twinkle.sampler.base import Sampler
 
 __all__ = ["Sampler"]

@@ -10,10 +10,7 @@ from twinkle.errors import ArgumentError, DataError, MeshError
 from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataloader.arguments import at_least, processor_of, rows_of, torch_options
-from twinkle_data.dataloader.balance import deal
-from twinkle_data.dataloader.batches import Batches, Collate, as_list
-from twinkle_data.dataloader.order import Order
-from twinkle_data.dataloader.retry import RetryingRows
+from twinkle_data.dataloader.batches import Batches, Collate, Order, RetryingRows, as_list, deal
 from twinkle_data.dataloader.stream import Cutter, shuffled, skip
 
 if TYPE_CHECKING:
@@ -313,7 +310,7 @@ class DataLoader:
 
 
 def _all_lengths(rows: Any) -> list[int]:
-    from twinkle_data.dataset.lengths import row_length
+    from twinkle_data.dataset.encoding import row_length
 
     return [row_length(rows[number], number) for number in range(len(rows))]
 

@@ -12,10 +12,10 @@ from twinkle.logging import get_logger
 from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.base import Dataset
-from twinkle_data.dataset.lengths import token_counts
+from twinkle_data.dataset.encoding import token_counts
 from twinkle_data.dataset.packing import GROUP_ROWS, Fill, capacity_of, check_lengths, joined, pack_lengths
 from twinkle_data.dataset.table import Table
-from twinkle_torch.rows import TOKEN_KEYS
+from twinkle_torch.collate import TOKEN_KEYS
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")
 

@@ -6,7 +6,7 @@ from numbers import Number
 from typing import Any
 
 from twinkle.errors import DataError, TrainingStateError
-from twinkle_torch.rows import TOKEN_KEYS
+from twinkle_torch.collate import TOKEN_KEYS
 
 DEFAULT_CAPACITY = 2048
 GROUP_ROWS = 1000

@@ -1,4 +1,4 @@
-"""Engines: the contract `Engine` of one base model that trains and samples many adapters, and every installed engine.
+"""The contract `Engine` of one base model that trains and samples many adapters.
 
 The server, and recipes that train several adapters, use a backend through this contract alone. All methods of an engine
 are called from one thread, except where a docstring says otherwise.
@@ -10,28 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from twinkle._lazy import room
 from twinkle.data_format import InputFeature, ModelOutput, SampleResponse, SamplingParams, StopReason
 from twinkle.errors import Unsupported
-
-__all__ = [
-    "AdapterBytes",
-    "AdapterRef",
-    "AdapterSpec",
-    "AdapterVersion",
-    "Engine",
-    "EngineInfo",
-    "Feature",
-    "Operation",
-    "OperationError",
-    "OperationResult",
-    "SampleRequest",
-    "SampledTokens",
-    "SavedAdapter",
-    "Step",
-    "StepResult",
-    "Usage",
-]
 
 Feature = Literal["composition", "interrupt", "page", "prompt_scores", "stop_strings", "train_unembed"]
 """Optional abilities of an engine; see `EngineInfo.features`."""
@@ -539,6 +519,3 @@ class Engine(ABC):
         Raises:
             EngineFault: the device has failed.
         """
-
-
-__getattr__, __dir__ = room(__name__, "engine")
