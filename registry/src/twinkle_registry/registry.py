@@ -193,8 +193,10 @@ class Registry:
 
         Ignored settings and locks of an untrusted folder are among them.
         """
-        by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
-        notices = explain.unused_settings(self._settings, self.records, by_kind)
+        settings, notices = self._settings, []
+        if settings.disabled or settings.enabled_only or settings.prefer:
+            by_kind = {kind: self.specs(kind) for kind in self._kinds} if settings.prefer else {}
+            notices = explain.unused_settings(settings, self.records, by_kind)
         if notice := untrusted_notice():
             notices.append(notice)
         for name, specs in self._commands_by_name().items():

@@ -18,8 +18,8 @@ from twinkle_chat.encoding import (
     fit,
     prompt_tokens,
     text_tokens,
+    turn_weights,
 )
-from twinkle_chat.labels import turn_weights
 from twinkle_chat.media import TextOnly
 from twinkle_chat.messages import plain_messages, plain_tools
 from twinkle_chat.rendering import ChatRenderer, special_tokens

@@ -111,7 +111,7 @@ class LocalRuntime(Runtime):
             MeshError: the mesh has other ranks than there are processes.
             SettingsError: `TWINKLE_DIST_TIMEOUT_SECONDS` is no number of seconds.
         """
-        from twinkle.runtime.seeding import seed_everything
+        from twinkle.platform import seed_everything
 
         world_size = Platform.get_world_size()
         grouped = world_size > 1 or "RANK" in os.environ  # torchrun with one process is a group, of one

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from twinkle.platform import seed_everything
 from twinkle.run import Run
-from twinkle.runtime.seeding import seed_everything
 from twinkle_recipes.config import RunConfig
 from twinkle_recipes.data import describe_data, loaders
 from twinkle_recipes.display import Columns, Display, Silent, display
