@@ -179,8 +179,7 @@ class Validator:
         return validated
 
     def _why_disabled(self, record: PluginRecord) -> str:
-        formerly = record.manifest.formerly if record.manifest else ()
-        return self.settings.why_disabled((record.name, record.dist), formerly, self.essential)
+        return self.settings.why_disabled(record.name, record.dist, self.essential)
 
     def _with_unknown(self, record: PluginRecord) -> PluginRecord:
         """Add to the problems of a manifest those that need the registry, so that its author sees all at once."""

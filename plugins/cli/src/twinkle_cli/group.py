@@ -113,8 +113,7 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
     settings, frozen = Settings.load(), _frozen()
     found: dict[str, list[CommandSpec]] = {}
     for record in [*installed_plugins(__version__), *locked_plugins()]:
-        formerly = record.manifest.formerly if record.manifest else ()
-        usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist), formerly)
+        usable = record.status == "ok" and not settings.why_disabled(record.name, record.dist)
         usable = usable and not (frozen and frozen.why_not(record))
         for spec in record.manifest.commands if usable and record.manifest else ():
             of, _, name = spec.name.rpartition(" ")
