@@ -6,7 +6,7 @@ from twinkle._registry import room
 
 from twinkle_cli.arguments import Args as Args
 from twinkle_cli.arguments import CLI as CLI
-from twinkle_cli.trust import confirmed as confirmed
 from twinkle_cli.group import main as main
 from twinkle_cli.text import echo_json as echo_json
 from twinkle_cli.text import pairs as pairs
+from twinkle_cli.trust import confirmed as confirmed
