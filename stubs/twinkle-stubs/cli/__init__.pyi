@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """The command line: `main` of the command `twinkle`, `CLI` and `Args` for scripts, helpers for plugins' commands."""
 
-from twinkle._registry import room
+from twinkle._registry import lazy_names
 
 
 from twinkle_cli.arguments import Args as Args

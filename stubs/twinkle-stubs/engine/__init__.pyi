@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Engines: the contract `Engine` of a base model that trains and samples many adapters, and every installed engine."""
 
-from twinkle._registry import room
+from twinkle._registry import lazy_names
 from twinkle.engine.base import (
     AdapterBytes,
     AdapterRef,

@@ -57,8 +57,8 @@ def find(name: str) -> "list[PluginRecord | ComponentSpec]":
     if plugins := [registry().checked(r) for r in records if canonical(name) in (canonical(r.name), canonical(r.dist))]:
         return list(plugins)
     specs = [spec for record in records if record.manifest for spec in record.manifest.components]
-    if found := [spec for spec in specs if name in _names_of(spec)]:
-        return list(found)
+    if matching := [spec for spec in specs if name in _names_of(spec)]:
+        return list(matching)
     if name in registry().kinds:
         raise ComponentNotFound(f"{name!r} is a kind, not a name; all of that kind: twinkle plugins list {name}")
     known = {*(record.name for record in records), *(spec.name for spec in specs)}
@@ -83,7 +83,7 @@ def _elsewhere(name: str, records: "list[PluginRecord]") -> str:
     return where_to_get(bare, kind, dist, installed=[record.dist for record in records])
 
 
-def room(module: str, kind: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(module: str, kind: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` (PEP 562) of a public module of core.
 
     An attribute is, in this order: what a plugin's manifest exports to the module (`[[export]]`), the component of that

@@ -57,8 +57,8 @@ def check_digests(folder: Path, names: Collection[str] | None = None) -> None:
         return
     chosen = sorted(expected if names is None else expected.keys() & set(names))
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(lambda name: _digest(folder / name), chosen))
-    for name, digest in zip(chosen, found, strict=True):
+        digests = list(threads.map(lambda name: _digest(folder / name), chosen))
+    for name, digest in zip(chosen, digests, strict=True):
         if digest is None:
             raise CheckpointError(
                 f"{folder / name} is missing, or is not a regular file; the checkpoint is incomplete: restore the file "

@@ -48,17 +48,17 @@ def assistant_spans(
     wanted = _wanted(turns, rounds, messages, added)
     if not chat.marks_generation:
         text = chat.render(messages)
-        found = find_turns(chat, messages, wanted, text, added)
+        spans = find_turns(chat, messages, wanted, text, added)
     else:
         text, marked = chat.render_marked(messages)
         if wanted == turns and len(marked) != len(turns):
             return text, [[span] for span in marked]
-        found = [[span] for span in _of_turns(marked, turns, wanted)]
-        for index, [(start, end)] in zip(wanted, found, strict=True):
+        spans = [[span] for span in _of_turns(marked, turns, wanted)]
+        for index, [(start, end)] in zip(wanted, spans, strict=True):
             _require_calls(messages[index], text[start:end], f"message {index - added} (assistant)")
     return text, [
         [_without_empty_thought(messages[index], text, *first), *rest]
-        for index, (first, *rest) in zip(wanted, found, strict=True)
+        for index, (first, *rest) in zip(wanted, spans, strict=True)
     ]
 
 
@@ -109,9 +109,9 @@ def chosen_turns(rounds: Any, own: Sequence[dict[str, Any]], added: int) -> list
     asked: list[Any] = list(rounds) if isinstance(rounds, list | tuple) else [rounds]
     for index in asked:
         if isinstance(index, bool) or not isinstance(index, int) or index not in turns:
-            found = "no message" if index not in range(len(own)) else f"a {own[index]['role']} message"
+            instead = "no message" if index not in range(len(own)) else f"a {own[index]['role']} message"
             raise EncodeError(
-                f"user_data key_rounds names {index!r}, which is {found}; the assistant turns of this row are {turns}"
+                f"user_data key_rounds names {index!r}, which is {instead}; the assistant turns of this row are {turns}"
             )
     return sorted({index + added for index in asked})
 
@@ -166,17 +166,17 @@ def turn_weights(scale: Any, trajectory: Mapping[str, Any], rounds: Any) -> list
         EncodeError: the row has no usable conversation, or a message asks for a training that it does not get.
     """
     messages = plain_messages(trajectory, any_weight=True)
-    told = scale([dict(message) for message in messages])
+    weights = scale([dict(message) for message in messages])
     name = getattr(scale, "__name__", type(scale).__name__)
-    if isinstance(told, str | Mapping) or not isinstance(told, Sequence) or len(told) != len(messages):
-        found = f"{len(told)} weights" if isinstance(told, list | tuple) else f"a {type(told).__name__}"
+    if isinstance(weights, str | Mapping) or not isinstance(weights, Sequence) or len(weights) != len(messages):
+        returned = f"{len(weights)} weights" if isinstance(weights, list | tuple) else f"a {type(weights).__name__}"
         raise ComponentTypeError(
-            f"the loss scale {name} returned {found} for {len(messages)} messages; return one each"
+            f"the loss scale {name} returned {returned} for {len(messages)} messages; return one each"
         )
     wanted = set(range(len(messages))) if rounds is None else set(chosen_turns(rounds, messages, 0))
     return [
         _own(weight if index in wanted else 0.0, message, index, name)
-        for index, (weight, message) in enumerate(zip(told, messages, strict=True))
+        for index, (weight, message) in enumerate(zip(weights, messages, strict=True))
     ]
 
 
@@ -201,13 +201,13 @@ def weighted_spans(
     positive = [index for index, weight in enumerate(weights) if _largest(weight) > 0]
     turns = [index for index in positive if silent[index + added]["role"] == "assistant"]
     text, spans = assistant_spans(chat, silent, turns, added)
-    found: list[tuple[Sequence[Span], tuple[int, TurnWeight]]] = list(
+    pairs: list[tuple[Sequence[Span], tuple[int, TurnWeight]]] = list(
         zip(spans, _shared(turns, spans, weights), strict=True)
     )
     for index in positive:
         if index not in turns:
-            found.append(([turn_span(chat, silent, index + added, text)], (index, weights[index])))
-    parts = sorted(part for turn, (index, weight) in found for part in _cut(text, turn, weight, index))
+            pairs.append(([turn_span(chat, silent, index + added, text)], (index, weights[index])))
+    parts = sorted(part for turn, (index, weight) in pairs for part in _cut(text, turn, weight, index))
     return text, [(start, end) for start, end, _ in parts], [weight for _, _, weight in parts]
 
 
@@ -253,13 +253,13 @@ def _shared(
     turns: Sequence[int], spans: Sequence[Sequence[Span]], weights: Sequence[TurnWeight]
 ) -> list[tuple[int, TurnWeight]]:
     """Return turn and weight of each turn's spans; where it marks more or fewer, all must weigh alike."""
-    told: list[tuple[int, TurnWeight]] = [(index, weights[index]) for index in turns]
+    weighted: list[tuple[int, TurnWeight]] = [(index, weights[index]) for index in turns]
     if len(spans) == len(turns):
-        return told
-    if len({weight for _, weight in told if isinstance(weight, int | float)}) == 1 and all(
-        isinstance(weight, int | float) for _, weight in told
+        return weighted
+    if len({weight for _, weight in weighted if isinstance(weight, int | float)}) == 1 and all(
+        isinstance(weight, int | float) for _, weight in weighted
     ):
-        return told[:1] * len(spans)
+        return weighted[:1] * len(spans)
     raise EncodeError(
         f"the chat template marks {len(spans)} generated parts for {len(turns)} assistant turns, so they cannot be "
         "weighted one by one; use one {% generation %} block a turn, or a loss scale that weights all alike"

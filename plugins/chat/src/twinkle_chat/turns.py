@@ -89,12 +89,12 @@ def render_marked(
         return None
     pieces, marks = [""], list[tuple[int, str]]()
     place = 0
-    for found in re.finditer(stem + r"(\d+)([rcoan]\d*)E", rendered):
-        pieces[-1] += rendered[place : found.start()]
-        place = found.end()
-        mark = int(found[1]), found[2]
-        if found[2][0] == "n" and mark in marks:
-            call = messages[mark[0]]["tool_calls"][int(found[2][1:])]
+    for match in re.finditer(stem + r"(\d+)([rcoan]\d*)E", rendered):
+        pieces[-1] += rendered[place : match.start()]
+        place = match.end()
+        mark = int(match[1]), match[2]
+        if match[2][0] == "n" and mark in marks:
+            call = messages[mark[0]]["tool_calls"][int(match[2][1:])]
             pieces[-1] += call.get("function", call)["name"]
         else:
             marks.append(mark)
@@ -218,18 +218,18 @@ class _Leads:
         The second value is what the generation prompt has behind the shared part: a thought that it opens, which the
         words of the turn may begin with.
         """
-        found = self._before.get(index)
+        piece = self._before.get(index)
         prompt = self._prompt(index)
-        if found is None or prompt is None or (found[0][0] - index, found[0][1]) != prompt[0]:
+        if piece is None or prompt is None or (piece[0][0] - index, piece[0][1]) != prompt[0]:
             return None
-        shared = _whole_tags(found[1], common_start(found[1], prompt[1]))
-        if self._knows or not found[1][shared:].strip():
-            return len(found[1]) - shared, prompt[1][shared:]
+        shared = _whole_tags(piece[1], common_start(piece[1], prompt[1]))
+        if self._knows or not piece[1][shared:].strip():
+            return len(piece[1]) - shared, prompt[1][shared:]
         # This chat template knows no generation prompt. What an answer without calls has before it is the header.
         spoken = self._as_spoken(index)
         if spoken is not None and spoken[shared:].strip():
-            shared = _whole_tags(found[1], common_start(found[1], spoken))
-        return len(found[1]) - shared, ""
+            shared = _whole_tags(piece[1], common_start(piece[1], spoken))
+        return len(piece[1]) - shared, ""
 
     def _kind(self, index: int) -> Any:
         first = max(index - 2, 0)
@@ -257,8 +257,8 @@ class _Leads:
             messages = [*self._messages[:index], turn]
             turns = [turn for turn in self._turns if turn <= index]
             others = [other for other in self._others if other < index]
-            found = _pieces_before(render_marked(self._chat, messages, turns, self._stem, others=others)).get(index)
-            self._spoken[kind] = None if found is None else found[1]
+            piece = _pieces_before(render_marked(self._chat, messages, turns, self._stem, others=others)).get(index)
+            self._spoken[kind] = None if piece is None else piece[1]
         return self._spoken[kind]
 
 
@@ -357,10 +357,10 @@ class Closings:
         )
         if kind not in self._last:
             last = list(self._messages[: index + 1])
-            found = self._ended(last, calls)
-            if calls and found and found[1]:  # text follows the calls, but the model stops before the results
-                found = self._ended([*last[:-1], {**message, "content": ""}], calls)
-            self._last[kind] = found[0] if found else None
+            closing = self._ended(last, calls)
+            if calls and closing and closing[1]:  # text follows the calls, but the model stops before the results
+                closing = self._ended([*last[:-1], {**message, "content": ""}], calls)
+            self._last[kind] = closing[0] if closing else None
         return self._last[kind]
 
     def _ended(self, messages: Sequence[dict[str, Any]], calls: bool) -> tuple[str, list[tuple[int, str]]] | None:
@@ -416,7 +416,7 @@ def _special(special: Collection[str], text: str) -> list[Span]:
     if not special:
         return []
     pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
-    return [found.span() for found in re.finditer(pattern, text)]
+    return [match.span() for match in re.finditer(pattern, text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +467,7 @@ def find_turns(
         known = {index: _place(chat, messages, index, text, added) for index in wanted}
     else:
         known = dict(zip(turns, places, strict=True))
-    found = []
+    turns_found = []
     for index in wanted:
         place = known[index]
         parts = [(prompts.start(index, place.first), place.parts[0][1]), *place.parts[1:]]
@@ -476,8 +476,8 @@ def find_turns(
             after := known.get(following) or _place_if_found(chat, messages, following, text)
         ):
             parts[-1] = _before(prompts.start(following, after.first), parts[-1])
-        found.append(parts)
-    return found
+        turns_found.append(parts)
+    return turns_found
 
 
 def _before(following: int, part: Span) -> Span:

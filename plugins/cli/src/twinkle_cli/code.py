@@ -60,14 +60,14 @@ def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None
     from twinkle._registry import registry
     from twinkle_registry.trust.editor import verify as check
 
-    found = check(registry().records, _open_hub, fetch=fetch, online=online)
-    wrong = [entry for entry in found if entry.problem]
+    problems = check(registry().records, _open_hub, fetch=fetch, online=online)
+    wrong = [entry for entry in problems if entry.problem]
     if as_json:
-        echo_json([{"sort": e.sort, "name": e.name, "version": e.version, "problem": e.problem} for e in found])
+        echo_json([{"sort": e.sort, "name": e.name, "version": e.version, "problem": e.problem} for e in problems])
     else:
         for entry in wrong:
             click.echo(f"{entry.sort} {entry.name} {short(entry.version)}".rstrip() + f"\n  {entry.problem}")
-        click.echo(f"{len(found)} checked, {len(wrong)} wrong")
+        click.echo(f"{len(problems)} checked, {len(wrong)} wrong")
     ctx.exit(1 if wrong else 0)
 
 
@@ -87,8 +87,8 @@ def remove(references: tuple[str, ...], as_json: bool) -> None:
         echo_json(removed)
     else:
         click.echo(f"no longer trusted: {', '.join(removed)}")
-        for told in still_trusted(removed, _open_hub):
-            click.echo(told)
+        for notice in still_trusted(removed, _open_hub):
+            click.echo(notice)
 
 
 COMMANDS = (add, lock, verify, remove)

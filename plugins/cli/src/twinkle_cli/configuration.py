@@ -84,8 +84,8 @@ def nested_model(annotation: Any) -> "type[BaseModel] | None":
     """Return the one model that `annotation` is (perhaps with None), or None."""
     from pydantic import BaseModel
 
-    found = [leaf for leaf in _leaves(annotation) if leaf is not types.NoneType]
-    only = found[0] if len(found) == 1 else None
+    leaves = [leaf for leaf in _leaves(annotation) if leaf is not types.NoneType]
+    only = leaves[0] if len(leaves) == 1 else None
     return only if isinstance(only, type) and issubclass(only, BaseModel) else None
 
 
@@ -174,17 +174,17 @@ def read_config(path: str) -> dict[str, Any]:
         ConfigError: the file is missing, is not YAML, or holds something else than a mapping.
     """
     try:
-        found = load_yaml(FilePath(path).read_text("utf-8"))
+        values = load_yaml(FilePath(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
         raise ConfigError(f"--config {path}: cannot be read: {reason}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not YAML: {_yaml_problem(error)}") from error
-    if found is None:
+    if values is None:
         return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {path}: expected keys and values, found {type(found).__name__} {found!r}")
-    return found
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: expected keys and values, found {type(values).__name__} {values!r}")
+    return values
 
 
 def parse_value(text: str, option: Option) -> Any:
@@ -431,15 +431,15 @@ def validate(
     """
     from pydantic import ValidationError
 
-    found = list(problems)
-    known = _known_only(model, values, (), found, source)
+    all_problems = list(problems)
+    known = _known_only(model, values, (), all_problems, source)
     try:
         config = model.model_validate(known)
     except ValidationError as error:
-        found += _readable(error, options, sources, source)
-    if found:
-        count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-        raise ConfigError("\n  ".join([f"{what}: {count} in its configuration", *found]))
+        all_problems += _readable(error, options, sources, source)
+    if all_problems:
+        count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
+        raise ConfigError("\n  ".join([f"{what}: {count} in its configuration", *all_problems]))
     return config
 
 

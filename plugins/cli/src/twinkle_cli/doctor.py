@@ -33,19 +33,23 @@ def examine() -> list[Problem]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same notices are among the problems
-            found = registry()
+            plugins = registry()
     except SettingsError as error:
         wrong = dict.fromkeys([str(error), *_policy()])
         return [*(Problem("settings", text) for text in wrong), *installation, *second_owners(dists, [])]
-    settings = [*_settings(found), *(Problem("settings", text) for text in _policy())]
-    problems = [*_unusable(found, gone), *settings, *_conflicts(found), *_missing(found), *_promises(found)]
-    return [*problems, *_lock(found), *_revocations(), *installation, *second_owners(dists, found.records)]
+    settings = [*_settings(plugins), *(Problem("settings", text) for text in _policy())]
+    problems = [*_unusable(plugins, gone), *settings, *_conflicts(plugins), *_missing(plugins), *_promises(plugins)]
+    return [*problems, *_lock(plugins), *_revocations(), *installation, *second_owners(dists, plugins.records)]
 
 
-def _unusable(registry: Registry, told: Collection[str]) -> Iterator[Problem]:
+def _unusable(registry: Registry, reported: Collection[str]) -> Iterator[Problem]:
     for record in map(registry.checked, registry.records):
         frozen_out = record.status == "disabled" and isinstance(record.cause, NotTrusted)
-        if record.status == "ok" or (record.status == "disabled" and not frozen_out) or canonical(record.dist) in told:
+        if (
+            record.status == "ok"
+            or (record.status == "disabled" and not frozen_out)
+            or canonical(record.dist) in reported
+        ):
             continue
         reason = reason_with_lines(record)
         kind = "stale entry point" if "stale" in record.reason else f"{record.status} plugin"

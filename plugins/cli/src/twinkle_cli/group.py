@@ -111,16 +111,16 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
     from twinkle_registry.discovery import locked_plugins
 
     settings, frozen = Settings.load(), _frozen()
-    found: dict[str, list[CommandSpec]] = {}
+    by_name: dict[str, list[CommandSpec]] = {}
     for record in [*installed_plugins(__version__), *locked_plugins()]:
         usable = record.status == "ok" and not settings.why_disabled(record.name, record.dist)
         usable = usable and not (frozen and frozen.why_not(record))
         for spec in record.manifest.commands if usable and record.manifest else ():
             of, _, name = spec.name.rpartition(" ")
             if of == group:
-                found.setdefault(name, []).append(spec)
+                by_name.setdefault(name, []).append(spec)
     summaries = {}
-    for name, specs in found.items():
+    for name, specs in by_name.items():
         for spec in specs:
             unique = name if len(specs) == 1 and name not in own else f"{spec.dist}/{name}"
             summaries[unique] = spec.summary or f"of {spec.dist}"
@@ -164,8 +164,8 @@ def plugins_command(name: str, group: str = "") -> click.Command | None:
         return None
     from twinkle_registry import ComponentSpec
 
-    found = registry().load(ComponentSpec("command", name, spec.ref, dist=spec.dist))
-    return _as_command(name, found, spec.summary)
+    component = registry().load(ComponentSpec("command", name, spec.ref, dist=spec.dist))
+    return _as_command(name, component, spec.summary)
 
 
 def _show_notices_plainly() -> None:
@@ -199,10 +199,10 @@ def _terminal_width() -> int:
     return max(min(width, 100) - 2, 50)
 
 
-def _as_command(name: str, found: Any, summary: str) -> click.Command:
-    if isinstance(found, click.Command):
-        return found
-    run: Callable[[list[str]], Any] = found
+def _as_command(name: str, component: Any, summary: str) -> click.Command:
+    if isinstance(component, click.Command):
+        return component
+    run: Callable[[list[str]], Any] = component
 
     @click.command(name, help=summary, context_settings={"ignore_unknown_options": True}, add_help_option=False)
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)

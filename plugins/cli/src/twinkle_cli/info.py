@@ -24,11 +24,11 @@ def parameters_of(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str
         `FocalLoss(gamma: float = 2.0)`.
     """
     try:
-        found = registry().load(spec)
-        signature = inspect.signature(found)
+        component = registry().load(spec)
+        signature = inspect.signature(component)
     except (TwinkleError, TypeError, ValueError) as error:
         return None, f"not known: {error}"
-    meanings = _meanings(found)
+    meanings = _meanings(component)
     parameters = [_parameter(p, meanings) for p in signature.parameters.values()]
     texts = [parameter_text(parameter) for parameter in parameters]
     kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -85,11 +85,11 @@ def _parameter(parameter: inspect.Parameter, meanings: dict[str, str]) -> dict[s
     }
 
 
-def _meanings(found: Any) -> dict[str, str]:
+def _meanings(component: Any) -> dict[str, str]:
     """Return what the docstrings of a class and of its `__init__` say of each argument, in one line each."""
-    texts = [vars(found).get("__init__")] if isinstance(found, type) else []
+    texts = [vars(component).get("__init__")] if isinstance(component, type) else []
     meanings: dict[str, str] = {}
-    for source in [found, *texts]:
+    for source in [component, *texts]:
         meanings |= _arguments(inspect.cleandoc(getattr(source, "__doc__", None) or ""))
     return meanings
 
@@ -98,24 +98,24 @@ def _arguments(doc: str) -> dict[str, str]:
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
     lines = section[1].splitlines() if section else []
     indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     name = ""
     for line in lines:
         match = _ARGUMENT.fullmatch(line[indent:])
         if match and not line[indent:].startswith(" "):
             name = match["name"]
-            found[name] = match["text"]
+            meanings[name] = match["text"]
         elif name and line.strip():
-            found[name] += f" {line}"
-    return {name: " ".join(text.split()) for name, text in found.items()}
+            meanings[name] += f" {line}"
+    return {name: " ".join(text.split()) for name, text in meanings.items()}
 
 
 _WIDTH = 100
 
 
-def describe(found: PluginRecord | ComponentSpec) -> tuple[dict[str, Any], str]:
+def describe(records: PluginRecord | ComponentSpec) -> tuple[dict[str, Any], str]:
     """Return the same description as plain data and as text."""
-    return _describe_component(found) if isinstance(found, ComponentSpec) else _describe_plugin(found)
+    return _describe_component(records) if isinstance(records, ComponentSpec) else _describe_plugin(records)
 
 
 def published(dist: str) -> dict[str, str]:
@@ -123,13 +123,13 @@ def published(dist: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
-        found = metadata(dist)
+        fields = metadata(dist)
     except (PackageNotFoundError, ValueError):
         return {"licence": "", "homepage": ""}
-    urls = dict(text.split(", ", 1) for text in found.get_all("Project-URL") or () if ", " in text)
+    urls = dict(text.split(", ", 1) for text in fields.get_all("Project-URL") or () if ", " in text)
     by_label = {label.lower().replace("-", "").replace(" ", ""): url for label, url in urls.items()}
     labels = ("homepage", "home", "repository", "source", "sourcecode")
-    first = {key: next(iter(found.get_all(key) or ()), "") for key in ("Home-page", "License-Expression", "License")}
+    first = {key: next(iter(fields.get_all(key) or ()), "") for key in ("Home-page", "License-Expression", "License")}
     homepage = first["Home-page"] or next((by_label[label] for label in labels if label in by_label), "")
     # The older field may hold the whole text of the licence.
     licence = first["License-Expression"] or first["License"].strip().partition("\n")[0]
@@ -168,9 +168,9 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     record = _as_used(plugin, spec)
     usable = record.status == "ok"  # of any other plugin nothing is imported
     why = record.reason if plugin.status == "ok" else f"its plugin is {plugin.status}"
-    parameters, told = parameters_of(spec) if usable else (None, f"not known: {why}")
-    signature, trouble = ("", told) if parameters is None else (told, "")
-    options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, told)
+    parameters, text = parameters_of(spec) if usable else (None, f"not known: {why}")
+    signature, trouble = ("", text) if parameters is None else (text, "")
+    options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, text)
     plain = {
         "name": spec.name,
         "kind": spec.kind,

@@ -70,11 +70,11 @@ def info(name: str, as_json: bool) -> None:
     from twinkle._registry import find
     from twinkle_cli.info import describe
 
-    found = find(name)
+    records = find(name)
     if as_json:
-        echo_json([plain for plain, _ in map(describe, found)])
+        echo_json([plain for plain, _ in map(describe, records)])
         return
-    click.echo("\n\n".join(text for _, text in map(describe, found)))
+    click.echo("\n\n".join(text for _, text in map(describe, records)))
 
 
 @plugins.command(short_help="Look for everything that may go wrong.")
@@ -182,8 +182,8 @@ def lacking(record: "PluginRecord") -> list[str]:
     if record.manifest is None or record.status != "ok":
         return []
     wanted = dict.fromkeys(text for spec in record.manifest.components for text in spec.requires if ";" not in text)
-    found = {text: _NAME.match(text) for text in wanted}
-    return [text for text, name in found.items() if name and canonical(name[0]) not in _installed()]
+    names = {text: _NAME.match(text) for text in wanted}
+    return [text for text, name in names.items() if name and canonical(name[0]) not in _installed()]
 
 
 @cache

@@ -68,16 +68,16 @@ def config_model(recipe: str) -> "type[BaseModel] | None":
         spec = registry().find(recipe, "recipe")
         if not spec.config:
             return None
-        found = registry().load(dataclasses.replace(spec, ref=spec.config, requires=()))
+        model = registry().load(dataclasses.replace(spec, ref=spec.config, requires=()))
         where = spec.config
     else:
-        found = _first_parameter_type(registry().resolve(recipe, "recipe"))
-        where = f"the type of its first parameter, {found!r}"
+        model = _first_parameter_type(registry().resolve(recipe, "recipe"))
+        where = f"the type of its first parameter, {model!r}"
     from pydantic import BaseModel
 
-    if not (isinstance(found, type) and issubclass(found, BaseModel)):
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise PluginBroken(f"recipe {recipe!r}: its configuration must be a pydantic model; found {where}")
-    return found
+    return model
 
 
 def _first_parameter_type(recipe: Any) -> Any:
@@ -192,7 +192,9 @@ def _overview() -> str:
     formatter.write_text("Run a recipe; `twinkle run RECIPE --help` shows its options.")
     specs = registry().specs("recipe")
     with formatter.section("Recipes"):
-        formatter.write_dl([(name, found[0].summary) for name, found in sorted(specs.items())] or [("none", "")])
+        formatter.write_dl(
+            [(name, providers[0].summary) for name, providers in sorted(specs.items())] or [("none", "")]
+        )
     return formatter.getvalue().rstrip()
 
 

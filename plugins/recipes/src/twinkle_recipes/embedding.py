@@ -92,8 +92,8 @@ def evaluate(model: Any, held_out: Any, config: EmbeddingConfig) -> dict[str, fl
             (anchors if row["labels"] else documents).append(vector)
     similarities = torch.stack(anchors) @ torch.stack(documents).T
     positive = similarities[torch.arange(len(own)), torch.tensor(own)]
-    found = positive >= similarities.max(1).values - 1e-6  # the same text may stand in two groups
-    accuracy = {"eval/retrieval_accuracy": float(found.double().mean())} if len(documents) > 1 else {}
+    retrieved = positive >= similarities.max(1).values - 1e-6  # the same text may stand in two groups
+    accuracy = {"eval/retrieval_accuracy": float(retrieved.double().mean())} if len(documents) > 1 else {}
     return {**evaluated(model), **accuracy}
 
 

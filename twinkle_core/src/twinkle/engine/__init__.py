@@ -1,6 +1,6 @@
 """Engines: the contract `Engine` of a base model that trains and samples many adapters, and every installed engine."""
 
-from twinkle._registry import room
+from twinkle._registry import lazy_names
 from twinkle.engine.base import (
     AdapterBytes,
     AdapterRef,
@@ -39,4 +39,4 @@ __all__ = [
     "Usage",
 ]
 
-__getattr__, __dir__ = room(__name__, "engine")
+__getattr__, __dir__ = lazy_names(__name__, "engine")

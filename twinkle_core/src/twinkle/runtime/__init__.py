@@ -1,6 +1,6 @@
 """Runtimes: the contract `Runtime`, `initialize` and the decorators, and every installed runtime by name."""
 
-from twinkle._registry import room
+from twinkle._registry import lazy_names
 from twinkle.platform import seed_everything
 from twinkle.runtime.base import Runtime, RuntimeOptions
 from twinkle.runtime.current import current_runtime, get_device_placement, initialize, is_master
@@ -20,4 +20,4 @@ __all__ = [
     "seed_everything",
 ]
 
-__getattr__, __dir__ = room(__name__, "runtime")
+__getattr__, __dir__ = lazy_names(__name__, "runtime")

@@ -194,12 +194,12 @@ def _timeout() -> "timedelta | None":
     if not text:
         return None
     try:
-        found = timedelta(seconds=float(text))
+        timeout = timedelta(seconds=float(text))
     except (ValueError, OverflowError):
-        found = timedelta(0)
-    if found <= timedelta(0):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
         raise SettingsError(f"{TIMEOUT} is {text!r}; give the seconds that ranks wait for each other, such as 1800")
-    return found
+    return timeout
 
 
 def _check_ranks(mesh: DeviceMesh, world_size: int) -> None:

@@ -51,9 +51,9 @@ class Args:
         Raises:
             ArgumentError: there is none; it is a KeyError too.
         """
-        found = self.get(key, _MISSING)
-        if found is not _MISSING:
-            return found
+        value = self.get(key, _MISSING)
+        if value is not _MISSING:
+            return value
         from twinkle_registry.naming import nearest_or_all
 
         raise _UnknownArgument(f"args[{key!r}]: there is no such argument; {nearest_or_all(key, options())}")

@@ -100,9 +100,9 @@ def processor_of(x: Any, kwargs: Mapping[str, Any], mesh: Any) -> Callable[[list
         return x  # type: ignore[no-any-return]
     from twinkle._registry import registry
 
-    found = registry().resolve(x, "processor")
+    processor = registry().resolve(x, "processor")
     arguments = dict(kwargs)
-    if mesh is not None and isinstance(found, type) and "device_mesh" in inspect.signature(found).parameters:
+    if mesh is not None and isinstance(processor, type) and "device_mesh" in inspect.signature(processor).parameters:
         arguments.setdefault("device_mesh", mesh)
     built: Callable[[list[Any]], Any] = registry().build(x, "processor", **arguments)
     return built
@@ -386,7 +386,7 @@ class DataLoader:
         epoch, done = self._epoch, self._done
         while True:
             self._epoch, self._done = epoch + 1, 0
-            cutter, made = Cutter(self.batch_size, self.min_batch_size), 0
+            cutter, batches_made = Cutter(self.batch_size, self.min_batch_size), 0
             rows = self._stream_rows(stream, epoch)
             read = skip(rows, done)
             if read < done:  # the epoch ended within what was consumed, so now its length is known
@@ -395,12 +395,12 @@ class DataLoader:
                 epoch += epochs
                 continue
             for batch in cutter.batches(rows):
-                made += 1
+                batches_made += 1
                 self._consumed += len(batch)
                 yield Collate(self._collate)(self._part(batch, self._stream_lengths(batch)))
             self._tell(cutter.left)
-            if made or not done:
-                self._check_made(made, read + cutter.left)
+            if batches_made or not done:
+                self._check_made(batches_made, read + cutter.left)
                 return
             epoch, done = epoch + 1, 0
 
@@ -422,8 +422,8 @@ class DataLoader:
             return None
         return _all_lengths(batch)
 
-    def _check_made(self, made: int, rows: int) -> None:
-        if not made:
+    def _check_made(self, batches: int, rows: int) -> None:
+        if not batches:
             raise DataError(
                 f"the stream gave {rows} rows, which do not make one batch of batch_size {self.batch_size} (a smaller "
                 f"last batch needs {self.min_batch_size} rows); give more rows, or a smaller batch_size"

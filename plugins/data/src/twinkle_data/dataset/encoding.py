@@ -39,13 +39,13 @@ def row_length(row: Any, number: int) -> int:
 def table_lengths(table: Table) -> list[int]:
     """Return `row_length` of every row, without reading more than one column where there is `length` or `input_ids`."""
     if "length" in table.names:
-        found = [int(value) for batch in arrow_batches(table, "length") for value in _numbers(batch)]
+        lengths = [int(value) for batch in arrow_batches(table, "length") for value in _numbers(batch)]
     elif "input_ids" in table.names:
-        found = token_counts(table, "input_ids")
+        lengths = token_counts(table, "input_ids")
     else:
-        found = []
-    if len(found) == len(table):
-        return found
+        lengths = []
+    if len(lengths) == len(table):
+        return lengths
     return [row_length(row, number) for number, row in enumerate(table.rows())]
 
 

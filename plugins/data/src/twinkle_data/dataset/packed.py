@@ -147,15 +147,15 @@ def _packs_of(groups: Sequence[Sequence[int]], capacity: int, processes: int) ->
 
 def _token_columns(table: Table, lengths: Sequence[int]) -> frozenset[str]:
     """Return the columns that have one number (or list of numbers) for each token of every row."""
-    found = set()
+    columns = set()
     for name in set(table.names) - table.packed:
         counts = token_counts(table, name)
         if name in TOKEN_KEYS:
             if any(count > 0 for count in counts):
-                found.add(name)
+                columns.add(name)
         elif counts == list(lengths) and _holds_numbers(table, name):
-            found.add(name)
-    return frozenset(found)
+            columns.add(name)
+    return frozenset(columns)
 
 
 def _holds_numbers(table: Table, name: str) -> bool:

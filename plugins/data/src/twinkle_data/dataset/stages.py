@@ -59,8 +59,8 @@ class MapStage:
 
     def _rows(self, rows: list[Row]) -> list[Row]:
         columns = Preprocessor.map_row_to_col(rows)
-        made = call_on_columns(self.function, columns, self.name, self.drop, fn_kwargs=self.fn_kwargs)
-        return _as_rows(made, self.name)
+        results = call_on_columns(self.function, columns, self.name, self.drop, fn_kwargs=self.fn_kwargs)
+        return _as_rows(results, self.name)
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ class Scorer:
         Raises:
             DataError: a reward raises, is late or gives what is no number, and `scoring.on_error` is `fail`.
         """
-        found = self._group.score([answer.row for answer in answers])
-        return Scores(found.total, found.by_name, [index for index, kept in enumerate(found.kept) if kept])
+        scores = self._group.score([answer.row for answer in answers])
+        return Scores(scores.total, scores.by_name, [index for index, kept in enumerate(scores.kept) if kept])
 
     def _compared(self, totals: Sequence[float], **groups: Any) -> Any:
         return self._advantage(totals, scale=self._config.advantage.scale, **groups)

@@ -139,9 +139,9 @@ class Kept:
         if not file.is_file():
             return None
         try:
-            with np.load(file) as found:
-                parts = np.split(found["logps"], np.cumsum(found["counts"])[:-1])
-                return cls({bytes(digest): part for digest, part in zip(found["digests"], parts, strict=True)})
+            with np.load(file) as arrays:
+                parts = np.split(arrays["logps"], np.cumsum(arrays["counts"])[:-1])
+                return cls({bytes(digest): part for digest, part in zip(arrays["digests"], parts, strict=True)})
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise CheckpointError(
                 f"{file} cannot be read ({error}); remove the folder, and the reference is computed anew"

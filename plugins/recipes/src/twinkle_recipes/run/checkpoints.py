@@ -116,9 +116,9 @@ def _runs_near(path: Path) -> str:
     if folder is None:
         return "give a run folder (by default below runs/), or one of its checkpoints/step-N"
     kept = [entry for entry in folder.iterdir() if entry.is_dir() and any(map(_is_seen, entry.iterdir()))]
-    found = sorted(kept, key=lambda f: f.stat().st_mtime)[::-1]
-    names = ", ".join(entry.name for entry in found[:_SHOWN]) or "no folder"
-    return f"{folder}/ holds {names}" + (f" and {len(found) - _SHOWN} older ones" if len(found) > _SHOWN else "")
+    newest = sorted(kept, key=lambda f: f.stat().st_mtime)[::-1]
+    names = ", ".join(entry.name for entry in newest[:_SHOWN]) or "no folder"
+    return f"{folder}/ holds {names}" + (f" and {len(newest) - _SHOWN} older ones" if len(newest) > _SHOWN else "")
 
 
 def _is_seen(path: Path) -> bool:
