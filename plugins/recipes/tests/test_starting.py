@@ -176,7 +176,7 @@ def test_one_answer_has_nobody_to_be_compared_with(values: dict[str, Any]) -> No
     config = policy(values)
     config["sampling"] |= {"num_generations": 1}
     for name in ("GRPOAdvantage", "twinkle-rewards/GRPOAdvantage"):
-        with pytest.raises(ValueError, match="one answer has nobody to be compared with"):
+        with pytest.raises(ValueError, match="compares the answers to one prompt with each other"):
             run_recipe("grpo", config, advantage={"name": name})
     alone = {"name": "ReinforcePlusPlusAdvantage", "scale": "batch", "args": {"baseline": False}}
     folder, _ = run_recipe("grpo", config, advantage=alone, max_steps=1)

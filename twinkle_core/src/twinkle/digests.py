@@ -23,7 +23,7 @@ def write_digests(folder: Path) -> None:
     """Write `digests.json` for the regular files directly in a folder; the caller publishes the folder as a whole.
 
     Args:
-        folder: that nobody else reads yet, such as the one of `twinkle.paths.new_directory`.
+        folder: one that no other process reads yet, such as that of `twinkle.paths.new_directory`.
     """
     names = sorted(path.name for path in folder.iterdir() if stat.S_ISREG(path.lstat().st_mode) and path.name != FILE)
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -29,7 +29,9 @@ class Plugin:
 
         component = registry().resolve(plugin_id, _kind(plugin_base))
         if isinstance(component, type) and not issubclass(component, plugin_base):
-            raise ComponentTypeError(f"{plugin_id!r} is {component.__qualname__}, not a {plugin_base.__qualname__}")
+            raise ComponentTypeError(
+                f"{plugin_id!r} is {component.__qualname__}, not a subclass of {plugin_base.__qualname__}"
+            )
         return component
 
 

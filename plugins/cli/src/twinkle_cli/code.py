@@ -1,4 +1,4 @@
-"""`twinkle plugins add|lock|verify|remove`: what may run here, and whether it still is what somebody looked at."""
+"""`twinkle plugins add|lock|verify|remove`: what may run here, and whether it is still what was reviewed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -125,8 +125,8 @@ def _is_confirmed(proposal: "Proposal") -> bool:
     try:
         return click.confirm(f"Trust {proposal.name}? It will run with all your rights", default=False)
     except click.Abort:
-        click.echo()  # the question stands on a line that nobody ended
-        raise NotTrusted(f"add {proposal.name}: nobody answered; read what is shown above, then add --yes") from None
+        click.echo()  # end the line of the question
+        raise NotTrusted(f"add {proposal.name}: there was no answer; review the text above, then add --yes") from None
 
 
 def _finish(ctx: click.Context, shown: "list[Proposal]", accepted: "list[Proposal | None]", *, as_json: bool) -> None:

@@ -152,7 +152,7 @@ def _promises(registry: Registry) -> Iterator[Problem]:
 
 
 def _exists(module: str) -> bool:
-    """Say whether there is such a module, or nobody can tell without importing what holds it."""
+    """Say whether there is such a module, or that cannot be determined without importing its package."""
     try:
         return find_module(module) is not None
     except (KeyError, NotTrusted):  # the check of the lock speaks of code that may not be read

@@ -22,7 +22,7 @@ class Problem:
         kind: what sort of thing.
         what: the thing itself.
         remedy: what to do.
-        optional: it is wrong only for whoever wants to use it: an extra that is not installed.
+        optional: it matters only if it is used: an extra that is not installed.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""`twinkle plugins search`: components that somebody publishes, installed here or not."""
+"""`twinkle plugins search`: published components, installed here or not."""
 
 from typing import TYPE_CHECKING, Any
 

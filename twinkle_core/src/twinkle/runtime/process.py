@@ -104,7 +104,7 @@ class LocalRuntime(Runtime):
     def initialize(self, options: RuntimeOptions) -> None:
         """Check the mesh against `WORLD_SIZE`, join the other processes if there are any, and seed.
 
-        Under torchrun an error that nobody catches is shown in its summary from here on, and this process ends soon
+        Under torchrun an uncaught error is shown in its summary from here on, and this process ends soon
         after torchrun itself, if that is killed.
 
         Raises:

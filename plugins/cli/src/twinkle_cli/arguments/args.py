@@ -21,7 +21,7 @@ class Args:
     """What `CLI.from_args` read: `args.training.max_steps`, `args["max_steps"]`, `args.get("lr")`.
 
     Each `get_<group>_args()` returns keywords that the group's constructor or function takes, so that it can be called
-    with `**`. An argument that somebody set and that the constructor has no keyword for is an error; `script` arguments
+    with `**`. An argument that was set and that the constructor has no keyword for is an error; `script` arguments
     (the page "Script arguments" lists them) are left to the script.
 
     Attributes:

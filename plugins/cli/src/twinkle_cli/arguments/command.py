@@ -71,7 +71,7 @@ def _env_file(path: str | os.PathLike[str] | None) -> Layer:
         layer = from_env_file(file, read_env_file(file), os.environ)
     except ConfigError as error:
         return Layer(problems=[str(error)])
-    if path is None:  # nobody named it: it may have come with somebody else's folder
+    if path is None:  # not named by the user: it may have come with a foreign folder
         layer.problems += _needs_trust(layer)
     return layer
 

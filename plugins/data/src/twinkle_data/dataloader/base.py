@@ -71,7 +71,7 @@ def torch_options(kwargs: Mapping[str, Any], own: Iterable[str], stream: Any) ->
         if name in kwargs:
             raise ArgumentError(f"DataLoader takes no {name!r}: {why}")
     if not kwargs.get("in_order", True):
-        raise ArgumentError("DataLoader takes no in_order=False: batches would come in an order that nobody can resume")
+        raise ArgumentError("DataLoader takes no in_order=False: batches in another order cannot be resumed")
     known = {*own, *inspect.signature(torch.utils.data.DataLoader).parameters} - set(_OURS)
     for name in kwargs:
         if name not in known:

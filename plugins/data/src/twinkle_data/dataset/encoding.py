@@ -78,7 +78,7 @@ def _numbers(column: Any) -> Iterable[Any]:
 
 
 def warn_of_untrained(table: Table, template: Any) -> None:
-    """Warn of rows whose labels are all -100, with their number; where there are no lists of labels, nobody knows.
+    """Warn of rows whose labels are all -100, with their number; rows without lists of labels are not counted.
 
     Args:
         table: encoded rows.

@@ -157,11 +157,11 @@ class GRPOConfig(RunConfig):
     completions_shown: Positive = Field(default=4, description="Answers in such a table")
 
     @model_validator(mode="after")
-    def _somebody_to_compare_with(self) -> Self:
+    def _comparable(self) -> Self:
         if self.sampling.num_generations == 1 and self.advantage.name.rpartition("/")[2] == "GRPOAdvantage":
             raise ValueError(
-                "sampling.num_generations is 1: GRPOAdvantage compares the answers to one prompt, and one answer has "
-                "nobody to be compared with; give at least 2, or compare with the whole batch: "
+                "sampling.num_generations is 1, but GRPOAdvantage compares the answers to one prompt with each "
+                "other; give at least 2, or compare with the whole batch: "
                 "advantage {name: ReinforcePlusPlusAdvantage, scale: batch, args: {baseline: false}}"
             )
         return self

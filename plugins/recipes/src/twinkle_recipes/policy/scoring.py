@@ -102,7 +102,7 @@ class Scorer:
         scores = self.rewards(answers)
         size = {"num_generations": self._config.sampling.num_generations}
         left = Counter(answers[index].group for index in scores.kept)
-        # Whoever is left alone of a group has nobody to be compared with.
+        # An answer that is the only one left of its group cannot be compared.
         alone = {group for group, count in left.items() if count == 1 and size["num_generations"] > 1}
         kept = [index for index in scores.kept if answers[index].group not in alone]
         if not kept:

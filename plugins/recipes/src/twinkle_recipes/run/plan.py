@@ -147,7 +147,7 @@ def write_plan(plan: dict[str, Any], folder: Path) -> None:
 
 
 def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield what takes part though nobody names it: the model's own metrics, and hubs."""
+    """Yield the components that the configuration does not name: the model's own metrics, and hubs."""
     model = config.component("model", config.model.type)
     yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
     for place in (*map(alias_of, config.models()), config.data.id, config.data.eval_id or config.data.id):
