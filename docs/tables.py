@@ -104,14 +104,14 @@ def contracts() -> str:
 
 def options() -> str:
     """Every option of the recipe sft."""
-    from twinkle_recipes.config.sft import SFTConfig
+    from twinkle_recipes.config import SFTConfig
 
     return _options_table(SFTConfig)
 
 
 def options_of_grpo() -> str:
     """Every option of the recipe grpo that sft has not, or with another default or meaning."""
-    from twinkle_recipes.config.sft import SFTConfig
+    from twinkle_recipes.config import SFTConfig
     from twinkle_recipes.policy.config import GRPOConfig
 
     return _options_table(GRPOConfig, beside=SFTConfig)
@@ -119,7 +119,7 @@ def options_of_grpo() -> str:
 
 def options_of_dpo() -> str:
     """Every option of the recipe dpo that sft has not, or with another default or meaning."""
-    from twinkle_recipes.config.sft import SFTConfig
+    from twinkle_recipes.config import SFTConfig
     from twinkle_recipes.preference.config import DPOConfig
 
     return _options_table(DPOConfig, beside=SFTConfig)
@@ -127,7 +127,7 @@ def options_of_dpo() -> str:
 
 def options_of_gkd() -> str:
     """Every option of the recipe gkd that sft has not, or with another default or meaning."""
-    from twinkle_recipes.config.sft import SFTConfig
+    from twinkle_recipes.config import SFTConfig
     from twinkle_recipes.distillation.config import DistillationConfig
 
     return _options_table(DistillationConfig, beside=SFTConfig)
@@ -135,14 +135,14 @@ def options_of_gkd() -> str:
 
 def options_of_embedding() -> str:
     """Every option of the recipe embedding that sft has not, or with another default or meaning."""
-    from twinkle_recipes.config.sft import SFTConfig
-    from twinkle_recipes.similarity.config import EmbeddingConfig
+    from twinkle_recipes.config import SFTConfig
+    from twinkle_recipes.similarity import EmbeddingConfig
 
     return _options_table(EmbeddingConfig, beside=SFTConfig)
 
 
 def _options_table(model: Any, beside: Any = None) -> str:
-    from twinkle_cli.options import options_of
+    from twinkle_cli.configuration import options_of
 
     known = {o.name: (o.description, o.default) for o in options_of(beside)} if beside is not None else {}
     found = [option for option in options_of(model) if option.group or _is_new(option, known)]
@@ -434,14 +434,14 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 def draw_loss(path: Path) -> None:
     """Draw the loss curve of the kept run with the recipe's own code."""
-    from twinkle_recipes.show.plots import History, write_loss_curve
+    from twinkle_recipes.history import History, write_loss_curve
 
     write_loss_curve(History.read(DOCS / "assets" / "metrics.jsonl", last_step=10**9), path, "quickstart")
 
 
 def draw_demo(path: Path) -> None:
     """Draw the rewards of the kept runs of `make grpo-demo`, one a seed, with the recipe's own code."""
-    from twinkle_recipes.show.plots import Curve, History, write_curve
+    from twinkle_recipes.history import Curve, History, write_curve
 
     runs = sorted((DOCS / "assets").glob("grpo-demo-seed*.jsonl"))
     names = [run.stem.removeprefix("grpo-demo-").replace("seed", "seed ") for run in runs]

@@ -1,10 +1,11 @@
 """Counts the files of our own that six everyday journeys enter, from the call to the result.
 
-    python scripts/journeys.py            # all six, a line each
-    python scripts/journeys.py --list     # with the files
+    python scripts/journeys.py                  # all six, a line each
+    python scripts/journeys.py run_sft --list   # one of them, with the files
 
-A file counts when a function that is defined in it is called. What is done once in a process (imports, loading the
-model, the first call) is not part of a journey, except for `run sft` and `plugins add`, which are whole processes.
+A file counts when a function that is defined in it is called; that a module or the body of a class is executed by an
+import does not count. What is done once in a process (imports, loading the model, the first call) is not part of a
+journey, except for `run sft` and `plugins add`, which are whole processes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ if "{PHASE}" in os.environ:
     entered = set()
 
     def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_name != "<module>":
+        if event == "call" and frame.f_code.co_flags & 1:  # CO_OPTIMIZED: neither a module nor the body of a class
             entered.add(frame.f_code.co_filename)
 
     def watch():
@@ -117,18 +118,20 @@ JOURNEYS = (
 def main() -> None:
     """Walk the journeys and print how many files each enters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("journeys", nargs="*", metavar="JOURNEY", help=f"by default all: {', '.join(JOURNEYS)}")
     parser.add_argument("--list", action="store_true", help="name the files")
     parser.add_argument("--json", type=Path, help="write the files of each journey here")
     options = parser.parse_args()
+    if unknown := [name for name in options.journeys if name not in JOURNEYS]:
+        parser.error(f"unknown journey {unknown[0]!r}; choose from {', '.join(JOURNEYS)}")
     with tempfile.TemporaryDirectory() as name:
-        found = Walk(Path(name)).all()
-    for journey in JOURNEYS:
-        files = found[journey]
+        files_of = Walk(Path(name)).walk(options.journeys or JOURNEYS)
+    for journey, files in files_of.items():
         sys.stdout.write(f"{journey:<26}{len(files):4d} files\n")
         if options.list:
             sys.stdout.write("".join(f"    {file}\n" for file in files))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(files_of, indent=1))
 
 
 class Walk:
@@ -148,14 +151,16 @@ class Walk:
             "OMP_NUM_THREADS": "1", "TWINKLE_STATE_DIR": str(folder / "state"),
         }  # fmt: skip
 
-    def all(self) -> dict[str, list[str]]:
-        """Return the files of each journey, relative to the root of the repository."""
-        self._model()
-        self._service()
-        found = {name: self._files(f"end-{name}-*") for name in JOURNEYS[:4]}
-        self._whole("run_sft", self._sft)
-        self._whole("plugins_add", self._add)
-        return found | {name: self._files(f"{name}-*") for name in JOURNEYS[4:]}
+    def walk(self, journeys: Sequence[str]) -> dict[str, list[str]]:
+        """Return the files of each of these journeys, relative to the root of the repository."""
+        self._model()  # makes the tiny model, too
+        if any(name.startswith("tinker_") for name in journeys):
+            self._service()
+        if "run_sft" in journeys:
+            self._whole("run_sft", self._sft)
+        if "plugins_add" in journeys:
+            self._whole("plugins_add", self._add)
+        return {name: self._files(f"end-{name}-*") or self._files(f"{name}-*") for name in JOURNEYS if name in journeys}
 
     def _files(self, pattern: str) -> list[str]:
         paths = {line for file in self.entered.glob(pattern) for line in file.read_text().splitlines()}
@@ -211,8 +216,8 @@ class Walk:
 
     def _whole(self, name: str, run: Callable[[], None]) -> None:
         """Run a journey that is a whole process, or several, and keep what they entered under its name."""
-        for old in self.entered.glob("exit-*"):
-            old.unlink()
+        for earlier in self.entered.glob("exit-*"):
+            earlier.unlink()
         run()
         for number, file in enumerate(sorted(self.entered.glob("exit-*"))):
             file.rename(self.entered / f"{name}-{number}")

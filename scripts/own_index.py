@@ -15,19 +15,26 @@ HEAD = "# The components of our own distributions; scripts/own_index.py writes t
 
 def index() -> str:
     """Return the text of the file."""
-    entries, exports = [], []
+    entries, exports, successors = [], [], []
     for path in (path for depth in ("*", "plugins/*") for path in ROOT.glob(f"{depth}/src/*/twinkle-plugin.toml")):
         manifest = tomllib.loads(path.read_text("utf-8"))
         entries += [(manifest["name"], component) for component in manifest.get("component", ())]
         exports += [(row["module"], row["name"], manifest["name"]) for row in manifest.get("export", ())]
+        successors += [(manifest["name"], former) for former in manifest.get("formerly", ())]
     components = [entry(*pair) for pair in sorted(entries, key=lambda e: (e[0], e[1]["kind"], e[1]["name"]))]
-    return HEAD + "".join([*components, *(export(*row) for row in sorted(exports))])
+    rest = [*(export(*row) for row in sorted(exports)), *(successor(*row) for row in sorted(successors))]
+    return HEAD + "".join([*components, *rest])
 
 
 def export(module: str, name: str, package: str) -> str:
     """Return the table of one attribute that a plugin adds to a namespace of core."""
     values = {"module": module, "name": name, "package": package}
     return "\n".join(["", "[[export]]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""])
+
+
+def successor(package: str, former: str) -> str:
+    """Return the table of a distribution that parts of another one moved to."""
+    return "\n".join(["", "[[successor]]", f"package = {json.dumps(package)}", f"of = {json.dumps(former)}", ""])
 
 
 def entry(package: str, component: dict[str, str]) -> str:

@@ -46,7 +46,7 @@ FOLDERS = (
 )
 MACHINE = re.compile(r"/(?:" + "|".join(("work", "root", "home")) + r")/\w|[A-Z]:\\\\?Users")
 DANGEROUS = {
-    "plugins/cli/src/twinkle_cli/values.py": ["yaml.load"],  # with a safe loader of its own
+    "plugins/cli/src/twinkle_cli/configuration.py": ["yaml.load"],  # with a safe loader of its own
     "plugins/kernels/src/twinkle_kernels/loading.py": ["trust_remote_code=True"],  # kernels that were verified before
     "plugins/testing/src/twinkle_testing/contracts/common.py": ["import pickle"],  # a component's own data, both ways
     "plugins/testing/src/twinkle_testing/contracts/optimizer.py": ["torch.load"],  # what the check has just saved

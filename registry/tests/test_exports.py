@@ -158,12 +158,36 @@ def test_a_component_answers_to_the_plugin_that_offered_it_before(
     assert registry.notices() == []
 
 
-def test_a_part_that_moved_out_of_core_stays_on_under_only(site: Any, table: Any, house: House) -> None:
-    site.plugin("acme", 'formerly = ["twinkle-core"]\n' + table("L", "acme.a:L"))
+def test_a_part_that_moved_out_of_core_stays_on_under_only(
+    site: Any, table: Any, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_successors", lambda: (("acme", "twinkle-core"),))
+    site.plugin("acme", table("L", "acme.a:L"))
     site.plugin("other", table("K", "other.a:K"))
     site.plugin("third", table("J", "third.a:J"))
     registry = house(settings=Settings(enabled_only=frozenset({"other"})))
     assert registry.names("loss") == ["K", "L"]
+
+
+def test_a_manifest_cannot_exempt_its_plugin_from_only(
+    site: Any, table: Any, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_successors", lambda: (("acme", "twinkle-core"),))
+    site.plugin("first", 'formerly = ["twinkle-core"]\n' + table("L", "first.a:L"))
+    manifest = site.plugin("second", table("J", "second.a:J"))
+    manifest.write_text(manifest.read_text().replace('name = "second"', 'name = "acme"', 1))
+    site.plugin("other", table("K", "other.a:K"))
+    registry = house(settings=Settings(enabled_only=frozenset({"other"})))
+    assert registry.names("loss") == ["K"]
+    reasons = {record.dist: record.reason for record in registry.records}
+    assert (
+        reasons["first"] == reasons["second"] == "not among the only plugins enabled by the settings of this registry"
+    )
+
+
+def test_our_own_index_lists_what_moved_out_of_core() -> None:
+    assert {"twinkle-chat", "twinkle-cli", "twinkle-data"} <= index.successors_of(["Twinkle_Core"])
+    assert not index.successors_of(["twinkle-losses"])
 
 
 def test_the_index_reads_exports(tmp_path: Any) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from twinkle_registry import ComponentNotFound, ComponentTypeError, PluginBroken, Registry, TwinkleError
+from twinkle_registry import (
+    ComponentNotFound,
+    ComponentTypeError,
+    PluginBroken,
+    Registry,
+    TwinkleError,
+    installed_plugins,
+)
 
 House = Callable[..., Registry]
 
@@ -257,3 +264,23 @@ def test_a_contract_that_is_not_there_is_the_fault_of_core(registry: Registry, m
     monkeypatch.setitem(registry._kinds, "loss", "house_absent:Loss")
     with pytest.raises(PluginBroken, match="the contract of loss: there is no module 'house_absent', but core names"):
         registry.resolve("PlainLoss", "loss")
+
+
+def test_a_component_is_resolved_once_until_the_plugins_change(
+    site: Any, table: Any, registry: Registry, loss_source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+    load = Registry.load
+    monkeypatch.setattr(Registry, "load", lambda self, spec: loads.append(spec.dist) or load(self, spec))
+    cls = registry.resolve("PlainLoss", "loss")
+    for request in ("PlainLoss", "acme/PlainLoss", registry.find("PlainLoss", "loss")):
+        assert registry.resolve(request, "loss") is cls
+    assert loads == ["acme"]
+    registry.withdraw("acme")
+    with pytest.raises(ComponentNotFound):
+        registry.resolve("PlainLoss", "loss")
+    site.plugin("other", table("PlainLoss", "other.loss:PlainLoss"), loss=loss_source.format("other"))
+    (record,) = [record for record in installed_plugins() if record.dist == "other"]
+    registry.add(record)
+    assert registry.resolve("PlainLoss", "loss").__module__ == "other.loss"
+    assert loads == ["acme", "other"]

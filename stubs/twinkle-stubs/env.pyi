@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import Trajectory
 
 __all__ = ["Env", "StepResult"]

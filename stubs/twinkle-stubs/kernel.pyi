@@ -3,7 +3,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 __all__ = ["Kernel"]
 

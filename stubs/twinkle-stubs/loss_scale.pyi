@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import Message
 
 __all__ = ["LossScale", "TurnWeight"]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.errors import ArgumentError
 
 __all__ = ["Notifier"]
@@ -71,10 +71,10 @@ class Notifier(ABC):
             )
         from twinkle._registry import registry
 
-        found = registry().resolve(name, "notifier")
-        if not isinstance(found, type) or not issubclass(found, cls):
+        notifier_class = registry().resolve(name, "notifier")
+        if not isinstance(notifier_class, type) or not issubclass(notifier_class, cls):
             raise ArgumentError(f"notifier {name!r} is no class that {cls.__name__}.from_dict can build")
-        return found
+        return notifier_class
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in self.to_dict().items() if name != "type"}
@@ -87,8 +87,8 @@ def secrets_of(notifier: Notifier) -> list[str]:
 
     Texts of under 4 letters are left out: they stand everywhere.
     """
-    found = {part for text in _secrets("", notifier.to_dict()) for part in (text, *_parts(text)) if len(part) >= 4}
-    return sorted(found, key=len, reverse=True)
+    secrets = {part for text in _secrets("", notifier.to_dict()) for part in (text, *_parts(text)) if len(part) >= 4}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def without(text: str, secrets: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Optimizers by name. The contract is torch's: built from parameter groups, with `step`, `zero_grad`, `state_dict`."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 
 from torch.optim import ASGD as ASGD

@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Patches: the base class `Patch`, the functions that apply and undo one, and every installed patch by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 
 from twinkle_patches.apply import Applied as Applied

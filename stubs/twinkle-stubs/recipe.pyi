@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 if TYPE_CHECKING:
     from twinkle.run import Run

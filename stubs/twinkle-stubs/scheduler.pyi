@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Learning-rate schedulers by name. The contract is torch's: built from an optimizer, with `step` and `state_dict`."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 
 from torch.optim.lr_scheduler import ChainedScheduler as ChainedScheduler

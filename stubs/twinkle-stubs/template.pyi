@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import InputFeature, Trajectory
 
 __all__ = ["TemplateLike"]

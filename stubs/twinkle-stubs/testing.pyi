@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Testing: the contract kit, tiny models and the fake hub, for tests of Twinkle and of its plugins."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 
 from twinkle_testing.contracts import CheckResult as CheckResult

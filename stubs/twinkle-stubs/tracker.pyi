@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle_registry import hookimpl
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twinkle_testing.other_machine import VARIABLE, RoundsByRows
-from twinkle_torch.precision import RoundingNoise, distance
+from twinkle_torch.numerics import RoundingNoise, distance
 
 FACTOR = 6.0
 """Two ways to compute the same may differ by this many times the measured rounding. Each way has an error of its own,

@@ -11,7 +11,7 @@ from rounding import FACTOR, rounds_alike, units
 
 from twinkle.sampler import TorchSampler
 from twinkle.testing import tiny_model
-from twinkle_torch.precision import RoundingNoise
+from twinkle_torch.numerics import RoundingNoise
 from twinkle_transformers.loading import load_model
 
 GENERATOR = torch.Generator().manual_seed(5)

@@ -61,7 +61,7 @@ def test_a_plugin_is_loaded_by_reference_and_base(tmp_path: Path) -> None:
     assert mine.__name__ == "Mine"
     own = twinkle.Plugin.load_plugin(f"{file}:Own", Template)
     assert twinkle.Plugin.load_plugin(f"{file}:Own", own) is own
-    with pytest.raises(ComponentTypeError, match="'Template' is Template, which is no Own"):
+    with pytest.raises(ComponentTypeError, match="'Template' is Template, not a subclass of Own"):
         twinkle.Plugin.load_plugin("Template", own)
 
 

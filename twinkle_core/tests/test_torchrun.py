@@ -188,7 +188,7 @@ def test_the_hook_is_there_among_several_ranks_only_and_goes_with_the_runtime(mo
         """Do nothing."""
 
     monkeypatch.setattr(sys, "excepthook", plain)
-    monkeypatch.setattr("twinkle.runtime.seeding.seed_everything", lambda *given: None)
+    monkeypatch.setattr("twinkle.platform.seed_everything", lambda *given: None)
     monkeypatch.setattr(process.LocalRuntime, "_join", lambda self: None)
     runtime = process.LocalRuntime()
     monkeypatch.setenv("WORLD_SIZE", "2")

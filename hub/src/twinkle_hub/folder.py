@@ -113,13 +113,13 @@ class FileHub(Hub):
         """
         _refuse(f"file://{repo}", token=token)
         folder = _existing(f"file://{repo}", repo).resolve()
-        found = _digest(folder, f"file://{repo}")
-        if revision not in (None, "", found):
+        digest = _digest(folder, f"file://{repo}")
+        if revision not in (None, "", digest):
             raise HubError(
-                f"file://{repo}@{revision}: the folder holds {found} now, and it has no history; "
+                f"file://{repo}@{revision}: the folder holds {digest} now, and it has no history; "
                 "leave the revision out, or give this one"
             )
-        return str(folder), found
+        return str(folder), digest
 
     def download_code(self, repo: str, commit: str, target: Path, *, token: str | None = None) -> None:
         """Copy the folder's files, and make sure that they are those of the commit; see `Hub.download_code`."""

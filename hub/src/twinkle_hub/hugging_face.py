@@ -62,12 +62,12 @@ class HFHub(RemoteHub):
 
         try:
             with rows.library_offline(), shown(str(wanted), new=False):
-                found = rows.load(wanted.repo, str(wanted), subset_name, split, **options)
+                cached = rows.load(wanted.repo, str(wanted), subset_name, split, **options)
         except (OSError, DataError) as error:
             reason = f"{why.reason}, and the cache has no such rows of it; fetch them once with a network"
             raise Unreachable(reason) from error
         get_logger().warning("%s; using the rows in the cache", why.reason)
-        return found
+        return cached
 
     def create_repo(
         self, reference: str, *, repo_type: Any = "model", private: bool = True, token: str | None = None
@@ -76,10 +76,10 @@ class HFHub(RemoteHub):
         wanted = without_revision(reference)
         self._check_writable(wanted, token)
         with told(self._talk(wanted, token)):
-            made = self._api(token).create_repo(
+            repository = self._api(token).create_repo(
                 wanted.repo, repo_type=checked_type(repo_type), private=private, exist_ok=True
             )
-        return str(made)
+        return str(repository)
 
     def push(
         self,
@@ -183,11 +183,11 @@ class HFHub(RemoteHub):
         return Talk(self.title, str(wanted), url, self._has_token(token), self.token_ways, KINDS[repo_type])
 
     def _listed(self, wanted: HubReference, repo_type: str, token: str | None) -> Listing:
-        found = self._api(token).repo_info(
+        info = self._api(token).repo_info(
             wanted.repo, repo_type=repo_type, revision=wanted.revision or None, files_metadata=True
         )
-        files = [(file.rfilename, file.size or 0) for file in found.siblings or ()]
-        return Listing(found.id, found.sha, files)
+        files = [(file.rfilename, file.size or 0) for file in info.siblings or ()]
+        return Listing(info.id, info.sha, files)
 
     def _cached(
         self, wanted: HubReference, repo_type: str, allow: list[str] | None = None, ignored: Sequence[str] = ()
@@ -197,7 +197,7 @@ class HFHub(RemoteHub):
 
         revision = wanted.revision or None
         try:
-            found = snapshot_download(
+            folder = snapshot_download(
                 wanted.repo,
                 repo_type=repo_type,
                 revision=revision,
@@ -207,7 +207,7 @@ class HFHub(RemoteHub):
             )
         except LocalEntryNotFoundError:
             return None
-        return Path(found)
+        return Path(folder)
 
     def _snapshot(
         self, wanted: HubReference, repo_type: str, allow: list[str] | None, ignored: list[str], token: str | None

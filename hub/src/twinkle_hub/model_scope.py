@@ -187,8 +187,8 @@ class MSHub(RemoteHub):
         parameters = {"Revision": wanted.revision or _FIRST_BRANCH, "Recursive": "False"}
         answer = self._asked(f"api/v1/models/{wanted.repo}/repo/files", parameters, token)
         latest = (answer.json().get("Data") or {}).get("LatestCommitter") or {}
-        found = str(latest.get("Id") or "")
-        return found if _COMMIT.fullmatch(found) else ""
+        commit = str(latest.get("Id") or "")
+        return commit if _COMMIT.fullmatch(commit) else ""
 
     def _commit_from_git(self, wanted: HubReference, token: str | None) -> str:
         """Return the commit of a branch or tag as git's own protocol tells it before a fetch, or an empty text."""
@@ -224,12 +224,12 @@ class MSHub(RemoteHub):
 
         try:
             with quiet_modelscope():
-                found = api.download_repo(
+                folder = api.download_repo(
                     wanted.repo, repo_type, revision=wanted.revision or _FIRST_BRANCH, local_files_only=True
                 )
         except CacheNotFound:
             return None
-        return Path(found)
+        return Path(folder)
 
     def _snapshot(
         self, wanted: HubReference, repo_type: str, allow: list[str] | None, ignored: list[str], token: str | None

@@ -49,7 +49,7 @@ class Talk:
     what: str = "repository"
 
     def require_token(self) -> None:
-        """Raise unless a token goes along: nobody may write without one."""
+        """Raise if there is no token; writing needs one."""
         if not self.has_token:
             raise HubError(f"cannot write to {self.place}: no token was given; {self.ways}")
 

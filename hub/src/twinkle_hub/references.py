@@ -14,16 +14,16 @@ def parsed(reference: str, revision: str | None = None) -> HubReference:
         ArgumentError: it names a component, or another revision than `revision`.
     """
     scheme, _, rest = reference.partition("://")
-    found = HubReference.parse(f"{scheme.lower()}://{rest}", asked=repr(reference))
-    if found.name:
-        raise ArgumentError(f"{reference!r} names a component of a repository; leave '#{found.name}' out here")
-    if not revision or revision == found.revision:
-        return found
-    if found.revision:
+    hub_ref = HubReference.parse(f"{scheme.lower()}://{rest}", asked=repr(reference))
+    if hub_ref.name:
+        raise ArgumentError(f"{reference!r} names a component of a repository; leave '#{hub_ref.name}' out here")
+    if not revision or revision == hub_ref.revision:
+        return hub_ref
+    if hub_ref.revision:
         raise ArgumentError(
-            f"{reference!r} names the revision {found.revision!r}, and revision= {revision!r}; give one"
+            f"{reference!r} names the revision {hub_ref.revision!r}, and revision= {revision!r}; give one"
         )
-    return HubReference.parse(f"{found.place}@{revision}", asked=f"{reference!r}, revision={revision!r}")
+    return HubReference.parse(f"{hub_ref.place}@{revision}", asked=f"{reference!r}, revision={revision!r}")
 
 
 def without_revision(reference: str) -> HubReference:
@@ -32,10 +32,10 @@ def without_revision(reference: str) -> HubReference:
     Raises:
         ArgumentError: it names a revision.
     """
-    found = parsed(reference)
-    if found.revision:
-        raise ArgumentError(f"{reference!r}: a repository is made as a whole; leave '@{found.revision}' out")
-    return found
+    hub_ref = parsed(reference)
+    if hub_ref.revision:
+        raise ArgumentError(f"{reference!r}: a repository is made as a whole; leave '@{hub_ref.revision}' out")
+    return hub_ref
 
 
 def folder_of(reference: str) -> Path:
@@ -45,10 +45,10 @@ def folder_of(reference: str) -> Path:
         ComponentNotFound: it has not this form.
         ArgumentError: the path is relative, or a revision or component is named.
     """
-    found = parsed(reference)
-    if found.revision:
-        raise ArgumentError(f"{reference!r}: a folder has one state and no revisions; leave '@{found.revision}' out")
-    return absolute(found.repo, reference)
+    hub_ref = parsed(reference)
+    if hub_ref.revision:
+        raise ArgumentError(f"{reference!r}: a folder has one state and no revisions; leave '@{hub_ref.revision}' out")
+    return absolute(hub_ref.repo, reference)
 
 
 def absolute(path: str, reference: str) -> Path:

@@ -20,7 +20,7 @@ _worker: ThreadPoolExecutor | None = None
 class Upload:
     """An upload that runs or has run: `await upload`, or `upload.result()`.
 
-    A failure is logged when it happens, and raised to whoever asks for the result. The process does not end before its
+    A failure is logged when it happens, and raised where the result is requested. The process does not end before its
     uploads have.
 
     Attributes:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from twinkle.errors import EncodeError
 from twinkle.template import Template
 from twinkle.testing import CHATML, tiny_tokenizer
-from twinkle_chat.labels import mark_tokens, shift
+from twinkle_chat.encoding import mark_tokens, shift
 
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}"

@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from twinkle.testing import tiny_tokenizer
-from twinkle_chat.starts import Prompts, _prompt
-from twinkle_chat.turns import _place, find_turns, turn_span
+from twinkle_chat.turns import Prompts, _place, _prompt, find_turns, turn_span
 
 # Work grows with the conversation, not with its square
 

@@ -97,7 +97,7 @@ def test_a_folder_may_be_named_by_its_path(repository: str, call: Call) -> None:
 def test_nobody_who_answers_is_no_yes(repository: str, call: Call) -> None:
     result = call("plugins", "add", repository)
     assert result.exit_code == 2
-    assert "nobody answered; read what is shown above, then add --yes" in result.stderr
+    assert "there was no answer; review the text above, then add --yes" in result.stderr
     assert result.stdout.endswith("[y/N]: \n"), "the error begins on a line of its own"
     assert not Path("twinkle.lock").exists()
 

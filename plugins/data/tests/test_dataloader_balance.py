@@ -13,7 +13,7 @@ from twinkle.dataloader import DataLoader, DeviceMeshIterableFetcher, DeviceMesh
 from twinkle.dataset import Dataset, DatasetMeta, LazyDataset
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.mesh import DeviceMesh
-from twinkle_data.dataloader.balance import deal
+from twinkle_data.dataloader.batches import deal
 
 
 class RankMesh(DeviceMesh):

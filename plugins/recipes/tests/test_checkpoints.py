@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from twinkle.errors import CheckpointError
-from twinkle_recipes.run.checkpoints import Checkpoints, find_checkpoint, run_folder_of
-from twinkle_recipes.run.resuming import loop_state, score_of
-from twinkle_recipes.show.plots import History
+from twinkle_recipes.history import History
+from twinkle_recipes.run.checkpoints import Checkpoints, find_checkpoint, loop_state, run_folder_of, score_of
 
 
 def write(name: str, output_dir: str) -> None:

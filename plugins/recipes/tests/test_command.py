@@ -95,3 +95,58 @@ def test_help_shows_every_key_with_its_meaning(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert "--optimizer.lr" in shown.stdout
     assert "Peak learning rate" in shown.stdout
+
+
+COUNTING = """
+import collections, json, sys
+from twinkle_registry import registry as module
+from twinkle_registry.registry import Registry
+
+counts = collections.Counter()
+
+
+def counted(function, name_of):
+    def call(*args, **kwargs):
+        counts[name_of(*args)] += 1
+        return function(*args, **kwargs)
+    return call
+
+
+Registry.load = counted(Registry.load, lambda self, spec: f"{spec.kind} {spec.ref}")
+from_reference = module.component_from_reference
+module.component_from_reference = counted(from_reference, lambda reference, text, kind, _: f"{kind} {text}")
+
+from twinkle_cli import main
+
+try:
+    main(["run", "sft", "--config", "sft.yaml"])
+except SystemExit as end:
+    assert not end.code
+json.dump(counts, open("counts.json", "w"))
+"""
+
+
+def test_a_run_resolves_each_component_once(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    (tmp_path / "losses.py").write_text(
+        "from twinkle.loss import CrossEntropyLoss\n\n\nclass Own(CrossEntropyLoss):\n    pass\n"
+    )
+    config = {
+        "model": {"id": str(model), "mixed_precision": "no"},
+        "data": {"id": "builtin://self-cognition", "slice": 8, "max_length": 64},
+        "loss": {"name": "./losses.py:Own"},
+        "questions": ["who are you?"],
+        "sampler": {"max_tokens": 2},
+        "metrics": ["LossMetric"],
+        "batch_size": 4,
+        "max_steps": 1,
+        "save_every": 1,
+    }
+    (tmp_path / "sft.yaml").write_text(json.dumps(config))
+    subprocess.run([sys.executable, "-c", COUNTING], cwd=tmp_path, check=True, capture_output=True)
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    kinds = {name.partition(" ")[0] for name in counts}
+    assert {"recipe", "dataset", "preprocessor", "template", "dataloader", "model", "processor", "optimizer"} <= kinds
+    assert {"scheduler", "metric", "tracker", "sampler", "hub"} <= kinds
+    assert counts["loss ./losses.py:Own"] == 1
+    assert {name: count for name, count in counts.items() if count > 1} == {}

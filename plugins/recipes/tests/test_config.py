@@ -6,8 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from twinkle.errors import ConfigError
-from twinkle_recipes.config.parts import SchedulerConfig
-from twinkle_recipes.config.sft import SFTConfig, parse_slice
+from twinkle_recipes.config import SchedulerConfig, SFTConfig, parse_slice
 from twinkle_recipes.run.building import lengths_of
 
 
@@ -126,7 +125,7 @@ def test_a_tracker_may_be_a_mapping_that_names_its_type() -> None:
 
 def test_a_scheduler_hears_of_the_length_of_the_run_where_it_asks() -> None:
     wanted = {"num_warmup_steps": 2, "num_training_steps": 40}
-    assert lengths_of(SchedulerConfig(name="LinearWarmupScheduler"), 40) == wanted
-    assert lengths_of(SchedulerConfig(name="ConstantLR"), 40) == {}
+    assert lengths_of(SFTConfig(scheduler=SchedulerConfig(name="LinearWarmupScheduler")), 40) == wanted
+    assert lengths_of(SFTConfig(scheduler=SchedulerConfig(name="ConstantLR")), 40) == {}
     with pytest.raises(ConfigError, match="warmup_steps is 3, but ConstantLR does not warm up"):
-        lengths_of(SchedulerConfig(name="ConstantLR", warmup_steps=3), 40)
+        lengths_of(SFTConfig(scheduler=SchedulerConfig(name="ConstantLR", warmup_steps=3)), 40)

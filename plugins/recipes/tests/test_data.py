@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinkle.errors import DataError
-from twinkle_recipes.rows.loading import groups_of_batches, held_out_rows
+from twinkle_recipes.data import groups_of_batches, held_out_rows
 
 
 def rows(count: int) -> list[dict[str, str]]:

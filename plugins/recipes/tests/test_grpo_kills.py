@@ -81,7 +81,7 @@ import matplotlib.backends.backend_agg, matplotlib.figure
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.run import Run
 from twinkle_recipes.run.building import build_model
-from twinkle_recipes.rows.loading import loaders
+from twinkle_recipes.data import loaders
 from twinkle_recipes.grpo import grpo
 from twinkle_recipes.policy.config import GRPOConfig
 from twinkle_recipes.policy.rollouts import build_sampler

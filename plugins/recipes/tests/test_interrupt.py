@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from twinkle_recipes.run.interrupt import StopRequest
+from twinkle_recipes.run.stopping import StopRequest
 
 
 def press() -> None:

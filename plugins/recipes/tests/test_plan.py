@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_recipes.config.sft import SFTConfig
+from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.run.plan import make_plan
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_recipes.show.chart import chart
-from twinkle_recipes.show.plots import Curve, History, figure_of, loss_figure, smoothed, write_curve, write_loss_curve
+from twinkle_recipes.display import chart
+from twinkle_recipes.history import Curve, History, figure_of, loss_figure, smoothed, write_curve, write_loss_curve
 
 
 def history(steps: int) -> History:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from twinkle_recipes.show.progress import LiveDisplay, PlainDisplay, Silent, display
+from twinkle_recipes.display import LiveDisplay, PlainDisplay, Silent, display
 
 ANSWERS = [("Who are\nyou?", "a [bold]model", "Glow")]
 

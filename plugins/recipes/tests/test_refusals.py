@@ -12,7 +12,7 @@ from twinkle.testing import tiny_model
 from twinkle_recipes.distillation.config import DistillationConfig
 from twinkle_recipes.policy.config import GRPOConfig
 from twinkle_recipes.preference.config import DPOConfig
-from twinkle_recipes.preference.reference import Kept
+from twinkle_recipes.preference.pairs import Kept
 from twinkle_recipes.run import keeper
 
 REWARD = "def short(trajectories, **kwargs):\n    return [float(-len(row['input_ids'])) for row in trajectories]\n"

@@ -23,7 +23,7 @@ from twinkle.errors import (
 )
 from twinkle.run import Run
 from twinkle.testing import tiny_model
-from twinkle_recipes.config.sft import SFTConfig
+from twinkle_recipes.config import SFTConfig
 from twinkle_recipes.sft import sft
 
 LOSSES = '''
@@ -375,7 +375,7 @@ def test_evaluation_may_be_left_out(values: dict[str, Any]) -> None:
 def test_a_run_that_is_refused_loads_nothing_and_leaves_nothing(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: type[Exception]
 ) -> None:
-    monkeypatch.setattr("twinkle_recipes.sft.loaders", lambda config: pytest.fail("rows were loaded"))
+    monkeypatch.setattr("twinkle_recipes.run.opening.loaders", lambda config, encode: pytest.fail("rows were loaded"))
     with pytest.raises(error):
         train(values, **changes)
     assert list(Path("runs").iterdir()) == []
@@ -401,7 +401,7 @@ def test_a_finished_run_has_nothing_left_to_do(values: dict[str, Any], capsys: p
     capsys.readouterr()
     _, again = train(values, max_steps=2, questions=["say 1"], resume_from=str(folder))
     assert again == first
-    assert "all 2 steps are made and the result is saved; nothing is left to do" in capsys.readouterr().out
+    assert "all 2 steps are done and the result is saved; there is nothing left to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 

@@ -15,7 +15,7 @@ from twinkle.errors import CheckpointError, ConfigError
 from twinkle.hub.fingerprint import fingerprint
 from twinkle.model import TransformersModel
 from twinkle.testing import tiny_model
-from twinkle_recipes.config.parts import LoraConfig
+from twinkle_recipes.config import LoraConfig
 from twinkle_recipes.run import keeper
 
 REWARD = "def own(rows, **kwargs):\n    return [float(-sum(row['input_ids'][-4:]) % 7) for row in rows]\n"
@@ -176,7 +176,7 @@ def test_one_answer_has_nobody_to_be_compared_with(values: dict[str, Any]) -> No
     config = policy(values)
     config["sampling"] |= {"num_generations": 1}
     for name in ("GRPOAdvantage", "twinkle-rewards/GRPOAdvantage"):
-        with pytest.raises(ValueError, match="one answer has nobody to be compared with"):
+        with pytest.raises(ValueError, match="compares the answers to one prompt with each other"):
             run_recipe("grpo", config, advantage={"name": name})
     alone = {"name": "ReinforcePlusPlusAdvantage", "scale": "batch", "args": {"baseline": False}}
     folder, _ = run_recipe("grpo", config, advantage=alone, max_steps=1)

@@ -10,9 +10,8 @@ import pytest
 from twinkle.errors import ConfigError, EncodeError
 from twinkle.run import Run
 from twinkle.testing import tiny_model
-from twinkle_recipes.config.sft import SFTConfig
-from twinkle_recipes.rows.numbers import told_as_in_source
-from twinkle_recipes.rows.streams import check_stream
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.data import check_stream, with_source_rows
 from twinkle_recipes.sft import sft
 
 
@@ -93,7 +92,7 @@ def test_what_a_stream_cannot_do_is_told_at_once(place: Path) -> None:
 
 
 def test_a_buffer_is_for_streams_alone(place: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.type Dataset is none; leave it out"):
+    with pytest.raises(ConfigError, match=r"data.type Dataset is not a stream; leave it out"):
         check_stream(configured(place, {"type": "Dataset", "shuffle_buffer": 7}))
 
 
@@ -108,9 +107,9 @@ def test_a_bad_row_is_named_as_in_its_file(place: Path, tmp_path: Path) -> None:
 
 
 def test_rows_of_other_sources_have_a_number_and_the_data_set_a_name() -> None:
-    with pytest.raises(EncodeError, match=r"^data set hf://a/b, row 9: bad$"), told_as_in_source("hf://a/b", [4, 9]):
+    with pytest.raises(EncodeError, match=r"^data set hf://a/b, row 9: bad$"), with_source_rows("hf://a/b", [4, 9]):
         raise EncodeError("row 1: bad")
-    with pytest.raises(EncodeError, match=r"^data set x.csv: row 1: bad$"), told_as_in_source("x.csv", None):
+    with pytest.raises(EncodeError, match=r"^data set x.csv: row 1: bad$"), with_source_rows("x.csv", None):
         raise EncodeError("row 1: bad")
 
 

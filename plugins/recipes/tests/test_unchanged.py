@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from twinkle.errors import CheckpointError, ConfigError
-from twinkle_recipes.config.sft import SFTConfig
-from twinkle_recipes.run.resuming import write_config
-from twinkle_recipes.run.unchanged import whole_run
+from twinkle_recipes.config import SFTConfig
+from twinkle_recipes.run.checkpoints import whole_run, write_config
 
 
 @pytest.fixture

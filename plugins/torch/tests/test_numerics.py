@@ -6,8 +6,15 @@ from torch import Tensor
 
 from twinkle.errors import SettingsError
 from twinkle_testing.other_machine import RoundsByRows
-from twinkle_torch.numerics import FAST_PATHS, disabled, judge, probe_tokens
-from twinkle_torch.precision import InFloat64, RoundingNoise, measured_rounding
+from twinkle_torch.numerics import (
+    FAST_PATHS,
+    InFloat64,
+    RoundingNoise,
+    disabled,
+    judge,
+    measured_rounding,
+    probe_tokens,
+)
 
 ROWS, SIZE = 12, 64
 HALVES = (range(6), range(6, 12))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from twinkle.errors import ArgumentError, CheckpointError, Unsupported
 from twinkle_torch.layout import Layout, Shape
-from twinkle_torch.precision import RoundingNoise
+from twinkle_torch.numerics import RoundingNoise
 from twinkle_torch.segments import Segments
 from twinkle_transformers.lowrank.grouped import Groups
 from twinkle_transformers.lowrank.products import AdapterGroup, Routing

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from twinkle.engine import Operation, OperationResult
 from twinkle.testing import tiny_model
-from twinkle_torch.precision import RoundingNoise
+from twinkle_torch.numerics import RoundingNoise
 
 VERSION = f"torch {torch.__version__}"
 ROUNDS = 10

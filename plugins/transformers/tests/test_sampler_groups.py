@@ -14,7 +14,7 @@ from threads import one_thread  # noqa: F401 - a fixture
 from twinkle.data_format import SamplingParams
 from twinkle.errors import Unsupported
 from twinkle.sampler import TorchSampler
-from twinkle_torch.precision import RoundingNoise
+from twinkle_torch.numerics import RoundingNoise
 from twinkle_transformers.sampling.runner import Runner
 from twinkle_transformers.sampling.sampling_ops import draw, drawn_log_probs
 

@@ -7,7 +7,7 @@ Importing this package imports nothing else: each public name is loaded from its
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from .calls import check_keywords
+    from .checks import check_keywords
     from .discovery import installed_plugins
     from .errors import (
         ArgumentError,
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from .naming import nearest
     from .reading import read_manifest
     from .registry import Registry
-    from .requirements import MissingRequirement, check_requirements, missing_requirements
     from .settings import Settings
+    from .validation import MissingRequirement, check_requirements, missing_requirements
     from .view import RegistryView
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "calls": ("check_keywords",),
+    "checks": ("check_keywords",),
     "discovery": ("installed_plugins",),
     "errors": (
         "ArgumentError",
@@ -70,8 +70,8 @@ _HOMES = {
     "naming": ("nearest",),
     "reading": ("read_manifest",),
     "registry": ("Registry",),
-    "requirements": ("MissingRequirement", "check_requirements", "missing_requirements"),
     "settings": ("Settings",),
+    "validation": ("MissingRequirement", "check_requirements", "missing_requirements"),
     "view": ("RegistryView",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

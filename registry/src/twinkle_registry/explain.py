@@ -4,37 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .errors import ComponentConflict, ComponentNotFound, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
+from .errors import ComponentNotFound, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
 from .manifest import ComponentSpec, PluginRecord
 from .naming import canonical, nearest_or_all, quoted
 from .settings import Settings
 
 SpecsByName = Mapping[str, Sequence[ComponentSpec]]
-
-
-def choose(
-    specs: Sequence[ComponentSpec], *, dist: str, name: str, kind: str, settings: Settings
-) -> ComponentSpec | None:
-    """Return the one component of that name, or None; several without a preference are a conflict."""
-    if dist:
-        specs = [spec for spec in specs if spec.offered_as(dist)]
-    preferred = settings.prefer.get(f"{kind}:{name}", "")
-    wanted = [spec for spec in specs if spec.offered_as(preferred)]
-    if len(specs) > 1 and len(wanted) != 1:
-        raise _conflict(specs, name, kind, settings)
-    return next(iter(wanted or specs), None)
-
-
-def _conflict(specs: Sequence[ComponentSpec], name: str, kind: str, settings: Settings) -> ComponentConflict:
-    dists = [spec.dist for spec in specs]
-    preferred = settings.prefer.get(f"{kind}:{name}")
-    unmet = f" ({settings.source('prefer')} prefers {preferred!r}, which does not offer it)" if preferred else ""
-    return ComponentConflict(
-        f"{kind} {name!r} is offered by {' and '.join(dists)}{unmet}; "
-        f"write {dists[0] + '/' + name!r}, "
-        f'or set [plugins] prefer = {{ "{kind}:{name}" = "{dists[0]}" }} in twinkle.toml, '
-        f"or disable one: TWINKLE_PLUGINS_DISABLE={dists[-1]}"
-    )
 
 
 def not_found(

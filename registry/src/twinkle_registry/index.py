@@ -17,6 +17,8 @@ from .naming import canonical, quoted
 from .reading import KIND, NAME, PLUGIN, Table, matches, read_toml
 
 SCHEMA = 1
+OWN_FILE = "twinkle.toml"
+"""The generated file with our own distributions; only there `[[successor]]` counts."""
 _REPOSITORY = re.compile(r"(hf|ms)://[\w.-]+/[\w.-]+(@[\w.+/-]+)?")
 _LINE = re.compile(r"\S(.*\S)?")
 _URL = re.compile(r"https://\S+")
@@ -66,7 +68,7 @@ def read_index(path: Path) -> list[IndexEntry]:
     """
     problems: list[str] = []
     top = Table(read_toml(path), "", problems)
-    top.refuse_unknown(("schema", "component", "export"))
+    top.refuse_unknown(("schema", "component", "export", "successor"))
     top.take("schema", _schema)
     entries = [_entry(table) for table in top.tables("component")]
     seen: set[tuple[str, str, str]] = set()
@@ -113,6 +115,21 @@ def index_folder() -> Path:
     here = Path(__file__).resolve()
     shipped = here.parent / "published"
     return shipped if shipped.is_dir() else here.parents[2] / "index"
+
+
+@cache
+def _successors() -> tuple[tuple[str, str], ...]:
+    """Return (package, the package that parts of it belonged to before) for our own distributions; read once."""
+    problems: list[str] = []
+    own = index_folder() / OWN_FILE
+    tables = Table(read_toml(own), "", problems).tables("successor") if own.is_file() else []
+    return tuple((canonical(table.raw["package"]), canonical(table.raw["of"])) for table in tables)
+
+
+def successors_of(packages: Iterable[str]) -> frozenset[str]:
+    """Return the distributions that parts of these packages moved to, by canonical name; our own index lists them."""
+    wanted = set(map(canonical, packages))
+    return frozenset(successor for successor, former in _successors() if former in wanted)
 
 
 def search(words: Iterable[str], kind: str = "", entries: Sequence[IndexEntry] | None = None) -> list[IndexEntry]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import explain
-from .contracts import check_contract, missing_methods
+from .checks import check_contract, check_keywords, missing_methods
 from .errors import (
     ArgumentError,
     ComponentConflict,
@@ -23,10 +23,9 @@ from .errors import (
 from .importing import import_failed, import_object
 from .manifest import CommandSpec, ComponentSpec, ExportSpec, PluginRecord
 from .naming import CODE_PACKAGE, canonical, nearest_or_all, quoted
-from .requirements import check_requirements
-from .resolving import component_from_text
+from .resolving import choose, component_from_reference, parse_reference
 from .settings import ESSENTIAL, Settings, is_frozen, untrusted_notice
-from .validation import Validator, broken, lifecycle_hooks, name_is_taken, name_losers, unusable
+from .validation import Validator, broken, check_requirements, lifecycle_hooks, name_is_taken, name_losers, unusable
 
 if TYPE_CHECKING:
     from .hooks import HookCall, Implementers, PluginSet
@@ -78,6 +77,7 @@ class Registry:
         self._hooked: set[str] = set()
         self._index: dict[str, dict[str, list[ComponentSpec]]] = {}
         self._contracts: dict[str, Any] = {}
+        self._resolved: dict[tuple[str, str | ComponentSpec], Any] = {}
         self._satisfied: set[ComponentSpec] = set()
         self._forbidden: dict[str, str] = {}
         self._hook_calls: dict[str, HookCall] = {}
@@ -107,7 +107,7 @@ class Registry:
             for loser in name_losers(validated, self._records):
                 self._replace(loser, unusable(loser, name_is_taken(loser, validated)))
             self._records.append(validated)
-            self._index.clear()
+            self._plugins_changed()
             return validated
 
     def withdraw(self, name: str) -> None:
@@ -119,7 +119,7 @@ class Registry:
                     self._plugins().drop(record.name)
                 self._registered.discard(record.name)
                 self._hooked.discard(record.name)
-            self._index.clear()
+            self._plugins_changed()
 
     def drop_forbidden(self, max_age: float) -> tuple[list[PluginRecord], list[str]]:
         """Withdraw every plugin of a Hub that policy or a revocation list forbids since it was added.
@@ -193,8 +193,10 @@ class Registry:
 
         Ignored settings and locks of an untrusted folder are among them.
         """
-        by_kind = {kind: self.specs(kind) for kind in self._kinds} if self._settings.prefer else {}
-        notices = explain.unused_settings(self._settings, self.records, by_kind)
+        settings, notices = self._settings, []
+        if settings.disabled or settings.enabled_only or settings.prefer:
+            by_kind = {kind: self.specs(kind) for kind in self._kinds} if settings.prefer else {}
+            notices = explain.unused_settings(settings, self.records, by_kind)
         if notice := untrusted_notice():
             notices.append(notice)
         for name, specs in self._commands_by_name().items():
@@ -228,7 +230,7 @@ class Registry:
         """
         dist, _, bare = name.rpartition("/")
         specs = self.specs(kind).get(bare, [])
-        spec = explain.choose(specs, dist=dist, name=bare, kind=kind, settings=self._settings)
+        spec = choose(specs, dist=dist, name=bare, kind=kind, settings=self._settings)
         if spec is not None:
             return spec
         from .index import where_to_get
@@ -313,13 +315,24 @@ class Registry:
 
         `x` is an instance or a class of the contract, a function where the contract is callable, a `ComponentSpec`, or
         one of the texts `Name`, `plugin/Name`, `package.module:Attr`, `./file.py:Name`, `hf://org/repo@revision#Name`.
+        A component that a plugin offers is resolved once, until plugins are added or withdrawn.
         """
         contract = self.contract(kind)
+        if not isinstance(x, str | ComponentSpec):
+            return check_contract(x, contract, asked=f"the {kind}")
+        resolved = self._resolved  # `_plugins_changed` replaces it: what is resolved meanwhile goes to the old one
+        if (kind, x) in resolved:
+            return resolved[kind, x]
+        spec, asked = x, str(x)
         if isinstance(x, str):
-            return check_contract(component_from_text(x, kind, self), contract, asked=f"{kind} {x!r}")
-        if isinstance(x, ComponentSpec):
-            return check_contract(self.load(x), contract, asked=str(x))
-        return check_contract(x, contract, asked=f"the {kind}")
+            reference, asked = parse_reference(x, kind), f"{kind} {x!r}"
+            if reference.form != "name":
+                return check_contract(component_from_reference(reference, x, kind, self), contract, asked=asked)
+            spec = self.find(x, kind)
+        if (kind, spec) not in resolved:
+            resolved[kind, spec] = check_contract(self.load(spec), contract, asked=asked)
+        resolved[kind, x] = resolved[kind, spec]
+        return resolved[kind, x]
 
     def build(self, x: Any, kind: str, /, *args: Any, **init_args: Any) -> Any:
         """Resolve `x` and instantiate it if it is a class; arguments are checked before, and never ignored."""
@@ -339,8 +352,6 @@ class Registry:
             raise ComponentTypeError(
                 f"{asked} cannot be instantiated: {component.__name__} does not implement {quoted(missing)}"
             )
-        from .calls import check_keywords
-
         check_keywords(component, init_args, what=asked, args=args)
         return component(*args, **init_args)
 
@@ -433,6 +444,10 @@ class Registry:
                 self._registered.add(record.name)
         return self._plugin_set
 
+    def _plugins_changed(self) -> None:
+        self._index.clear()
+        self._resolved = {}
+
     def _check_frozen(self, plugin: str) -> None:
         if self.frozen:
             for record in [r for r in self.records if r.name == plugin]:
@@ -490,7 +505,7 @@ class Registry:
                 self._plugins().drop(record.name)
             self._registered.discard(record.name)
             self._hooked.discard(record.name)
-            self._index.clear()
+            self._plugins_changed()
 
 
 def _frozen() -> Frozen | None:

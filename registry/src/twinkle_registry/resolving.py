@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .errors import ComponentNotFound
+from .errors import ComponentConflict, ComponentNotFound
 from .importing import attribute, import_object
 from .naming import nearest_or_all
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .manifest import ComponentSpec
     from .registry import Registry
+    from .settings import Settings
+
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PATH_STARTS = ("./", "../", "/", "~", ".\\", "..\\")
@@ -52,9 +57,44 @@ def parse_reference(text: str, kind: str) -> Reference:
     return Reference("name", dist, name)
 
 
-def component_from_text(text: str, kind: str, registry: Registry) -> Any:
-    """Return what `text` names, not yet checked against the contract of `kind`."""
-    reference = parse_reference(text, kind)
+def choose(
+    specs: Sequence[ComponentSpec], *, dist: str, name: str, kind: str, settings: Settings
+) -> ComponentSpec | None:
+    """Return the one component of that name, or None.
+
+    Raises:
+        ComponentConflict: Several plugins offer it and none is preferred.
+    """
+    if dist:
+        specs = [spec for spec in specs if spec.offered_as(dist)]
+    preferred = settings.prefer.get(f"{kind}:{name}", "")
+    wanted = [spec for spec in specs if spec.offered_as(preferred)]
+    if len(specs) > 1 and len(wanted) != 1:
+        raise _conflict(specs, name, kind, settings)
+    return next(iter(wanted or specs), None)
+
+
+def _conflict(specs: Sequence[ComponentSpec], name: str, kind: str, settings: Settings) -> ComponentConflict:
+    dists = [spec.dist for spec in specs]
+    preferred = settings.prefer.get(f"{kind}:{name}")
+    unmet = f" ({settings.source('prefer')} prefers {preferred!r}, which does not offer it)" if preferred else ""
+    return ComponentConflict(
+        f"{kind} {name!r} is offered by {' and '.join(dists)}{unmet}; "
+        f"write {dists[0] + '/' + name!r}, "
+        f'or set [plugins] prefer = {{ "{kind}:{name}" = "{dists[0]}" }} in twinkle.toml, '
+        f"or disable one: TWINKLE_PLUGINS_DISABLE={dists[-1]}"
+    )
+
+
+def component_from_reference(reference: Reference, text: str, kind: str, registry: Registry) -> Any:
+    """Return what a reference into a module, a file or a Hub names, not yet checked against the contract of `kind`.
+
+    Args:
+        reference: `text`, parsed; not the name of a component.
+        text: The reference as it was written.
+        kind: The kind that is requested.
+        registry: Knows the hubs, and which code a frozen run allows.
+    """
     asked = f"{kind} {text!r}"
     if reference.form == "hub":
         return _from_hub(reference.place, text, kind, registry)
@@ -64,13 +104,11 @@ def component_from_text(text: str, kind: str, registry: Registry) -> Any:
         source = registry.frozen.source(reference.place, asked=asked) if registry.frozen else None
         module = import_file(reference.place, asked=asked, source=source)
         return attribute(module, reference.name, asked=asked, absent=ComponentNotFound, shown=reference.place)
-    if reference.form == "module":
-        if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
-            raise ComponentNotFound(f"{asked}: remove the kind and write {reference.name!r}")
-        if registry.frozen:
-            registry.frozen.check_module(reference.place, registry.records, asked=asked)
-        return import_object(text, asked=asked)
-    return registry.load(registry.find(text, kind))
+    if reference.place in registry.kinds and reference.name in registry.specs(reference.place):
+        raise ComponentNotFound(f"{asked}: remove the kind and write {reference.name!r}")
+    if registry.frozen:
+        registry.frozen.check_module(reference.place, registry.records, asked=asked)
+    return import_object(text, asked=asked)
 
 
 def _from_hub(scheme: str, text: str, kind: str, registry: Registry) -> Any:

@@ -33,6 +33,8 @@ NEED_TRUST = ("allow", "revoked")
 """Keys that only a trusted file may set: one lets code run, one names addresses that are requested."""
 LOCK_NAME = "twinkle.lock"
 LOCK_VARIABLE = "TWINKLE_LOCK"
+CACHE_VARIABLE = "TWINKLE_CACHE_DIR"
+HOME_VARIABLE = "XDG_CACHE_HOME"
 FROZEN_VARIABLE = "TWINKLE_FROZEN"
 TRUST_VARIABLE = "TWINKLE_TRUST_REMOTE_CODE"
 _ON = ("1", "true", "yes", "on")
@@ -78,24 +80,25 @@ class Settings:
             sources=sources,
         )
 
-    def why_disabled(
-        self, names: Iterable[str], formerly: Iterable[str] = (), essential: Iterable[str] = ESSENTIAL
-    ) -> str:
+    def why_disabled(self, name: str, dist: str, essential: Iterable[str] = ESSENTIAL) -> str:
         """Return why a plugin is not used, or an empty string.
 
         Args:
-            names: The names that the plugin has.
-            formerly: Names of plugins that its parts belonged to in earlier releases.
-            essential: Plugins that `only` does not disable, nor what was part of them.
+            name: The name of the plugin, which its manifest gives.
+            dist: The distribution, repository or folder that it came from.
+            essential: Distributions that `only` does not disable, nor the distributions that parts of them moved to.
         """
-        known = {canonical(name) for name in names}
-        if known & {canonical(name) for name in self.disabled}:
+        known = {canonical(name), canonical(dist)}
+        if known & {canonical(disabled) for disabled in self.disabled}:
             return f"disabled by {self.source('disable')}"
-        if self.enabled_only is None or {*known, *map(canonical, formerly)} & {*map(canonical, essential)}:
+        if self.enabled_only is None or known & {canonical(enabled) for enabled in self.enabled_only}:
             return ""
-        if not known & {canonical(name) for name in self.enabled_only}:
-            return f"not among the only plugins enabled by {self.source('only')}"
-        return ""
+        from .index import successors_of
+
+        # The manifest's own `formerly` does not count: any plugin may write it.
+        if canonical(dist) in {*map(canonical, essential), *successors_of(essential)}:
+            return ""
+        return f"not among the only plugins enabled by {self.source('only')}"
 
     def source(self, key: str) -> str:
         """Return where `key` was set, for an error message."""

@@ -9,7 +9,7 @@ from . import explain
 from .errors import ComponentTypeError, NotTrusted
 from .manifest import ComponentSpec
 from .naming import quoted
-from .resolving import parse_reference
+from .resolving import choose, parse_reference
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -45,7 +45,7 @@ class RegistryView:
         dist, _, bare = name.rpartition("/")
         specs = self.specs(kind)
         settings = self._registry.settings
-        chosen = explain.choose(specs.get(bare, []), dist=dist, name=bare, kind=kind, settings=settings)
+        chosen = choose(specs.get(bare, []), dist=dist, name=bare, kind=kind, settings=settings)
         if chosen is not None:
             return chosen
         by_kind = {k: self.specs(k) for k in self._registry.kinds}

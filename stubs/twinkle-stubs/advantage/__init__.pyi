@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Advantages: the contract `Advantage`, and every installed estimator by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.advantage.base import Advantage
 
 __all__ = ["Advantage"]

@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Data loaders: the contract `DataLoaderLike`, and every installed data loader by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.dataloader.protocol import DataLoaderLike
 
 __all__ = ["DataLoaderLike"]

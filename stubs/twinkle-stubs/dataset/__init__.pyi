@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Data sets: the contracts `DatasetLike` and `StreamLike`, `DatasetMeta`, and every installed data set by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.dataset.protocol import DatasetLike, StreamLike
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.hub.base import Hub
 from twinkle.hub.local import local_folder, local_model, open_hub
 
@@ -11,7 +11,7 @@ __all__ = ["Hub", "local_folder", "local_model", "open_hub"]
 
 _PUBLISHED = {"HFHub": "hf", "MSHub": "ms", "FileHub": "file"}  # class by class; the components have their schemes
 
-_component, __dir__ = room(__name__, "hub")
+_component, __dir__ = lazy_names(__name__, "hub")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Losses: the contract `Loss`, and every installed loss by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import LossOutput
 from twinkle.loss.base import FusedLoss, HeadProduct, Loss
 

@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Metrics: the contract `Metric`, and every installed metric by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.metric.base import Metric
 
 __all__ = ["Metric"]

@@ -4,7 +4,7 @@
 Operations on several adapters (`Operation`, `Step`, ...) are those of `twinkle.engine`.
 """
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.engine import (
     AdapterBytes,
     AdapterRef,

@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Preprocessors: the base class `Preprocessor`, `DataFilter`, and every installed preprocessor by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.filter import DataFilter, Filter
 from twinkle.preprocessor.base import Preprocessor
 

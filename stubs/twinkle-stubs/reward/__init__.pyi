@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Rewards: the contract `Reward`, and every installed reward by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.reward.base import Reward
 
 __all__ = ["Reward"]

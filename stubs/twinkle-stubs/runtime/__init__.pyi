@@ -1,11 +1,11 @@
 # Written by `twinkle plugins types`; do not edit.
 """Runtimes: the contract `Runtime`, `initialize` and the decorators, and every installed runtime by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
+from twinkle.platform import seed_everything
 from twinkle.runtime.base import Runtime, RuntimeOptions
 from twinkle.runtime.current import current_runtime, get_device_placement, initialize, is_master
 from twinkle.runtime.remote import RemoteClass, RemoteFunction, remote_class, remote_function
-from twinkle.runtime.seeding import seed_everything
 
 __all__ = [
     "RemoteClass",

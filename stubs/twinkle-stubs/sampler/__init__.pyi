@@ -1,7 +1,7 @@
 # Written by `twinkle plugins types`; do not edit.
 """Samplers: the contract `Sampler`, and every installed sampler by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.sampler.base import Sampler
 
 __all__ = ["Sampler"]

@@ -1,4 +1,4 @@
-"""Refuses what a call does not take: keywords that nobody reads, and, by name, those that Python itself refuses."""
+"""Refuses unknown arguments of a call: surplus keywords and those that Python refuses; errors name the nearest."""
 
 import functools
 import inspect

@@ -1,25 +1,25 @@
-"""The one registry of this process, filled with the installed plugins on first use."""
+"""The registry of this process, filled with the installed plugins on first use, and the lazy namespaces of core."""
 
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
-
-from twinkle_registry import Registry
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twinkle_registry import ComponentSpec, PluginRecord
+    from twinkle_registry import ComponentSpec, PluginRecord, Registry
 
 
 @cache
-def registry() -> Registry:
+def registry() -> "Registry":
     """Return this process's plugin registry: installed plugins, and those of a Hub that twinkle.lock lists."""
     from twinkle import __version__, hookspecs
     from twinkle.kinds import KINDS
+    from twinkle_registry import Registry
     from twinkle_registry.discovery import locked_plugins
 
     contracts = {name: kind.contract or None for name, kind in KINDS.items()}
-    found = Registry(hookspecs, kinds=contracts, core_version=__version__)
-    found.load_installed(also=locked_plugins())
-    return found
+    plugins = Registry(hookspecs, kinds=contracts, core_version=__version__)
+    plugins.load_installed(also=locked_plugins())
+    return plugins
 
 
 def check_kind_in(text: str) -> None:
@@ -57,8 +57,8 @@ def find(name: str) -> "list[PluginRecord | ComponentSpec]":
     if plugins := [registry().checked(r) for r in records if canonical(name) in (canonical(r.name), canonical(r.dist))]:
         return list(plugins)
     specs = [spec for record in records if record.manifest for spec in record.manifest.components]
-    if found := [spec for spec in specs if name in _names_of(spec)]:
-        return list(found)
+    if matching := [spec for spec in specs if name in _names_of(spec)]:
+        return list(matching)
     if name in registry().kinds:
         raise ComponentNotFound(f"{name!r} is a kind, not a name; all of that kind: twinkle plugins list {name}")
     known = {*(record.name for record in records), *(spec.name for spec in specs)}
@@ -81,3 +81,38 @@ def _elsewhere(name: str, records: "list[PluginRecord]") -> str:
     kind, _, bare = name.rpartition(":")
     dist, _, bare = bare.rpartition("/")
     return where_to_get(bare, kind, dist, installed=[record.dist for record in records])
+
+
+def lazy_names(module: str, kind: str = "") -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` (PEP 562) of a public module of core.
+
+    An attribute is, in this order: what a plugin's manifest exports to the module (`[[export]]`), the component of that
+    name and kind. A name that no plugin offers is an AttributeError with the registry's explanation; a plugin that
+    fails keeps its own error.
+
+    Args:
+        module: the public module, `__name__`.
+        kind: the kind of component whose names the module shows; empty where it shows exports only.
+    """
+    import sys
+
+    namespace = sys.modules[module].__dict__
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+        from twinkle.errors import ComponentNotFound
+
+        try:
+            value = registry().attribute(module, name, kind)
+        except ComponentNotFound as error:
+            raise AttributeError(f"module {module!r}: {error}", name=name) from error
+        namespace[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+
+        names = registry().names(kind) if kind else ()
+        return sorted({*namespace.get("__all__", ()), *registry().exports(module), *names})
+
+    return __getattr__, __dir__

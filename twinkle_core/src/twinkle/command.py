@@ -8,8 +8,8 @@ from pathlib import Path
 def twinkle_command() -> list[str]:
     """Return the words that call this installation's `twinkle` from here: its name only where the shell finds it."""
     own = Path(sys.executable).with_name("twinkle")
-    found = shutil.which("twinkle")
-    if found is not None and Path(found).absolute() == own:
+    executable = shutil.which("twinkle")
+    if executable is not None and Path(executable).absolute() == own:
         return ["twinkle"]
     if own.is_file():
         here = Path.cwd()

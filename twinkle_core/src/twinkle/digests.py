@@ -23,7 +23,7 @@ def write_digests(folder: Path) -> None:
     """Write `digests.json` for the regular files directly in a folder; the caller publishes the folder as a whole.
 
     Args:
-        folder: that nobody else reads yet, such as the one of `twinkle.paths.new_directory`.
+        folder: one that no other process reads yet, such as that of `twinkle.paths.new_directory`.
     """
     names = sorted(path.name for path in folder.iterdir() if stat.S_ISREG(path.lstat().st_mode) and path.name != FILE)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -57,8 +57,8 @@ def check_digests(folder: Path, names: Collection[str] | None = None) -> None:
         return
     chosen = sorted(expected if names is None else expected.keys() & set(names))
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(lambda name: _digest(folder / name), chosen))
-    for name, digest in zip(chosen, found, strict=True):
+        digests = list(threads.map(lambda name: _digest(folder / name), chosen))
+    for name, digest in zip(chosen, digests, strict=True):
         if digest is None:
             raise CheckpointError(
                 f"{folder / name} is missing, or is not a regular file; the checkpoint is incomplete: restore the file "

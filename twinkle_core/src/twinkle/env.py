@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import Trajectory
 
 __all__ = ["Env", "StepResult"]
@@ -44,4 +44,4 @@ class Env(ABC):
         """Release what the environment holds; by default nothing."""
 
 
-__getattr__, __dir__ = room(__name__, "env")
+__getattr__, __dir__ = lazy_names(__name__, "env")

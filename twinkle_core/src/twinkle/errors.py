@@ -9,7 +9,7 @@ TwinkleError
 ├── PluginBroken (RuntimeError)          a plugin fails at import
 ├── PluginIncompatible (RuntimeError)    a plugin wants another core
 ├── RequirementMissing (ImportError)     a package that a component needs is absent
-├── NotTrusted (PermissionError)         code from a Hub that nobody allowed
+├── NotTrusted (PermissionError)         code from a Hub that is not allowed
 ├── SettingsError (ValueError)           twinkle.toml or TWINKLE_* is wrong
 ├── ConfigError (ValueError)             a recipe's configuration is wrong
 ├── MeshError (ValueError)               sizes of a device mesh do not fit
@@ -19,7 +19,7 @@ TwinkleError
 ├── ModelLoadError (OSError)             a model folder is missing, incomplete or corrupt
 ├── HubError (OSError)                   a hub cannot be reached, refuses, or lacks what was asked
 ├── EngineFault (RuntimeError)           an engine cannot go on; its process must end
-├── CapacityError (RuntimeError)         no room: how much is needed, for whom, how much there is
+├── CapacityError (RuntimeError)         out of capacity: how much is needed, for what, how much there is
 ├── CheckpointError (OSError)            a checkpoint is incomplete or belongs to another model
 ├── OutputError (OSError)                an output folder cannot be written
 ├── NonFiniteError (ArithmeticError)     a loss or a gradient is NaN or infinite
@@ -132,7 +132,7 @@ class EngineFault(TwinkleError, RuntimeError):
 
 
 class CapacityError(TwinkleError, RuntimeError):
-    """There is no room for something; the text says how much it needs, for whom, and how much there is."""
+    """Something does not fit; the text says how much it needs, for what, and how much there is."""
 
 
 class OperationsFailed(TwinkleError, ExceptionGroup):

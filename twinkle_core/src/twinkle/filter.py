@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 __all__ = ["DataFilter", "Filter"]
 
@@ -23,4 +23,4 @@ class Filter(ABC):
 
 DataFilter = Filter
 
-__getattr__, __dir__ = room(__name__, "filter")
+__getattr__, __dir__ = lazy_names(__name__, "filter")

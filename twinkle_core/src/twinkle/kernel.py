@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 __all__ = ["Kernel"]
 
@@ -23,4 +23,4 @@ class Kernel(Protocol):
         """Compute what the replaced layer or function computes."""
 
 
-__getattr__, __dir__ = room(__name__, "kernel")
+__getattr__, __dir__ = lazy_names(__name__, "kernel")

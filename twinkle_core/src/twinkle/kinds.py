@@ -1,4 +1,4 @@
-"""Every kind of component: where its contract lives and what it is for. One room, one hook spec, one contract each."""
+"""Every kind of component: where its contract is and what it is for. Each has a module, a hook spec and a contract."""
 
 from dataclasses import dataclass
 

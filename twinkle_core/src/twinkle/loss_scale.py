@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import Message
 
 __all__ = ["LossScale", "TurnWeight"]
@@ -40,4 +40,4 @@ class LossScale(ABC):
         """
 
 
-__getattr__, __dir__ = room(__name__, "loss_scale")
+__getattr__, __dir__ = lazy_names(__name__, "loss_scale")

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.errors import ArgumentError
 
 __all__ = ["Notifier"]
@@ -29,7 +29,7 @@ class Notifier(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return what `from_dict` needs to build this notifier in another process.
 
-        Plain values (JSON), and the secrets are among them: whoever prints or stores it must know that. With a key
+        Plain values (JSON), and the secrets are among them: do not print or store it without removing them. With a key
         `type` (any text that names a notifier) `Notifier.from_dict` builds it; without one only its own class does.
         """
 
@@ -70,10 +70,10 @@ class Notifier(ABC):
             )
         from twinkle._registry import registry
 
-        found = registry().resolve(name, "notifier")
-        if not isinstance(found, type) or not issubclass(found, cls):
+        notifier_class = registry().resolve(name, "notifier")
+        if not isinstance(notifier_class, type) or not issubclass(notifier_class, cls):
             raise ArgumentError(f"notifier {name!r} is no class that {cls.__name__}.from_dict can build")
-        return found
+        return notifier_class
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in self.to_dict().items() if name != "type"}
@@ -82,12 +82,12 @@ class Notifier(ABC):
 
 
 def secrets_of(notifier: Notifier) -> list[str]:
-    """Return the texts of a notifier that nobody may read, longest first; of an address, its long parts as well.
+    """Return the secret texts of a notifier, longest first; of an address, its long parts as well.
 
     Texts of under 4 letters are left out: they stand everywhere.
     """
-    found = {part for text in _secrets("", notifier.to_dict()) for part in (text, *_parts(text)) if len(part) >= 4}
-    return sorted(found, key=len, reverse=True)
+    secrets = {part for text in _secrets("", notifier.to_dict()) for part in (text, *_parts(text)) if len(part) >= 4}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def without(text: str, secrets: Sequence[str]) -> str:
@@ -125,4 +125,4 @@ def _parts(address: str) -> list[str]:
     return [part for part in re.split(r"[/?&=#]", beyond_host) if len(part) >= 12]
 
 
-__getattr__, __dir__ = room(__name__, "notifier")
+__getattr__, __dir__ = lazy_names(__name__, "notifier")

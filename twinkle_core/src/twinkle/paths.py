@@ -105,24 +105,24 @@ def write_text(path: Path, text: str) -> None:
 
 def _no_room(error: BaseException) -> str:
     """Return the system's words if `error` says that the disk takes no more, else an empty text."""
-    told = _RUST_ERROR.search(str(error))
-    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    match = _RUST_ERROR.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     return os.strerror(number) if number in _NO_ROOM and not isinstance(error, TwinkleError) else ""
 
 
 def _new_sibling(target: Path, ending: str) -> Path:
     """Make a directory beside `target` whose name tells which process made it."""
     suffix = f".{socket.gethostname()}.{os.getpid()}.{ending}"
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent))
-    _own.add(made)
-    return made
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=suffix, dir=target.parent))
+    _own.add(folder)
+    return folder
 
 
 def _siblings(target: Path, ending: str) -> list[tuple[Path, bool]]:
     """Return what `_new_sibling` made beside `target`, each with whether its process is gone."""
     shape = re.compile(rf"\.{re.escape(target.name)}\.\w+\.(?P<host>.*)\.(?P<process>\d+)\.{ending}")
-    found = [(path, match) for path in target.parent.iterdir() if (match := shape.fullmatch(path.name))]
-    return [(path, _is_left(path, match["host"], int(match["process"]))) for path, match in found]
+    siblings = [(path, match) for path in target.parent.iterdir() if (match := shape.fullmatch(path.name))]
+    return [(path, _is_left(path, match["host"], int(match["process"]))) for path, match in siblings]
 
 
 def _is_left(path: Path, host: str, process: int) -> bool:

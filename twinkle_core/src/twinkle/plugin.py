@@ -27,17 +27,19 @@ class Plugin:
         from twinkle._registry import registry
         from twinkle.errors import ComponentTypeError
 
-        found = registry().resolve(plugin_id, _kind(plugin_base))
-        if isinstance(found, type) and not issubclass(found, plugin_base):
-            raise ComponentTypeError(f"{plugin_id!r} is {found.__qualname__}, which is no {plugin_base.__qualname__}")
-        return found
+        component = registry().resolve(plugin_id, _kind(plugin_base))
+        if isinstance(component, type) and not issubclass(component, plugin_base):
+            raise ComponentTypeError(
+                f"{plugin_id!r} is {component.__qualname__}, not a subclass of {plugin_base.__qualname__}"
+            )
+        return component
 
 
 def _kind(base: Any) -> str:
     """Return the kind of which `base` or one of its parents is the contract or a component."""
     from twinkle.kinds import KINDS
 
-    contracts = {kind: _contract(kind) for kind, found in KINDS.items() if found.contract}
+    contracts = {kind: _contract(kind) for kind, kind_spec in KINDS.items() if kind_spec.contract}
     for cls in getattr(base, "__mro__", ()):
         for kind, contract in contracts.items():
             if cls is contract or _is_component(cls, kind):

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import InputFeature
 
 __all__ = ["ProcessorLike"]
@@ -16,4 +16,4 @@ class ProcessorLike(Protocol):
         """Return the batch of `inputs`: one row, a list of rows, or a batch that was collated before."""
 
 
-__getattr__, __dir__ = room(__name__, "processor")
+__getattr__, __dir__ = lazy_names(__name__, "processor")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
 if TYPE_CHECKING:
     from twinkle.run import Run
@@ -25,4 +25,4 @@ class Recipe(Protocol):
         """Run to the end and return a summary (final metrics, path of the result)."""
 
 
-__getattr__, __dir__ = room(__name__, "recipe")
+__getattr__, __dir__ = lazy_names(__name__, "recipe")

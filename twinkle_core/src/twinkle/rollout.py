@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import Trajectory
 
 __all__ = ["Rollout"]
@@ -18,4 +18,4 @@ class Rollout(ABC):
         """Return one finished trajectory for each given one, in order."""
 
 
-__getattr__, __dir__ = room(__name__, "rollout")
+__getattr__, __dir__ = lazy_names(__name__, "rollout")

@@ -1,16 +1,23 @@
-"""One run: its folder, its numbers, and the lifecycle hooks that it fires."""
+"""One run: its folder with the lock of its one writer, its metrics, and the lifecycle hooks that it fires."""
 
 import contextlib
 import datetime
+import errno
 import json
+import operator
 import os
+import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from twinkle.errors import ArgumentError, ConfigError, OutputError
+from twinkle.logging import get_logger
+
+NAME = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Run:
@@ -66,7 +73,6 @@ class Run:
 
     def __enter__(self) -> "Run":
         from twinkle._registry import registry
-        from twinkle.run_lock import only_writer
 
         with contextlib.ExitStack() as attached:  # if one cannot be attached, none stays
             attached.push(self._forget_empty)
@@ -99,8 +105,6 @@ class Run:
         Raises:
             ArgumentError: the metrics or the step are something else; then nothing is recorded.
         """
-        from twinkle.run_log import checked_metrics, checked_step
-
         checked = checked_metrics(metrics)
         self.step = checked_step(step, self.step)
         self._fire("twinkle_step_end", run=self, step=self.step, metrics=checked)
@@ -241,3 +245,123 @@ def fingerprints_of(folder: Path) -> dict[str, str]:
 def recipe_of(folder: Path) -> str | None:
     """Return the recipe of the run in a folder, if its record tells."""
     return next((part["asked"] for part in parts_of(folder) if part["kind"] == "recipe"), None)
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, the file `.lock` in it, for the length of the block.
+
+    Raises:
+        OutputError: another process holds it, or the file cannot be made.
+    """
+    path = folder / NAME
+    try:
+        held = _acquired(path)
+    except BlockingIOError as error:
+        raise OutputError(
+            f"{_holder(path)} is still writing the run in {folder}; wait until it has ended, or end it"
+        ) from error
+    except OSError as error:
+        raise OutputError(f"cannot write in the run folder {folder}: {error.strerror or error}") from error
+    try:
+        with contextlib.suppress(OSError):  # what it says is for people; a full disk is found out elsewhere
+            os.ftruncate(held, 0)
+            os.write(held, f"process {os.getpid()} on {platform.node()}\n".encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(held)
+
+
+def _acquired(path: Path) -> int:
+    """Return the descriptor of the file, locked."""
+    while True:
+        held = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(held, path)
+            if _is_at(path, held):
+                return held
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)  # the one who held it has removed the file meanwhile
+
+
+def _lock(held: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        get_logger(__name__).warning(
+            "the file system of %s has no locks, so nothing hinders a second process from writing there", path.parent
+        )
+
+
+def _is_at(path: Path, held: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(held), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text("utf-8").strip() or "another process"
+    return "another process"
+
+
+def checked_metrics(metrics: Any) -> Mapping[str, Any]:
+    """Return the metrics, if they are names with a number or a text each.
+
+    Raises:
+        ArgumentError: they are not; the text names the metric.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ArgumentError(
+            f"run.log: metrics is of type {type(metrics).__name__}; give a mapping, such as {{'loss': 2.5}}"
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ArgumentError(f"run.log: a metric is called {name!r}; its name is a text, such as 'loss'")
+        if not _is_number_or_text(value):
+            raise ArgumentError(
+                f"run.log: metric {name!r} is of type {type(value).__name__} and not one number; "
+                "give a number or a text"
+            )
+    return metrics
+
+
+def checked_step(step: Any, last: int) -> int:
+    """Return the number of a step as an int, if it is one that may follow step `last`.
+
+    Raises:
+        ArgumentError: it may not.
+    """
+    try:
+        number = operator.index(step)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises either of the latter
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        what = repr(step) if isinstance(step, int | float | str) else f"of type {type(step).__name__}"
+        raise ArgumentError(f"run.log: step is {what}; give a whole number from 0, such as step=1")
+    if number < last:
+        raise ArgumentError(f"run.log: step {number} comes after step {last}; log the steps in their order")
+    return number
+
+
+def _is_number_or_text(value: Any) -> bool:
+    if isinstance(value, str | int | float):
+        return True
+    if isinstance(value, bytes | bytearray):  # `float` would read them as a text
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises one of the latter
+        return False
+    return True

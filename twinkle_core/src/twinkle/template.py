@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import InputFeature, Trajectory
 
 __all__ = ["TemplateLike"]
@@ -37,4 +37,4 @@ class TemplateLike(Protocol):
         """Return an encoded prompt continued by sampled tokens, which are trained."""
 
 
-__getattr__, __dir__ = room(__name__, "template")
+__getattr__, __dir__ = lazy_names(__name__, "template")

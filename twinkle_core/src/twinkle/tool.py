@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import Tool as ToolInfo
 
 __all__ = ["Tool", "ToolInfo"]
@@ -22,4 +22,4 @@ class Tool(ABC):
         """Return the schema that the model sees."""
 
 
-__getattr__, __dir__ = room(__name__, "tool")
+__getattr__, __dir__ = lazy_names(__name__, "tool")

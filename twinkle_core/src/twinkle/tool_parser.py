@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.data_format import ToolCall
 
 __all__ = ["Block", "BlockParser", "ToolCallParser"]
@@ -127,15 +127,15 @@ def elements(text: str, opening: re.Pattern[str], closing: str) -> list[tuple[st
     Returns:
         For each element the groups of its opening and its inside; None where there is anything else in the text.
     """
-    found, place = [], 0
+    parts, place = [], 0
     while (begin := opening.match(text, place)) is not None:
         ending = begin.expand(closing)
         end = text.find(ending, begin.end())
         if end < 0:
             return None
-        found.append((*begin.groups(), text[begin.end() : end]))
+        parts.append((*begin.groups(), text[begin.end() : end]))
         place = end + len(ending)
-    return None if text[place:].strip() else found
+    return None if text[place:].strip() else parts
 
 
-__getattr__, __dir__ = room(__name__, "tool_parser")
+__getattr__, __dir__ = lazy_names(__name__, "tool_parser")

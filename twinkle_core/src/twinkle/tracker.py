@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle_registry import hookimpl
 
 if TYPE_CHECKING:
@@ -41,4 +41,4 @@ class Tracker:
         """Close what was opened."""
 
 
-__getattr__, __dir__ = room(__name__, "tracker")
+__getattr__, __dir__ = lazy_names(__name__, "tracker")

@@ -9,13 +9,21 @@ from twinkle.errors import ArgumentError, EncodeError, ModelLoadError, Unsupport
 from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class
 from twinkle_chat.completion import append_tokens, plain_list
-from twinkle_chat.encoding import conversation_tokens, feature_of, prompt_tokens, text_tokens
+from twinkle_chat.encoding import (
+    STRATEGIES,
+    Marked,
+    Strategy,
+    conversation_tokens,
+    feature_of,
+    fit,
+    prompt_tokens,
+    text_tokens,
+    turn_weights,
+)
 from twinkle_chat.media import TextOnly
 from twinkle_chat.messages import plain_messages, plain_tools
 from twinkle_chat.rendering import ChatRenderer, special_tokens
 from twinkle_chat.tool_parsers.finding import detect_first
-from twinkle_chat.truncation import STRATEGIES, Marked, Strategy, fit
-from twinkle_chat.weighting import turn_weights
 
 if TYPE_CHECKING:
     from twinkle.mesh import DeviceMesh

@@ -1,4 +1,4 @@
-"""`twinkle plugins add|lock|verify|remove`: what may run here, and whether it still is what somebody looked at."""
+"""`twinkle plugins add|lock|verify|remove`: what may run here, and whether it is still what was reviewed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,14 +60,14 @@ def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None
     from twinkle._registry import registry
     from twinkle_registry.trust.editor import verify as check
 
-    found = check(registry().records, _open_hub, fetch=fetch, online=online)
-    wrong = [entry for entry in found if entry.problem]
+    problems = check(registry().records, _open_hub, fetch=fetch, online=online)
+    wrong = [entry for entry in problems if entry.problem]
     if as_json:
-        echo_json([{"sort": e.sort, "name": e.name, "version": e.version, "problem": e.problem} for e in found])
+        echo_json([{"sort": e.sort, "name": e.name, "version": e.version, "problem": e.problem} for e in problems])
     else:
         for entry in wrong:
             click.echo(f"{entry.sort} {entry.name} {short(entry.version)}".rstrip() + f"\n  {entry.problem}")
-        click.echo(f"{len(found)} checked, {len(wrong)} wrong")
+        click.echo(f"{len(problems)} checked, {len(wrong)} wrong")
     ctx.exit(1 if wrong else 0)
 
 
@@ -87,8 +87,8 @@ def remove(references: tuple[str, ...], as_json: bool) -> None:
         echo_json(removed)
     else:
         click.echo(f"no longer trusted: {', '.join(removed)}")
-        for told in still_trusted(removed, _open_hub):
-            click.echo(told)
+        for notice in still_trusted(removed, _open_hub):
+            click.echo(notice)
 
 
 COMMANDS = (add, lock, verify, remove)
@@ -125,8 +125,8 @@ def _is_confirmed(proposal: "Proposal") -> bool:
     try:
         return click.confirm(f"Trust {proposal.name}? It will run with all your rights", default=False)
     except click.Abort:
-        click.echo()  # the question stands on a line that nobody ended
-        raise NotTrusted(f"add {proposal.name}: nobody answered; read what is shown above, then add --yes") from None
+        click.echo()  # end the line of the question
+        raise NotTrusted(f"add {proposal.name}: there was no answer; review the text above, then add --yes") from None
 
 
 def _finish(ctx: click.Context, shown: "list[Proposal]", accepted: "list[Proposal | None]", *, as_json: bool) -> None:

@@ -4,13 +4,10 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import distributions
 
 from twinkle.errors import ComponentConflict, PluginBroken, SettingsError
-from twinkle_cli.attributes import surely_lacks
-from twinkle_cli.installation import gone_editables, gone_paths, second_commands, second_owners
+from twinkle_cli.installation import Problem, gone_editables, gone_paths, second_commands, second_owners
 from twinkle_cli.manifest_lines import first_line
 from twinkle_cli.plugins import reason_with_lines
-from twinkle_cli.problem import Problem
-from twinkle_cli.source import find_module
-from twinkle_cli.syntax import syntax_errors
+from twinkle_cli.source import find_module, surely_lacks, syntax_errors
 from twinkle_registry import (
     ComponentSpec,
     MissingRequirement,
@@ -21,7 +18,7 @@ from twinkle_registry import (
     missing_requirements,
 )
 from twinkle_registry.naming import canonical
-from twinkle_registry.requirements import with_extra
+from twinkle_registry.validation import with_extra
 
 
 def examine() -> list[Problem]:
@@ -36,19 +33,23 @@ def examine() -> list[Problem]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same notices are among the problems
-            found = registry()
+            plugins = registry()
     except SettingsError as error:
         wrong = dict.fromkeys([str(error), *_policy()])
         return [*(Problem("settings", text) for text in wrong), *installation, *second_owners(dists, [])]
-    settings = [*_settings(found), *(Problem("settings", text) for text in _policy())]
-    problems = [*_unusable(found, gone), *settings, *_conflicts(found), *_missing(found), *_promises(found)]
-    return [*problems, *_lock(found), *_revocations(), *installation, *second_owners(dists, found.records)]
+    settings = [*_settings(plugins), *(Problem("settings", text) for text in _policy())]
+    problems = [*_unusable(plugins, gone), *settings, *_conflicts(plugins), *_missing(plugins), *_promises(plugins)]
+    return [*problems, *_lock(plugins), *_revocations(), *installation, *second_owners(dists, plugins.records)]
 
 
-def _unusable(registry: Registry, told: Collection[str]) -> Iterator[Problem]:
+def _unusable(registry: Registry, reported: Collection[str]) -> Iterator[Problem]:
     for record in map(registry.checked, registry.records):
         frozen_out = record.status == "disabled" and isinstance(record.cause, NotTrusted)
-        if record.status == "ok" or (record.status == "disabled" and not frozen_out) or canonical(record.dist) in told:
+        if (
+            record.status == "ok"
+            or (record.status == "disabled" and not frozen_out)
+            or canonical(record.dist) in reported
+        ):
             continue
         reason = reason_with_lines(record)
         kind = "stale entry point" if "stale" in record.reason else f"{record.status} plugin"
@@ -151,7 +152,7 @@ def _promises(registry: Registry) -> Iterator[Problem]:
 
 
 def _exists(module: str) -> bool:
-    """Say whether there is such a module, or nobody can tell without importing what holds it."""
+    """Say whether there is such a module, or that cannot be determined without importing its package."""
     try:
         return find_module(module) is not None
     except (KeyError, NotTrusted):  # the check of the lock speaks of code that may not be read

@@ -1,4 +1,4 @@
-"""The top of the command line: finds own and plugins' commands, and turns errors into one clear message."""
+"""The top of the command line and the group `twinkle plugins`: find own and plugins' commands, report errors."""
 
 import importlib
 import os
@@ -14,6 +14,7 @@ from twinkle import __version__
 if TYPE_CHECKING:
     from twinkle_registry import CommandSpec
     from twinkle_registry.trust.frozen import Frozen
+
 
 OWN = {
     "plugins": ("twinkle_cli.plugins:plugins", "List, explain and check plugins"),
@@ -110,17 +111,16 @@ def plugins_summaries(own: Collection[str], group: str = "") -> dict[str, str]:
     from twinkle_registry.discovery import locked_plugins
 
     settings, frozen = Settings.load(), _frozen()
-    found: dict[str, list[CommandSpec]] = {}
+    by_name: dict[str, list[CommandSpec]] = {}
     for record in [*installed_plugins(__version__), *locked_plugins()]:
-        formerly = record.manifest.formerly if record.manifest else ()
-        usable = record.status == "ok" and not settings.why_disabled((record.name, record.dist), formerly)
+        usable = record.status == "ok" and not settings.why_disabled(record.name, record.dist)
         usable = usable and not (frozen and frozen.why_not(record))
         for spec in record.manifest.commands if usable and record.manifest else ():
             of, _, name = spec.name.rpartition(" ")
             if of == group:
-                found.setdefault(name, []).append(spec)
+                by_name.setdefault(name, []).append(spec)
     summaries = {}
-    for name, specs in found.items():
+    for name, specs in by_name.items():
         for spec in specs:
             unique = name if len(specs) == 1 and name not in own else f"{spec.dist}/{name}"
             summaries[unique] = spec.summary or f"of {spec.dist}"
@@ -164,8 +164,8 @@ def plugins_command(name: str, group: str = "") -> click.Command | None:
         return None
     from twinkle_registry import ComponentSpec
 
-    found = registry().load(ComponentSpec("command", name, spec.ref, dist=spec.dist))
-    return _as_command(name, found, spec.summary)
+    component = registry().load(ComponentSpec("command", name, spec.ref, dist=spec.dist))
+    return _as_command(name, component, spec.summary)
 
 
 def _show_notices_plainly() -> None:
@@ -199,10 +199,10 @@ def _terminal_width() -> int:
     return max(min(width, 100) - 2, 50)
 
 
-def _as_command(name: str, found: Any, summary: str) -> click.Command:
-    if isinstance(found, click.Command):
-        return found
-    run: Callable[[list[str]], Any] = found
+def _as_command(name: str, component: Any, summary: str) -> click.Command:
+    if isinstance(component, click.Command):
+        return component
+    run: Callable[[list[str]], Any] = component
 
     @click.command(name, help=summary, context_settings={"ignore_unknown_options": True}, add_help_option=False)
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -244,3 +244,44 @@ def _freeze(ctx: click.Context, parameter: click.Parameter, given: bool) -> None
 )
 def main() -> None:
     """Train large language models with plain loops and plugins."""
+
+
+OFFERED_BY = {"new": "twinkle-scaffolds", "patches": "twinkle-patches", "test": "twinkle-testing"}
+"""Commands of our own distributions that an installation may lack."""
+
+
+class PluginsGroup(click.Group):
+    """A group of own commands and of those that plugins add; own ones win."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*self.commands, *plugins_summaries(self.commands, "plugins")})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return an own command, or import a plugin's."""
+        return self.commands.get(cmd_name) or plugins_command(cmd_name, "plugins")
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; one that is not installed is an error that says which package has it."""
+        name = args[0]
+        if not name.startswith("-") and name not in self.commands:
+            names = self.list_commands(ctx)
+            if name not in names:
+                refuse_command(name, "plugins")
+            if name not in names and name in OFFERED_BY:
+                ctx.fail(f"`twinkle plugins {name}` is part of {OFFERED_BY[name]}; run: pip install {OFFERED_BY[name]}")
+            if name not in names:
+                from twinkle_registry import nearest
+
+                close = nearest(name, names, 1)
+                hint = f"nearest: {close[0]!r}" if close else f"there are {', '.join(names)}"
+                ctx.fail(f"no such command {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing those of plugins."""
+        own = {name: command.get_short_help_str(100) for name, command in self.commands.items() if not command.hidden}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted((plugins_summaries(self.commands, "plugins") | own).items()))

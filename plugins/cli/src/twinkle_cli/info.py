@@ -1,23 +1,121 @@
-"""What `twinkle plugins info` says of one plugin or component."""
+"""`twinkle plugins info`: what a plugin or component is, where it is from, and which parameters it takes."""
 
+import inspect
+import re
 import textwrap
 from dataclasses import replace
 from typing import Any, Literal
 
 from twinkle._registry import registry
 from twinkle.errors import NotTrusted, PluginBroken, TwinkleError
-from twinkle_cli.signature import options_of_config, parameter_text, parameters_of
-from twinkle_cli.source import locate
-from twinkle_cli.syntax import syntax_errors
+from twinkle_cli.source import locate, syntax_errors
 from twinkle_cli.text import pairs
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
+
+_ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)(?: \([^)]*\))?: *(?P<text>.*)")
+
+
+def parameters_of(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str]:
+    """Return the parameters of a component, which is imported for it, and its signature on one line.
+
+    Returns:
+        None and the reason, where they cannot be known. Else, of each parameter `name` (with its stars), `type`,
+        `default` (source text, None without one), `required` and `meaning` (from the `Args:` of the docstring); and
+        `FocalLoss(gamma: float = 2.0)`.
+    """
+    try:
+        component = registry().load(spec)
+        signature = inspect.signature(component)
+    except (TwinkleError, TypeError, ValueError) as error:
+        return None, f"not known: {error}"
+    meanings = _meanings(component)
+    parameters = [_parameter(p, meanings) for p in signature.parameters.values()]
+    texts = [parameter_text(parameter) for parameter in parameters]
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    return parameters, f"{spec.name}({', '.join(texts)})"
+
+
+def parameter_text(parameter: dict[str, Any]) -> str:
+    """Return `gamma: float = 2.0`."""
+    kind = f": {parameter['type']}" if parameter["type"] else ""
+    default = "" if parameter["default"] is None else f" = {parameter['default']}"
+    return f"{parameter['name']}{kind}{default}"
+
+
+def options_of_config(spec: ComponentSpec) -> tuple[list[dict[str, Any]] | None, str]:
+    """Return the fields of the options model that a manifest names, or None and the reason why they are not known."""
+    if not spec.config:
+        return [], ""
+    from dataclasses import replace
+
+    from twinkle_cli.configuration import options_of
+
+    try:
+        model = registry().load(replace(spec, ref=spec.config))
+    except TwinkleError as error:
+        return None, f"not known: {error}"
+    if not hasattr(model, "model_fields"):
+        return None, f"not known: {spec.config} is no pydantic model"
+    return [
+        {
+            "name": option.name,
+            "type": option.type_text,
+            "default": None if option.required else repr(option.default),
+            "required": option.required,
+            "meaning": option.description,
+        }
+        for option in options_of(model)
+        if not option.group
+    ], ""
+
+
+def _parameter(parameter: inspect.Parameter, meanings: dict[str, str]) -> dict[str, Any]:
+    empty = inspect.Parameter.empty
+    starred: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars = starred.get(parameter.kind, "")
+    annotation = "" if parameter.annotation is empty else inspect.formatannotation(parameter.annotation)
+    return {
+        "name": stars + parameter.name,
+        "type": annotation.strip("'"),
+        "default": None if parameter.default is empty else repr(parameter.default),
+        "required": parameter.default is empty and not stars,
+        "meaning": meanings.get(parameter.name, ""),
+    }
+
+
+def _meanings(component: Any) -> dict[str, str]:
+    """Return what the docstrings of a class and of its `__init__` say of each argument, in one line each."""
+    texts = [vars(component).get("__init__")] if isinstance(component, type) else []
+    meanings: dict[str, str] = {}
+    for source in [component, *texts]:
+        meanings |= _arguments(inspect.cleandoc(getattr(source, "__doc__", None) or ""))
+    return meanings
+
+
+def _arguments(doc: str) -> dict[str, str]:
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
+    lines = section[1].splitlines() if section else []
+    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    meanings: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        match = _ARGUMENT.fullmatch(line[indent:])
+        if match and not line[indent:].startswith(" "):
+            name = match["name"]
+            meanings[name] = match["text"]
+        elif name and line.strip():
+            meanings[name] += f" {line}"
+    return {name: " ".join(text.split()) for name, text in meanings.items()}
+
 
 _WIDTH = 100
 
 
-def describe(found: PluginRecord | ComponentSpec) -> tuple[dict[str, Any], str]:
+def describe(records: PluginRecord | ComponentSpec) -> tuple[dict[str, Any], str]:
     """Return the same description as plain data and as text."""
-    return _describe_component(found) if isinstance(found, ComponentSpec) else _describe_plugin(found)
+    return _describe_component(records) if isinstance(records, ComponentSpec) else _describe_plugin(records)
 
 
 def published(dist: str) -> dict[str, str]:
@@ -25,13 +123,13 @@ def published(dist: str) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
-        found = metadata(dist)
+        fields = metadata(dist)
     except (PackageNotFoundError, ValueError):
         return {"licence": "", "homepage": ""}
-    urls = dict(text.split(", ", 1) for text in found.get_all("Project-URL") or () if ", " in text)
+    urls = dict(text.split(", ", 1) for text in fields.get_all("Project-URL") or () if ", " in text)
     by_label = {label.lower().replace("-", "").replace(" ", ""): url for label, url in urls.items()}
     labels = ("homepage", "home", "repository", "source", "sourcecode")
-    first = {key: next(iter(found.get_all(key) or ()), "") for key in ("Home-page", "License-Expression", "License")}
+    first = {key: next(iter(fields.get_all(key) or ()), "") for key in ("Home-page", "License-Expression", "License")}
     homepage = first["Home-page"] or next((by_label[label] for label in labels if label in by_label), "")
     # The older field may hold the whole text of the licence.
     licence = first["License-Expression"] or first["License"].strip().partition("\n")[0]
@@ -70,9 +168,9 @@ def _describe_component(spec: ComponentSpec) -> tuple[dict[str, Any], str]:
     record = _as_used(plugin, spec)
     usable = record.status == "ok"  # of any other plugin nothing is imported
     why = record.reason if plugin.status == "ok" else f"its plugin is {plugin.status}"
-    parameters, told = parameters_of(spec) if usable else (None, f"not known: {why}")
-    signature, trouble = ("", told) if parameters is None else (told, "")
-    options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, told)
+    parameters, text = parameters_of(spec) if usable else (None, f"not known: {why}")
+    signature, trouble = ("", text) if parameters is None else (text, "")
+    options, trouble_with_options = options_of_config(spec) if usable or not spec.config else (None, text)
     plain = {
         "name": spec.name,
         "kind": spec.kind,

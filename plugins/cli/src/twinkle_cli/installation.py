@@ -1,40 +1,57 @@
-"""What `twinkle plugins doctor` finds wrong with an installation: folders that are gone, and files that clash."""
+"""What `twinkle plugins doctor` reports of an installation: folders that are gone, and files that clash."""
 
 import json
 import os
 import site
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from twinkle_cli.problem import Problem
 from twinkle_registry import PluginRecord
 from twinkle_registry.naming import canonical
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what to do about it (empty where `what` says it).
+
+    Attributes:
+        kind: what sort of thing.
+        what: the thing itself.
+        remedy: what to do.
+        optional: it matters only if it is used: an extra that is not installed.
+    """
+
+    kind: str
+    what: str
+    remedy: str = ""
+    optional: bool = False
+
+
 def gone_editables(dists: Iterable[Distribution]) -> dict[str, Problem]:
     """Return a problem for each distribution that was installed from a folder that is no more, by canonical name."""
-    found = {}
+    missing = {}
     for dist in dists:
         folder = _editable_folder(dist)
         if folder is not None and not folder.is_dir():
             name = _name(dist)
-            found[canonical(name)] = Problem(
+            missing[canonical(name)] = Problem(
                 "stale editable install",
                 f"{name} {dist.version} was installed as editable from {folder}, which is gone",
                 f"pip install -e again from where it is now, or pip uninstall {name}",
             )
-    return found
+    return missing
 
 
 def gone_paths(dists: Iterable[Distribution]) -> Iterator[Problem]:
     """Yield the lines of `.pth` files that lead nowhere, but for those of distributions whose folder is gone."""
-    told = [folder for dist in dists if (folder := _editable_folder(dist)) and not folder.is_dir()]
+    reported = [folder for dist in dists if (folder := _editable_folder(dist)) and not folder.is_dir()]
     for file, line in _path_lines():
         path = Path(os.path.normpath(file.parent / line))
-        if not path.exists() and not any(path.is_relative_to(folder) for folder in told):
+        if not path.exists() and not any(path.is_relative_to(folder) for folder in reported):
             yield Problem(
                 "stale path file",
                 f"{file} puts {path} on sys.path, which is gone",

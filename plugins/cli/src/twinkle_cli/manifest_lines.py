@@ -44,8 +44,8 @@ def with_lines(reason: str, path: str) -> str:
 
 def first_line(reason: str) -> int:
     """Return the first line that a text made by `with_lines` names, or 0."""
-    found = re.search(r"(?:^|: )\s*line (\d+): ", reason, re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"(?:^|: )\s*line (\d+): ", reason, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def _with_line(text: str, tables: list[_Table]) -> str:
@@ -57,8 +57,8 @@ def _with_line(text: str, tables: list[_Table]) -> str:
 def _line_of(problem: str, tables: list[_Table]) -> int:
     components = [table for table in tables if table.name == "component"]
     if named := _NAMED.match(problem):
-        found = [table for table in components if named["name"] in table.keys.get("name", (0, ""))[1]]
-        return _key_of(found[0], "kind") if found else 0
+        matching = [table for table in components if named["name"] in table.keys.get("name", (0, ""))[1]]
+        return _key_of(matching[0], "kind") if matching else 0
     if _HOOK.match(problem):
         return _hooks_line(tables, "implements")
     match = _PROBLEM.match(problem)
@@ -90,19 +90,19 @@ def _header(tables: list[_Table], name: str) -> int:
 
 def _tables(text: str) -> list[_Table]:
     """Return the tables in order, the top first. Keys in values that go over several lines are not taken for keys."""
-    found = [_Table("", 0)]
+    tables = [_Table("", 0)]
     depth, quote = 0, ""
     for number, line in enumerate(text.splitlines(), 1):
         outside = not depth and not quote
         if outside and (table := _TABLE.match(line)):
-            found.append(_Table(table["name"].strip("\"' "), number))
+            tables.append(_Table(table["name"].strip("\"' "), number))
             continue
         value = line
         if outside and (key := _KEY.match(line)):
-            found[-1].keys.setdefault(key["key"], (number, key["value"]))
+            tables[-1].keys.setdefault(key["key"], (number, key["value"]))
             value = key["value"]
         depth, quote = _open_after(value, depth, quote)
-    return found
+    return tables
 
 
 def _open_after(text: str, depth: int, quote: str) -> tuple[int, str]:

@@ -1,7 +1,11 @@
-"""The command `twinkle` as a process: how it is called from here, and how several of it are started."""
+"""The command `twinkle` as a process: how several of it are started, and Ctrl-C while it imports."""
 
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from twinkle.errors import ConfigError
@@ -9,6 +13,33 @@ from twinkle.platform import Platform
 
 if TYPE_CHECKING:
     from twinkle.mesh import DeviceMesh
+
+
+@contextmanager
+def interrupt_afterwards() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a first Ctrl-C at the end of the block, whatever came of it; a second one at once.
+
+    Outside the main thread, where signals cannot be listened for, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        if heard:
+            raise KeyboardInterrupt
+        heard = True
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            raise KeyboardInterrupt
+
 
 EXIT_INTERRUPTED = 130
 

@@ -72,13 +72,13 @@ def revoke(
     if absent := [text for text in restore if not any(_is_named(entry, (text,)) for entry in old.revoked)]:
         raise ArgumentError(f"{file} does not revoke {', '.join(absent)}")
     now = int(time.time())
-    made = RevocationList(old.sequence + 1, now, now + days * _DAY, (*kept, *new))
-    write_text(file, sign(made, private).decode())
+    renewed = RevocationList(old.sequence + 1, now, now + days * _DAY, (*kept, *new))
+    write_text(file, sign(renewed, private).decode())
     if as_json:
-        echo_json(_plain(made))
+        echo_json(_plain(renewed))
     else:
-        until = time.strftime("%Y-%m-%d", time.gmtime(made.expires))
-        click.echo(f"{file}: list number {made.sequence}, {len(made.revoked)} revoked, expires {until}")
+        until = time.strftime("%Y-%m-%d", time.gmtime(renewed.expires))
+        click.echo(f"{file}: list number {renewed.sequence}, {len(renewed.revoked)} revoked, expires {until}")
 
 
 @click.command(short_help="Show the revocation lists that your policy names.")
@@ -139,8 +139,8 @@ def _plain(revocations: "RevocationList") -> dict[str, Any]:
 
 
 def _plain_known(known: "KnownList") -> dict[str, Any]:
-    told = {"list": known.source.location, "problem": known.error or known.problem}
-    return told | (_plain(known.revocations) if known.revocations else {})
+    plain = {"list": known.source.location, "problem": known.error or known.problem}
+    return plain | (_plain(known.revocations) if known.revocations else {})
 
 
 def _lines(known: "KnownList") -> list[str]:

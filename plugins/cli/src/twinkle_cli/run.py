@@ -8,13 +8,12 @@ import click
 
 from twinkle.errors import ComponentNotFound, ConfigError, PluginBroken
 from twinkle.platform import Platform
-from twinkle_cli.interrupt import interrupt_afterwards
-from twinkle_cli.processes import check_mesh, process_count, start_ranks
+from twinkle_cli.processes import check_mesh, interrupt_afterwards, process_count, start_ranks
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from twinkle_cli.options import Option
+    from twinkle_cli.configuration import Option
 
 RESERVED = {"config": True, "runs": True, "name": True, "nproc": True, "debug": False, "help": False}
 _RESERVED_HELP = (
@@ -69,16 +68,16 @@ def config_model(recipe: str) -> "type[BaseModel] | None":
         spec = registry().find(recipe, "recipe")
         if not spec.config:
             return None
-        found = registry().load(dataclasses.replace(spec, ref=spec.config, requires=()))
+        model = registry().load(dataclasses.replace(spec, ref=spec.config, requires=()))
         where = spec.config
     else:
-        found = _first_parameter_type(registry().resolve(recipe, "recipe"))
-        where = f"the type of its first parameter, {found!r}"
+        model = _first_parameter_type(registry().resolve(recipe, "recipe"))
+        where = f"the type of its first parameter, {model!r}"
     from pydantic import BaseModel
 
-    if not (isinstance(found, type) and issubclass(found, BaseModel)):
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise PluginBroken(f"recipe {recipe!r}: its configuration must be a pydantic model; found {where}")
-    return found
+    return model
 
 
 def _first_parameter_type(recipe: Any) -> Any:
@@ -92,7 +91,7 @@ def _first_parameter_type(recipe: Any) -> Any:
 
 
 def _options(model: "type[BaseModel] | None", recipe: str) -> "dict[str, Option]":
-    from twinkle_cli.options import options_of
+    from twinkle_cli.configuration import options_of
 
     options = {option.name: option for option in options_of(model)} if model is not None else {}
     if taken := sorted(set(options) & set(RESERVED)):
@@ -108,9 +107,7 @@ def _prepare(
 ) -> tuple[tuple[Any, Any, str, str], str | None]:
     """Return what `_run` takes (recipe, configuration, name of the run, where its folder is made), and nproc."""
     from twinkle._registry import registry
-    from twinkle_cli.flags import merge, parse_flags
-    from twinkle_cli.validate import validate
-    from twinkle_cli.values import read_config
+    from twinkle_cli.configuration import merge, parse_flags, read_config, validate
 
     flags = parse_flags(args, options, RESERVED)
     file = flags.reserved.get("config") or _config_of(flags.values.get("resume_from"), recipe)
@@ -195,7 +192,9 @@ def _overview() -> str:
     formatter.write_text("Run a recipe; `twinkle run RECIPE --help` shows its options.")
     specs = registry().specs("recipe")
     with formatter.section("Recipes"):
-        formatter.write_dl([(name, found[0].summary) for name, found in sorted(specs.items())] or [("none", "")])
+        formatter.write_dl(
+            [(name, providers[0].summary) for name, providers in sorted(specs.items())] or [("none", "")]
+        )
     return formatter.getvalue().rstrip()
 
 

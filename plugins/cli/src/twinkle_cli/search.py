@@ -1,4 +1,4 @@
-"""`twinkle plugins search`: components that somebody publishes, installed here or not."""
+"""`twinkle plugins search`: published components, installed here or not."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +28,15 @@ def search(ctx: click.Context, words: tuple[str, ...], kind: str, as_json: bool)
     if kind and kind not in registry().kinds:
         raise unknown_kind(kind, registry().kinds)
     here = {canonical(record.dist) for record in registry().records}
-    found = [_plain(entry, installed=canonical(entry.place) in here) for entry in look(words, kind)]
+    entries = [_plain(entry, installed=canonical(entry.place) in here) for entry in look(words, kind)]
     if as_json:
-        echo_json(found)
-    elif found:
+        echo_json(entries)
+    elif entries:
         head = ("kind", "name", "get it by", "summary")
-        click.echo(table(head, [(row["kind"], row["name"], _way(row), row["summary"]) for row in found]))
+        click.echo(table(head, [(row["kind"], row["name"], _way(row), row["summary"]) for row in entries]))
     else:
         click.echo(_nothing(words, kind))
-    ctx.exit(0 if found else 1)
+    ctx.exit(0 if entries else 1)
 
 
 def _plain(entry: "IndexEntry", *, installed: bool) -> dict[str, Any]:

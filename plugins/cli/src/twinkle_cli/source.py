@@ -1,12 +1,108 @@
-"""Finds where a component is written, by reading its source and never by importing it or a package that holds it."""
+"""Reads the code of a plugin without importing it: where modules are, which names they define, syntax errors."""
 
 import ast
+import functools
 import sys
+import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from twinkle_registry import ComponentSpec, NotTrusted
+from twinkle_registry import ComponentSpec, NotTrusted, PluginRecord
+from twinkle_registry.regular import read_regular
+
+_DYNAMIC = frozenset(("__dict__", "__getattr__", "exec", "globals", "locals", "modules", "setattr", "vars"))
+
+
+def surely_lacks(ref: str) -> bool:
+    """Return whether a module that can be read never binds the name of `module:Name`.
+
+    False where the source leaves it open: a star import, a `__getattr__` or whatever binds names at run time.
+    """
+    module, _, path = ref.partition(":")
+    try:
+        spec = find_module(module)
+    except (KeyError, NotTrusted):
+        return False
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return False
+    names = _bound_names(spec.origin)
+    name = path.partition(".")[0]
+    return bool(names) and name not in names and not names & _DYNAMIC and not _is_submodule(spec.origin, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _bound_names(file: str) -> frozenset[str]:
+    """Return all names that a file uses or binds, in whatever scope; nothing where it cannot be told."""
+    try:
+        tree = ast.parse(Path(file).read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return frozenset()
+    names = {"__file__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            if node.name == "*":
+                return frozenset()
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.MatchAs | ast.MatchStar):
+            names.add(node.name or "")
+    return frozenset(names)
+
+
+def _is_submodule(file: str, name: str) -> bool:
+    folder = Path(file).parent
+    return Path(file).name == "__init__.py" and any((folder / name).parent.glob(f"{name}*"))
+
+
+def syntax_errors(record: PluginRecord) -> dict[str, list[str]]:
+    """Compile every Python file of a usable plugin's package.
+
+    Returns:
+        Each error as `file:line: what is wrong`, with the names of the components, commands and hooks whose module, or
+        a package around it, is that file.
+    """
+    if record.manifest is None or record.status != "ok" or not record.location:
+        return {}
+    folder, named = Path(record.location).parent, _modules(record)
+    errors = {}
+    for file in sorted(folder.rglob("*.py")):
+        inner = file.relative_to(folder).with_suffix("").parts
+        if not all(part.isidentifier() for part in inner) or not (error := _error_in(file)):
+            continue
+        module = ".".join([record.package, *(inner[:-1] if inner[-1] == "__init__" else inner)])
+        errors[error] = [name for name, ref in named if ref == module or ref.startswith(f"{module}.")]
+    return errors
+
+
+def _modules(record: PluginRecord) -> list[tuple[str, str]]:
+    """Return pairs of a name and the module that it needs; refs of a Hub's manifest may begin with a dot."""
+    manifest = record.manifest
+    if manifest is None:
+        return []
+    refs = [(spec.name, spec.ref) for spec in manifest.components]
+    refs += [(f"command {command.name}", command.ref) for command in manifest.commands]
+    refs += [("hooks", manifest.hooks.module)] if manifest.hooks else []
+    modules = [(name, ref.partition(":")[0]) for name, ref in refs]
+    return [(name, f"{record.package}{module}" if module.startswith(".") else module) for name, module in modules]
+
+
+def _error_in(file: Path) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the file are for its author
+            compile(read_regular(file), str(file), "exec", dont_inherit=True)
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}"
+    except SyntaxError as error:
+        return f"{file}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or nested too deep
+        return f"{file}: {type(error).__name__}: {error}"
+    return ""
+
 
 _OF_HUBS = "twinkle_registry.code."
 _MAX_STEPS = 5  # from an __init__ through what it imports from; more is a circle
@@ -50,22 +146,22 @@ def _imported(name: str) -> ModuleSpec | None:
 
 def _definition(module: str, path: list[str], steps: int) -> tuple[str, int] | None:
     try:
-        found = find_module(module)
+        spec = find_module(module)
     except (KeyError, NotTrusted):
         return None
-    if found is None or not found.origin or not found.origin.endswith(".py"):
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(found.origin).read_text("utf-8"))
+        tree = ast.parse(Path(spec.origin).read_text("utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError):
         return None
     if line := _line_of(tree, path):
-        return found.origin, line
+        return spec.origin, line
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and steps:
             for alias in node.names:
                 if path[0] in (alias.asname, alias.name if alias.asname is None else None):
-                    source = _source(node, found)
+                    source = _source(node, spec)
                     return _definition(source, [alias.name, *path[1:]], steps - 1)
     return None
 

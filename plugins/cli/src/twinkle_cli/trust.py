@@ -1,6 +1,7 @@
-"""`twinkle plugins trust|untrust`: whether the settings and the lock that lie in a folder are obeyed."""
+"""`twinkle plugins trust|untrust`: whether the settings and the lock of a folder are obeyed."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,30 @@ from twinkle_cli.text import echo_json
 
 if TYPE_CHECKING:
     from twinkle_registry.trust.folders import TrustedPath
+
+
+def confirmed(question: str, *, action: str, remedy: str) -> bool:
+    """Ask on the terminal and return the answer.
+
+    Args:
+        question: what is asked.
+        action: what cannot be done without an answer, for the error.
+        remedy: how to do it without being asked.
+
+    Raises:
+        NotTrusted: standard input is no terminal, or ends without an answer.
+    """
+    from twinkle.errors import NotTrusted
+
+    refused = NotTrusted(f"cannot {action}: there is no terminal to ask on; {remedy}")
+    if not sys.stdin.isatty():
+        raise refused
+    try:
+        return click.confirm(question, default=False)
+    except click.Abort:
+        click.echo()  # end the line of the question
+        raise refused from None
+
 
 _json = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 _folder = click.argument("folder", default=".", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -23,7 +48,7 @@ _folder = click.argument("folder", default=".", type=click.Path(exists=True, fil
 def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
     """Show what FOLDER (by default this one) asks for, ask, and trust it.
 
-    `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until somebody else than Twinkle edits them, and
+    `twinkle.toml` and `twinkle.lock` of the folder are obeyed then, until something other than Twinkle edits them, and
     `twinkle plugins test` runs code of the folder without asking. With --json and without --yes nothing is asked and
     nothing changes. In CI, set TWINKLE_TRUST_FOLDER to the absolute path instead.
     """
@@ -132,8 +157,6 @@ def _described(folder: Path, asks: dict[str, list[str]]) -> list[str]:
 
 
 def _is_confirmed(folder: Path) -> bool:
-    from twinkle_cli.asking import confirmed
-
     return confirmed(
         "Trust this folder? Code that it names runs with all your rights",
         action=f"trust {folder}",

@@ -14,12 +14,12 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetens
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def version(as_json: bool) -> None:
     """Show versions of Twinkle, its plugins and what they stand on."""
-    found = versions()
+    shown = versions()
     if as_json:
-        echo_json(found)
+        echo_json(shown)
         return
-    plugins = [(f"plugin {name}", number) for name, number in found.pop("plugins").items()]
-    click.echo(table(("what", "version"), [*found.items(), *plugins]))
+    plugins = [(f"plugin {name}", number) for name, number in shown.pop("plugins").items()]
+    click.echo(table(("what", "version"), [*shown.items(), *plugins]))
 
 
 def versions() -> dict[str, Any]:
@@ -30,12 +30,16 @@ def versions() -> dict[str, Any]:
     from twinkle import __version__
     from twinkle._registry import registry
 
-    found: dict[str, Any] = {"twinkle": __version__, "python": platform.python_version(), "system": platform.platform()}
+    shown: dict[str, Any] = {
+        "twinkle": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
     for package in PACKAGES:
         try:
-            found[package] = version_of(package)
+            shown[package] = version_of(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    found["twinkle-registry"] = version_of("twinkle-registry")
-    found["plugins"] = {record.name: record.version for record in registry().records}
-    return found
+            shown[package] = "not installed"
+    shown["twinkle-registry"] = version_of("twinkle-registry")
+    shown["plugins"] = {record.name: record.version for record in registry().records}
+    return shown

@@ -1,1 +1,1 @@
-"""Data sets of the house, preprocessors and filters."""
+"""Built-in data sets, data loaders, preprocessors and filters."""

@@ -25,8 +25,8 @@ class AlpacaProcessor(Preprocessor):
         Raises:
             DataError: `instruction` or `output` is missing, or a value is no text; names column and row.
         """
-        found = rows_with(rows, ("instruction", "output"), _OWNER)
-        return {"messages": [_messages(row, number) for number, row in enumerate(found)]}
+        complete = rows_with(rows, ("instruction", "output"), _OWNER)
+        return {"messages": [_messages(row, number) for number, row in enumerate(complete)]}
 
 
 def _messages(row: Mapping[str, Any], number: int) -> list[dict[str, Any]]:

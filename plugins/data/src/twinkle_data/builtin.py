@@ -1,4 +1,4 @@
-"""The hub `builtin://`: the data sets of the house, which ship with this package, and its small models."""
+"""The hub `builtin://`: our own data sets, which ship with this package, and small models."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class BuiltinHub(Hub):
     def load_dataset(
         self, reference: str, subset_name: str = "default", split: str = "train", **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """Return the rows of a data set of the house.
+        """Return the rows of a built-in data set.
 
         Args:
             reference: `builtin://self-cognition`, `builtin://arithmetic`, `builtin://arithmetic-preferences`,
@@ -72,7 +72,7 @@ def _unknown(name: str) -> str:
 def _refuse(kwargs: dict[str, Any], reference: str) -> None:
     if kwargs:
         raise ArgumentError(
-            f"{reference} takes no argument {next(iter(kwargs))!r}: what the house ships has no variants"
+            f"{reference} takes no argument {next(iter(kwargs))!r}: built-in data sets have no variants"
         )
 
 

@@ -90,10 +90,10 @@ def _preference(row: dict[str, Any], flaw: str, seed: int) -> dict[str, Any]:
 def _other(asked: Sequence[str], number: int) -> str:
     """Return the next problem that is not the one of this number."""
     following = (asked[(number + step) % len(asked)] for step in range(1, len(asked)))
-    found = next((problem for problem in following if problem != asked[number]), None)
-    if found is None:
+    other = next((problem for problem in following if problem != asked[number]), None)
+    if other is None:
         raise ArgumentError("builtin://arithmetic-paraphrases: size is 1; a negative needs a second problem, ask for 2")
-    return found
+    return other
 
 
 def _paraphrase(row: dict[str, Any], other: str, seed: int) -> dict[str, Any]:

@@ -69,15 +69,15 @@ class DeduplicationFilter(Filter):
         """Return what is compared; the length before each text keeps neighbours apart."""
         if self.column is not None:
             return [self._normal(column_text(row, self.column, _OWNER))]
-        found = []
+        fields = []
         for messages in conversations(row, _OWNER):
             chosen = [m for m in messages if self.roles is None or m.get("role") in self.roles]
-            found.append(f"{len(chosen)}:")
+            fields.append(f"{len(chosen)}:")
             for message in chosen:
                 text = self._normal(said(message))
                 calls = json.dumps(message.get("tool_calls"), sort_keys=True, default=str)
-                found.append(f"{message.get('role')}:{len(text)}:{text}:{calls}")
-        return found
+                fields.append(f"{message.get('role')}:{len(text)}:{text}:{calls}")
+        return fields
 
     def _normal(self, text: str) -> str:
         if self.match == "exact":

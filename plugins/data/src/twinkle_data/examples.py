@@ -104,7 +104,7 @@ def packing_stream() -> dict[str, Any]:
 def _packed(dataset: Any) -> Any:
     from twinkle.dataset import DatasetMeta
 
-    made = dataset(DatasetMeta(data=_encoded()))
-    made.set_template(Capacity())
-    made.pack_dataset()
-    return made
+    packed = dataset(DatasetMeta(data=_encoded()))
+    packed.set_template(Capacity())
+    packed.pack_dataset()
+    return packed

@@ -45,9 +45,9 @@ LEVELS = {1: Level(1, 1, 9, 9), 2: Level(1, 10, 99, 9), 3: Level(2, 1, 99, 12), 
 def draw(random: Random, level: Level, signs: Sequence[str]) -> Operation:
     """Return a random expression of a level with these signs."""
     while True:
-        found = _operation(random, level, signs, level.operations)
-        if all(_fits(part, level) for part in _parts(found)):
-            return found
+        operation = _operation(random, level, signs, level.operations)
+        if all(_fits(part, level) for part in _parts(operation)):
+            return operation
 
 
 def _operation(random: Random, level: Level, signs: Sequence[str], operations: int) -> Operation:

@@ -49,9 +49,9 @@ def digest(path: Path) -> str:
     if note.is_file():
         return note.read_text(encoding="ascii")
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    write_text(note, found)
-    return found
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    write_text(note, sha256)
+    return sha256
 
 
 def _check_file(path: Path) -> None:

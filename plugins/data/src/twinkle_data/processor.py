@@ -7,9 +7,18 @@ from twinkle._arguments import refuse_unknown
 from twinkle.data_format import InputBatch, InputFeature, ModelOutput
 from twinkle.errors import ArgumentError, Unsupported
 from twinkle.runtime import remote_class
-from twinkle_torch.collate import join, join_labels, mask_and_positions, pad_tokens, per_token
+from twinkle_torch.collate import (
+    TOKEN_KEYS,
+    Row,
+    as_rows,
+    join,
+    join_labels,
+    mask_and_positions,
+    of_whole_row,
+    pad_tokens,
+    per_token,
+)
 from twinkle_torch.packing import Layout, pack, unpack, unpack_outputs
-from twinkle_torch.rows import TOKEN_KEYS, Row, as_rows, of_whole_row
 
 if TYPE_CHECKING:
     import torch
@@ -197,8 +206,8 @@ class InputProcessor:
                 batch[key] = join(values)
         given = batch.keys() & _MADE  # without them each row is one sequence of all its tokens
         if len(given) < len(_MADE):
-            made = zip(_MADE, mask_and_positions(lengths, width, self.padding_side), strict=True)
-            batch |= {key: value for key, value in made if key not in given}
+            derived = zip(_MADE, mask_and_positions(lengths, width, self.padding_side), strict=True)
+            batch |= {key: value for key, value in derived if key not in given}
         if self.padding_free or (given and Layout.of(batch).packed):
             batch = pack(batch)
         moved: Any = batch if device is None else _moved(batch, device)

@@ -45,8 +45,8 @@ class RepetitionFilter(Filter):
         Raises:
             DataError: the row has no conversation, or lacks the column.
         """
-        found = texts(row, self.column, self.roles, type(self).__name__)
-        return all(self.repetition(text) <= self.max_share for text in found if len(text) >= self.min_length)
+        contents = texts(row, self.column, self.roles, type(self).__name__)
+        return all(self.repetition(text) <= self.max_share for text in contents if len(text) >= self.min_length)
 
     def repetition(self, text: str) -> float:
         """Return the share of the text's runs that stood in it before."""

@@ -55,10 +55,10 @@ class ShareGPTProcessor(Preprocessor):
             DataError: there is no column of conversations, or a turn has another form; names row and turn.
         """
         key = self.key or next((name for name in ("conversations", "conversation", "messages") if name in rows), None)
-        found = rows_with(rows, (key or "conversations",), _OWNER)
-        columns = {"messages": [self._messages(row, key or "", number) for number, row in enumerate(found)]}
+        complete = rows_with(rows, (key or "conversations",), _OWNER)
+        columns = {"messages": [self._messages(row, key or "", number) for number, row in enumerate(complete)]}
         if "tools" in rows:
-            columns["tools"] = [_tools(row["tools"], number) for number, row in enumerate(found)]
+            columns["tools"] = [_tools(row["tools"], number) for number, row in enumerate(complete)]
         return columns
 
     def _messages(self, row: Mapping[str, Any], key: str, number: int) -> list[dict[str, Any]]:

@@ -17,19 +17,19 @@ def conversations(row: Mapping[str, Any], owner: str) -> list[list[Mapping[str, 
         DataError: there is none, or it is no list of messages.
     """
     if row.get("messages") is not None:
-        found = {"messages": row["messages"]}
+        talks = {"messages": row["messages"]}
     else:
         sides = {name: row[name] for name in _SIDES if row.get(name) is not None}
-        found = {name: side.get("messages") if isinstance(side, Mapping) else side for name, side in sides.items()}
-    if not found:
+        talks = {name: side.get("messages") if isinstance(side, Mapping) else side for name, side in sides.items()}
+    if not talks:
         raise DataError(
             f"{owner} finds no conversation in a row (it has: {', '.join(map(str, row)) or 'nothing'}); name a column "
             "of text, or let a preprocessor make messages first (in a recipe: data.preprocessor)"
         )
-    for name, messages in found.items():
+    for name, messages in talks.items():
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
             raise DataError(f"{owner}: {name!r} of a row is {shown(messages)}; it is a list of messages")
-    return list(found.values())
+    return list(talks.values())
 
 
 def said(message: Mapping[str, Any]) -> str:

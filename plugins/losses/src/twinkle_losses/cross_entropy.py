@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag, label_to_ignore
-from twinkle_losses.outputs import output
+from twinkle_losses.options import flag, label_to_ignore, output
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag, label_to_ignore, number
-from twinkle_losses.outputs import output
+from twinkle_losses.options import flag, label_to_ignore, number, output
 from twinkle_losses.pairs import Pairs, logp_numbers, reward_numbers, weigh
 from twinkle_torch.trained import Trained
 

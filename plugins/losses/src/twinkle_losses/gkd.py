@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import Rest, label_to_ignore, number, whole
-from twinkle_losses.outputs import output
+from twinkle_losses.options import Rest, label_to_ignore, number, output, whole
 from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import flag, number, whole
-from twinkle_losses.outputs import output
+from twinkle_losses.options import flag, number, output, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

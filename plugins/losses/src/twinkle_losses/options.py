@@ -1,10 +1,15 @@
-"""Options that losses are built with, and checks of them."""
+"""Checks of the options that losses are built with, and of the outputs that they read."""
 
 import math
 import sys
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
-from twinkle.errors import ArgumentError
+from twinkle.errors import ArgumentError, TrainingStateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Rest = Literal["bucket", "renormalize"]
 """What becomes of the tokens that are not among a teacher's most probable ones."""
@@ -67,3 +72,18 @@ def label_to_ignore(loss: object, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{type(loss).__name__}: ignore_index={value!r}; it must be a whole number")
     return value
+
+
+def output(outputs: Mapping[str, Any], name: str, loss: object, remedy: str) -> "Tensor":
+    """Return `outputs[name]`.
+
+    Raises:
+        TrainingStateError: it is not there; `remedy` says what to do.
+    """
+    found = outputs.get(name)
+    if found is None:
+        raise TrainingStateError(
+            f"{type(loss).__name__} needs outputs[{name!r}], but the forward gave {sorted(outputs)}; {remedy}"
+        )
+    tensor: Tensor = found
+    return tensor

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.loss import Loss
-from twinkle_losses.outputs import output
+from twinkle_losses.options import output
 from twinkle_losses.pairs import Pairs, logp_numbers, weigh
 from twinkle_torch.trained import Trained
 

@@ -5,8 +5,7 @@ from typing import Any
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError, DataError
 from twinkle.loss import Loss
-from twinkle_losses.options import label_to_ignore, number
-from twinkle_losses.outputs import output
+from twinkle_losses.options import label_to_ignore, number, output
 from twinkle_torch.trained import Trained
 
 

@@ -79,8 +79,8 @@ class Delivery:
                 break
             time.sleep(pause)
         attempts = "1 attempt" if attempt == 1 else f"{attempt} attempts"
-        told = without(why, sorted(secrets, key=len, reverse=True))
-        get_logger().warning("%s: a message to %s is lost after %s: %s", self._who, to, attempts, told)
+        redacted = without(why, sorted(secrets, key=len, reverse=True))
+        get_logger().warning("%s: a message to %s is lost after %s: %s", self._who, to, attempts, redacted)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments, but for the first."""

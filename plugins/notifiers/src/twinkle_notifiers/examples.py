@@ -1,4 +1,4 @@
-"""What the contract kit calls the notifiers with: a port on this machine at which nobody listens, and one attempt."""
+"""What the contract kit calls the notifiers with: an unused port on this machine, and one attempt."""
 
 _NOBODY = "http://127.0.0.1:9/hook-7d1f0c62"
 _ONCE = {"timeout": 1.0, "retries": 0}

@@ -44,7 +44,7 @@ def notify_exception(
 
 
 class Watch:
-    """Listens for the end of a run by an error, and for errors that nobody catches.
+    """Listens for the end of a run by an error, and for uncaught errors.
 
     KeyboardInterrupt and SystemExit are no failures. A message is sent in a thread; the end of the process waits for
     it, at most `PATIENCE` seconds.
@@ -114,7 +114,7 @@ _watch: Watch | None = None
 
 
 def watch(notifiers: Sequence[Notifier], name: str | None) -> None:
-    """Let these notifiers, and no others any more, be told of failures; none: nobody is."""
+    """Let these notifiers, and no others any more, be notified of failures; with none, no one is."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -122,7 +122,7 @@ def watch(notifiers: Sequence[Notifier], name: str | None) -> None:
 
 
 def run_listener() -> RunListener | None:
-    """Return what a run that begins attaches; None where nobody is to be told.
+    """Return what a run that begins attaches; None if no one is to be notified.
 
     Without `twinkle.initialize` the notifiers are those of TWINKLE_NOTIFIER, if it is set.
 

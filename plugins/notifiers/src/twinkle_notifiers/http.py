@@ -84,12 +84,12 @@ def json_of(text: str) -> dict[str, Any]:
         Refused: there is none; something else than the service answers at this address.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise Refused(f"the answer is not that of the service: {shown(text)!r}")
-    return found
+    return value
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

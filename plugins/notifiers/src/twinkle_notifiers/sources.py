@@ -38,10 +38,10 @@ def notifiers_of_environment() -> list[Notifier]:
     if not text:
         return []
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:  # its text would show what stands there, and so would a chained error
         raise SettingsError(f"{VARIABLE} is no JSON; {_FORM}") from None
-    several = found if isinstance(found, list) else [found]
+    several = value if isinstance(value, list) else [value]
     if not all(isinstance(one, dict) for one in several):
         raise SettingsError(f"{VARIABLE} holds something else than JSON objects; {_FORM}")
     try:

@@ -139,6 +139,6 @@ def _instance(patch_cls: Any) -> Any:
 
 
 def _check(patch: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from twinkle_registry.calls import check_keywords
+    from twinkle_registry.checks import check_keywords
 
     check_keywords(patch, kwargs, what=f"patch {record.short_name(patch)!r}", args=(module, *args))

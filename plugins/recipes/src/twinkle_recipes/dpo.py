@@ -4,14 +4,19 @@ import time
 from typing import Any
 
 from twinkle.run import Run
+from twinkle_recipes.history import Curve
 from twinkle_recipes.preference.config import DPOConfig
-from twinkle_recipes.preference.pairs import encode_pairs, interleaved
-from twinkle_recipes.preference.reference import Reference, build_reference, check_loss, needs_reference
+from twinkle_recipes.preference.pairs import (
+    Reference,
+    build_reference,
+    check_loss,
+    encode_pairs,
+    interleaved,
+    needs_reference,
+)
 from twinkle_recipes.run.building import build_model
-from twinkle_recipes.run.keeper import evaluated, steps_of, update
+from twinkle_recipes.run.keeper import evaluated, result_name, steps_of, update
 from twinkle_recipes.run.opening import opened
-from twinkle_recipes.run.results import result_name
-from twinkle_recipes.show.plots import Curve
 
 COLUMNS = {
     "loss": "loss",
@@ -56,7 +61,7 @@ def dpo(config: DPOConfig, run: Run) -> dict[str, Any]:
         check_loss(config)
         training, held_out = opening.data(encode_pairs)
         batches = len(training)
-        own = needs_reference(config.loss) and config.reference.id is None
+        own = needs_reference(config) and config.reference.id is None
         model = build_model(config, steps_of(opening.whole, config.epochs, batches), reference=own)
         keeper = opening.keeper(model, training, steps_of(config, config.epochs, batches), CURVES)
         if keeper.is_finished():

@@ -3,16 +3,13 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from twinkle._registry import registry
 from twinkle.errors import ConfigError
 from twinkle.run import Run
+from twinkle_recipes.history import LOSS, Curve
 from twinkle_recipes.run.building import build_model
-from twinkle_recipes.run.keeper import evaluated, steps_of, update
+from twinkle_recipes.run.keeper import evaluated, result_name, steps_of, update
 from twinkle_recipes.run.opening import opened
-from twinkle_recipes.run.results import result_name
-from twinkle_recipes.show.plots import LOSS, Curve
-from twinkle_recipes.similarity.config import EmbeddingConfig
-from twinkle_recipes.similarity.groups import encode_groups, flat
+from twinkle_recipes.similarity import EmbeddingConfig, encode_groups, flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,8 +92,8 @@ def evaluate(model: Any, held_out: Any, config: EmbeddingConfig) -> dict[str, fl
             (anchors if row["labels"] else documents).append(vector)
     similarities = torch.stack(anchors) @ torch.stack(documents).T
     positive = similarities[torch.arange(len(own)), torch.tensor(own)]
-    found = positive >= similarities.max(1).values - 1e-6  # the same text may stand in two groups
-    accuracy = {"eval/retrieval_accuracy": float(found.double().mean())} if len(documents) > 1 else {}
+    retrieved = positive >= similarities.max(1).values - 1e-6  # the same text may stand in two groups
+    accuracy = {"eval/retrieval_accuracy": float(retrieved.double().mean())} if len(documents) > 1 else {}
     return {**evaluated(model), **accuracy}
 
 
@@ -106,7 +103,7 @@ def check_memory(config: EmbeddingConfig) -> None:
     Raises:
         ConfigError: `micro_batch_size` is set, and the loss needs the batch in one piece.
     """
-    loss: Any = registry().build(config.loss.name, "loss", **config.loss.args)
+    loss: Any = config.build("loss", config.loss.name, **config.loss.args)
     if config.micro_batch_size is not None and not getattr(loss, "splittable", True):
         raise ConfigError(
             f"micro_batch_size {config.micro_batch_size} cuts a batch, and the loss {config.loss.name} compares all of "

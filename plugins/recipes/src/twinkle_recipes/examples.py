@@ -1,4 +1,4 @@
-"""A run of two steps for the contract kit: a tiny random model on a few of the house's own rows."""
+"""A run of two steps for the contract kit: a tiny random model on a few of our own rows."""
 
 import json
 from pathlib import Path

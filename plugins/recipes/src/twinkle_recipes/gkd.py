@@ -6,11 +6,10 @@ from typing import Any
 from twinkle.run import Run
 from twinkle_recipes.distillation.config import DistillationConfig
 from twinkle_recipes.distillation.roles import Student, Teacher, build_teacher, encode_conversations, is_on_policy
+from twinkle_recipes.history import Curve
 from twinkle_recipes.run.building import build_model
-from twinkle_recipes.run.keeper import evaluated, steps_of, update
+from twinkle_recipes.run.keeper import evaluated, result_name, steps_of, update
 from twinkle_recipes.run.opening import opened
-from twinkle_recipes.run.results import result_name
-from twinkle_recipes.show.plots import Curve
 
 COLUMNS = {
     "loss": "divergence",

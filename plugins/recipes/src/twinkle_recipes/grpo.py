@@ -7,20 +7,33 @@ from typing import Any
 
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.run import Run
+from twinkle_recipes.history import Curve, Stopwatch, readable
 from twinkle_recipes.policy.completions import Completions
 from twinkle_recipes.policy.config import GRPOConfig, RLOOConfig
-from twinkle_recipes.policy.logps import Logps
 from twinkle_recipes.policy.rollouts import Answer, answer_greedily, build_sampler, check_room, sample, sizes
-from twinkle_recipes.policy.scoring import Scorer, Scores
-from twinkle_recipes.policy.shown import COLUMNS, CURVES
+from twinkle_recipes.policy.scoring import Logps, Scorer, Scores
 from twinkle_recipes.run.building import build_model
-from twinkle_recipes.run.keeping import keep_rows
+from twinkle_recipes.run.keeper import keep_rows, result_name
 from twinkle_recipes.run.opening import opened
-from twinkle_recipes.run.results import result_name
-from twinkle_recipes.show.numbers import readable
-from twinkle_recipes.show.stopwatch import Stopwatch
 
-UNTOLD = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
+COLUMNS = {
+    "reward": "reward",
+    "eval/reward": "eval reward",
+    "completion_length": "length",
+    "kl": "KL",
+    "approx_kl": "moved",
+    "clip_ratio": "clipped",
+    "loss": "loss",
+    "nonfinite_skipped": "skipped",
+    "learning_rate": "lr",
+    "tokens_per_second": "tokens/s",
+}
+CURVES = {
+    "reward.png": Curve({"reward": "sampled"}, "mean reward", {"eval/reward": "greedy, held out"}),
+    "kl.png": Curve({"kl": "to the reference", "approx_kl": "since sampling"}, "KL divergence (nats per token)"),
+}
+
+NOT_LOGGED = ("accuracy", "correct_tokens", "total_tokens")  # whether drawn tokens are the most probable ones
 
 
 def grpo(config: GRPOConfig, run: Run) -> dict[str, Any]:
@@ -110,7 +123,7 @@ def train(
                 )
                 model.clip_grad_and_step(max_grad_norm=config.max_grad_norm)
     numbers = {"loss": math.nan, **readable(model.calculate_metric(is_training=True))}  # no loss: all were skipped
-    return {name: value for name, value in numbers.items() if name not in UNTOLD}
+    return {name: value for name, value in numbers.items() if name not in NOT_LOGGED}
 
 
 def evaluate(

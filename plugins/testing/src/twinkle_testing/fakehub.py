@@ -7,35 +7,15 @@ process. It misbehaves on request, so that tests see what a client does when a h
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
 
-from twinkle_testing.fakehub_http import Handler
+from twinkle_testing import fakehub_hf, fakehub_ms  # noqa: F401 - they register their routes
+from twinkle_testing.fakehub_http import Fault, Handler
 from twinkle_testing.fakehub_store import Repository, RepoType, Store
 
 TOKEN = "hf_fakehub0token"
 """A token that a `FakeHub` knows unless told otherwise; it belongs to the user `tester`."""
-
-
-@dataclass
-class Fault:
-    """A misbehaviour: `kind` at requests whose path matches, `times` times.
-
-    Attributes:
-        kind: `cut` ends the connection in the middle of a body, `slow` waits, `status` answers with an error.
-        pattern: searched in `METHOD path`.
-        value: bytes sent before the cut, seconds, or the status.
-        times: how often it still happens.
-        begun: how often it has happened.
-    """
-
-    kind: Literal["cut", "slow", "status"]
-    pattern: str
-    value: float
-    times: int
-    begun: int = 0
 
 
 class FakeHub:

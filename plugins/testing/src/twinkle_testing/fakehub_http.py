@@ -1,4 +1,7 @@
-"""How the fake hub speaks HTTP: routes, tokens, ranges, redirects and faults; the two interfaces add their routes."""
+"""The HTTP server of the fake hub: routes, tokens, ranges, redirects and faults.
+
+The interfaces, `fakehub_hf` and `fakehub_ms`, register their routes here; `fakehub` imports both.
+"""
 
 import base64
 import contextlib
@@ -6,12 +9,12 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
-if TYPE_CHECKING:
-    from twinkle_testing.fakehub import FakeHub
+from twinkle_testing.fakehub_store import Store
 
 Route = tuple[str, re.Pattern[str], Callable[..., None]]
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -37,10 +40,39 @@ class Answer(Exception):
         self.status, self.body, self.headers = status, body, dict(headers or {})
 
 
+@dataclass
+class Fault:
+    """A misbehaviour: `kind` at requests whose path matches, `times` times.
+
+    Attributes:
+        kind: `cut` ends the connection in the middle of a body, `slow` waits, `status` answers with an error.
+        pattern: searched in `METHOD path`.
+        value: bytes sent before the cut, seconds, or the status.
+        times: how often it still happens.
+        begun: how often it has happened.
+    """
+
+    kind: Literal["cut", "slow", "status"]
+    pattern: str
+    value: float
+    times: int
+    begun: int = 0
+
+
+class ServedHub(Protocol):
+    """The part of `FakeHub` that requests use."""
+
+    store: Store
+    requests: list[str]
+
+    def fault(self, request: str) -> Fault | None:
+        """Return the fault that this request is to suffer, if any."""
+
+
 class Handler(BaseHTTPRequestHandler):
     """One request; `hub` is set by the server."""
 
-    hub: ClassVar["FakeHub"]
+    hub: ClassVar[ServedHub]
     body: bytes
     protocol_version = "HTTP/1.1"
 
@@ -65,8 +97,6 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def _dispatch(self) -> None:
-        from twinkle_testing import fakehub_hf, fakehub_ms  # noqa: F401 - they register their routes
-
         path = urlsplit(self.path).path
         method = "GET" if self.command == "HEAD" else self.command
         for wanted, pattern, function in ROUTES:

@@ -1,22 +1,263 @@
-"""Attention over sequences that lie one after the other in one row: each token sees only its own sequence.
+"""Attention over sequences that are concatenated in one row: each token sees only its own sequence.
 
-A sequence may go on after another one, its parent, so that a prefix which several share lies there once. The kernel for
-unequal lengths does all this where torch has one (CUDA); elsewhere sequences of equal length are stacked and attended
+A sequence may continue another one, its parent, so that a prefix that several share is stored once. The kernel for
+unequal lengths computes this where torch has one (CUDA); elsewhere sequences of equal length are stacked and attended
 together, so that the cost is the sum of the squares of the lengths and no `[T, T]` mask is ever built.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twinkle.errors import ArgumentError, Unsupported
-from twinkle_torch.attention import Rule
-from twinkle_torch.places import Segments
-from twinkle_torch.prefix_attention import attend_in_parts, fits, gather
+from twinkle_torch.head import wide
+from twinkle_torch.prefix_attention import Part, attend_in_parts, fits, gather
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the sequences of a packed row lie.
+
+    Attributes:
+        lengths: tokens of each sequence, in order, each at least 1; of one with a parent, those of its own.
+        cu_seqlens: int32 `[n + 1]`, where each sequence begins, and the end; on the device of the tokens.
+        parents: for each sequence the number of the one that it goes on after, or -1; empty where none has one.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    parents: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str | None = None,
+        parents: Sequence[int] | None = None,
+    ) -> "Segments":
+        """Return the segments of sequences of these lengths.
+
+        Args:
+            lengths: tokens of each sequence, without those of its parent.
+            device: where `cu_seqlens` shall be.
+            parents: for each sequence the number of an earlier one whose tokens, and those of that one's own parent,
+                come before its own; -1 for a sequence that begins by itself.
+
+        Raises:
+            ArgumentError: there are none, or one has no tokens, or a parent does not come before its child.
+        """
+        if not lengths or min(lengths) < 1:
+            raise ArgumentError(f"segments of lengths {list(lengths)}; there must be one, and each needs a token")
+        found = () if parents is None else tuple(map(int, parents))
+        if parents is not None and len(found) != len(lengths):
+            raise ArgumentError(f"{len(found)} parents for {len(lengths)} segments; give one for each, -1 for none")
+        for number, parent in enumerate(found):
+            if not -1 <= parent < number:
+                raise ArgumentError(f"segment {number} has the parent {parent}; a parent comes before its children")
+        if max(found, default=-1) < 0:
+            found = ()
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(map(int, lengths)), bounds if device is None else bounds.to(device), found)
+
+    @cached_property
+    def total(self) -> int:
+        """Number of tokens."""
+        return sum(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest sequence, its parent's tokens not counted."""
+        return max(self.lengths)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """Where each sequence begins and ends."""
+        return tuple(pairwise((0, *accumulate(self.lengths))))
+
+    @cached_property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """For each sequence the numbers of those that come before it: its parent last."""
+        chains: list[tuple[int, ...]] = []
+        for parent in self.parents or [-1] * len(self.lengths):
+            chains.append(() if parent < 0 else (*chains[parent], parent))
+        return tuple(chains)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Position of the first token of each sequence: the number of tokens that come before it."""
+        return tuple(sum(self.lengths[number] for number in chain) for chain in self.chains)
+
+    @cached_property
+    def reach(self) -> int:
+        """Number of tokens that the last token of some sequence sees, at most."""
+        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each token in its sequence, int64 `[T]`, on the device of `cu_seqlens`."""
+        pairs = zip(self.starts, self.lengths, strict=True)
+        counted = torch.cat([torch.arange(start, start + length) for start, length in pairs])
+        return counted.to(self.cu_seqlens.device)
+
+    @cached_property
+    def families(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The numbers of the sequences of each parent and length."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, length in enumerate(self.lengths):
+            found.setdefault((self.parents[number] if self.parents else -1, length), []).append(number)
+        return {key: tuple(numbers) for key, numbers in found.items()}
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The calls that attend without copying: neighbours of one length to themselves, children to each parent."""
+        own: list[Part] = []
+        for start, stop in self.bounds:
+            last = own[-1] if own else None
+            if last is not None and (last.queries[1] - last.queries[0]) // last.count == stop - start:
+                own[-1] = Part((last.queries[0], stop), (last.queries[0], stop), last.count + 1)
+            else:
+                own.append(Part((start, stop), (start, stop)))
+        return (*own, *self._parts_of_parents())
+
+    def _parts_of_parents(self) -> list[Part]:
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for chain, (start, stop) in zip(self.chains, self.bounds, strict=True):
+            for number in chain:
+                known = runs.setdefault(number, [])
+                if known and known[-1][1] == start:
+                    known[-1] = known[-1][0], stop
+                else:
+                    known.append((start, stop))
+        return [Part(run, self.bounds[number]) for number, found in runs.items() for run in found]
+
+    @cached_property
+    def keys(self) -> "Keys":
+        """What each sequence sees, one after the other."""
+        seen = [[self.bounds[n] for n in (*chain, number)] for number, chain in enumerate(self.chains)]
+        lengths = [sum(stop - start for start, stop in pieces) for pieces in seen]
+        index = torch.cat([torch.arange(*piece) for pieces in seen for piece in pieces])
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        device = self.cu_seqlens.device
+        return Keys(index.to(device), bounds.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The tokens that sequences see, gathered.
+
+    Attributes:
+        index: int64 `[K]`, where in the row each of them lies.
+        cu_seqlens: int32 `[n + 1]`, where those of each sequence begin, and the end.
+    """
+
+    index: Tensor
+    cu_seqlens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How tokens attend.
+
+    Attributes:
+        scale: factor on the products of queries and keys.
+        window: number of tokens that each token sees, itself the last; None is all before it.
+        softcap: c in `c * tanh(score / c)` on the scaled scores.
+        sinks: `[H]`, a score for each head that takes its share of the soft-max and gives nothing.
+        dropout: probability of leaving an attention weight out.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+
+    @property
+    def plain(self) -> bool:
+        """Whether the soft-max is of the scaled products alone."""
+        return self.softcap is None and self.sinks is None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, before: Sequence[Tensor] = ()) -> Tensor:
+        """Attend `[n, l, H, D]` to `[n, l, G, D]` and `[n, l, G, E]`; returns `[n, l, H, E]`.
+
+        Args:
+            q: queries.
+            k: keys; each of their heads serves `H / G` consecutive heads of `q`.
+            v: values.
+            before: keys `[m, G, D]` and values `[m, G, E]` of `m` tokens that come before each of
+                the sequences.
+        """
+        given = 0
+        if before:
+            k, v = self._after(before[0], k), self._after(before[1], v)
+            given = k.shape[1] - q.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        length, groups = q.shape[2], q.shape[1] // k.shape[1]
+        bound = self.window is not None and given + length > self.window
+        if self.plain and not bound:
+            causal = _causal(length, given, None, q.device) if given else None
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, causal, self.dropout, is_causal=causal is None, scale=self.scale, enable_gqa=groups > 1
+            )
+            return out.transpose(1, 2)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if self.window is not None and length > self.window:
+            return self._banded(q, k, v, self.window).transpose(1, 2)
+        return self._weigh(q, k, v, _causal(length, given, self.window, q.device)).transpose(1, 2)
+
+    def _after(self, before: Tensor, own: Tensor) -> Tensor:
+        """Return `[n, m + l, ...]`; of what comes before, only what the first token of `own` sees."""
+        if self.window is not None:
+            before = before[max(len(before) - self.window + 1, 0) :]
+        return torch.cat([before.expand(len(own), *before.shape), own], 1)
+
+    def _banded(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        """Attend block by block: a block of `window` queries sees its own keys and those of the block before."""
+        rows, heads, length, _ = q.shape
+        given = k.shape[2] - length
+        blocks = -(-length // window)
+        spare = blocks * window - length
+        q = nn.functional.pad(q, (0, 0, 0, spare)).reshape(rows, heads, blocks, window, -1)
+        k, v = (nn.functional.pad(x, (0, 0, window - given, spare)).unfold(2, 2 * window, window).mT for x in (k, v))
+        query = torch.arange(window, device=q.device)[:, None]
+        key = torch.arange(2 * window, device=q.device)
+        seen = (key > query) & (key <= query + window)
+        first = seen & (key >= window - given)  # before the first block lies what was given, and nothing else
+        allowed = torch.stack([first, *[seen] * (blocks - 1)])[:, None]
+        q, k, v = (x.movedim(2, 1).flatten(0, 1) for x in (q, k, v))
+        out = self._weigh(q, k, v, allowed.repeat(rows, 1, 1, 1))
+        out = out.view(rows, blocks, heads, window, -1).movedim(1, 2)
+        return out.reshape(rows, heads, blocks * window, -1)[:, :, :length]
+
+    def _weigh(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        if self.plain:
+            return nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=allowed, dropout_p=self.dropout, scale=self.scale
+            )
+        scores = (q @ k.mT).to(wide(q.dtype)) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if self.sinks is not None:
+            sink = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return nn.functional.dropout(weights, self.dropout).to(v.dtype) @ v
+
+
+def _causal(length: int, given: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask `[length, given + length]` of keys that each query sees."""
+    seen = torch.ones(length, given + length, dtype=torch.bool, device=device).tril(given)
+    return seen if window is None else seen.triu(given - window + 1)
+
 
 __all__ = ["Segments", "by_segment", "segment_attention"]
 

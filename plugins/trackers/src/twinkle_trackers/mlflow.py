@@ -63,13 +63,13 @@ class MLflowTracker(ServiceTracker):
     def record(self, session: "tuple[_Session, Background]", step: int, metrics: Mapping[str, float]) -> None:
         """Record the numbers of step `step`, when those before it are."""
         there, calls = session
-        now, found = int(time.time() * 1000), numbers(metrics)
+        now, values = int(time.time() * 1000), numbers(metrics)
         if calls.error is not None:
             raise calls.error
-        calls.add(lambda: there.log(step, now, found))
+        calls.add(lambda: there.log(step, now, values))
 
     def end(self, session: "tuple[_Session, Background]", error: BaseException | None) -> None:
-        """Send what is left, and the end: finished, failed or (stopped by somebody) killed."""
+        """Send what is left, and the end: finished, failed or (after an interrupt) killed."""
         there, calls = session
         status = "FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED"
         calls.add(lambda: there.end(status))
@@ -94,19 +94,19 @@ class _Session:
         else:
             self._log_configuration()
 
-    def log(self, step: int, milliseconds: int, found: Mapping[str, float]) -> None:
+    def log(self, step: int, milliseconds: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         if step > self._after:
-            batch = [Metric(name, float(value), milliseconds, step) for name, value in found.items()]
+            batch = [Metric(name, float(value), milliseconds, step) for name, value in values.items()]
             self._client.log_batch(self._id, metrics=batch)
 
     def end(self, status: str) -> None:
         self._client.set_terminated(self._id, status)
 
     def _create(self, experiment: str, tags: Mapping[str, str]) -> str:
-        found = self._client.get_experiment_by_name(experiment)
-        identity = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        identity = existing.experiment_id if existing is not None else self._client.create_experiment(experiment)
         return str(self._client.create_run(identity, run_name=self._name, tags=dict(tags)).info.run_id)
 
     def _log_configuration(self) -> None:

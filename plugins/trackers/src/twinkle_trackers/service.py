@@ -89,15 +89,15 @@ def kept_id(run: "Run", service: str, make: Callable[[], str]) -> tuple[str, boo
     It is kept in the run's folder, in the file `<service>.id`.
     """
     path = run.folder / f"{service}.id"
-    found = path.read_text("utf-8").strip() if path.is_file() else ""
-    if not found:
-        write_text(path, f"{(made := make())}\n")
-        return made, False
-    return found, True
+    stored = path.read_text("utf-8").strip() if path.is_file() else ""
+    if not stored:
+        write_text(path, f"{(new_id := make())}\n")
+        return new_id, False
+    return stored, True
 
 
 def new_id() -> str:
-    """Return a name that nobody else has: 16 small letters and digits."""
+    """Return a unique name: 16 small letters and digits."""
     import secrets  # Python's random generator is the training's, and seeded alike in every run
 
     return secrets.token_hex(8)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ..cache import DIRECTORY_VARIABLE
 from ..errors import NotTrusted, PluginBroken, SettingsError, TwinkleError
+from ..settings import CACHE_VARIABLE
 from .lock import LockedRepository
 from .reference import HubReference, Origin
 from .store import LISTING, Store, Tree, differences, first_few, hash_folder, listing_text
@@ -137,7 +137,7 @@ def _writable(store: Store) -> Iterator[None]:
     except OSError as error:
         raise SettingsError(
             f"the store of code, {store.root}, cannot be written: {error.strerror or error}; free some space, or set "
-            f"{DIRECTORY_VARIABLE} to another cache folder"
+            f"{CACHE_VARIABLE} to another cache folder"
         ) from error
 
 

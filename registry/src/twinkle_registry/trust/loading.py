@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
-from ..contracts import fits, missing_methods
+from ..checks import fits, missing_methods
 from ..errors import ComponentNotFound, ManifestError, NotTrusted, PluginBroken, PluginIncompatible, TwinkleError
 from ..importing import attribute, import_object
 from ..manifest import MANIFEST_NAME, ComponentSpec, Manifest, PluginRecord

@@ -15,7 +15,7 @@ from typing import Literal
 from ..errors import NotTrusted
 from ..manifest import PluginRecord
 from ..naming import canonical
-from ..requirements import missing_requirements
+from ..validation import missing_requirements
 from .lock import Lock, LockedDistribution, LockedFile, LockedRepository
 from .reference import HubReference
 from .store import Store, Tree, differences

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from ..cache import DIRECTORY_VARIABLE, HOME_VARIABLE
 from ..errors import NotTrusted
 from ..naming import CODE_PACKAGE, safe_repr
 from ..regular import kind_of, read_regular
+from ..settings import CACHE_VARIABLE, HOME_VARIABLE
 from .reference import Origin
 
 MAX_FILES = 2_000
@@ -319,7 +319,7 @@ class Store:
 
 
 def _usual_root() -> Path:
-    named = os.environ.get(DIRECTORY_VARIABLE)
+    named = os.environ.get(CACHE_VARIABLE)
     usual = Path(os.environ.get(HOME_VARIABLE) or "~/.cache") / "twinkle"
     return (Path(named) if named else usual).expanduser().absolute() / "code"
 

@@ -8,7 +8,7 @@ from rounding import FACTOR, USELESS, gap, units
 from server_pool import answer, datum, drawn, request
 
 from twinkle_server.engine.executor import Pass
-from twinkle_torch.precision import RoundingNoise
+from twinkle_torch.numerics import RoundingNoise
 
 LANES = "abcdefgh"
 RANKS = (2, 4, 8, 16)

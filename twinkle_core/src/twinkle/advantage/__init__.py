@@ -1,8 +1,8 @@
 """Advantages: the contract `Advantage`, and every installed estimator by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.advantage.base import Advantage
 
 __all__ = ["Advantage"]
 
-__getattr__, __dir__ = room(__name__, "advantage")
+__getattr__, __dir__ = lazy_names(__name__, "advantage")

@@ -110,7 +110,7 @@ def split_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Move a `<think>...</think>` block that opens an assistant's content to `reasoning_content`."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
-    found = _THINKING.fullmatch(message["content"])
-    if found is None:
+    match = _THINKING.fullmatch(message["content"])
+    if match is None:
         return message
-    return {**message, "reasoning_content": found[1].strip("\n"), "content": found[2]}
+    return {**message, "reasoning_content": match[1].strip("\n"), "content": match[2]}

@@ -84,7 +84,7 @@ class Hub(ABC):
         raise Unsupported(f"{reference}: nothing can be written to this hub")
 
     def log_in(self, token: str | None = None) -> str | None:
-        """Return the user's name that a token belongs to, or None if there is no token or nobody knows it."""
+        """Return the user's name that a token belongs to, or None if there is no token or it is unknown."""
         raise Unsupported(f"{type(self).__name__} knows no users")
 
     def commit_of(self, repo: str, revision: str | None = None, *, token: str | None = None) -> tuple[str, str]:

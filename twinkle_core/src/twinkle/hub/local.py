@@ -105,8 +105,8 @@ def local_folder(place: str | Path, **kwargs: Any) -> Path:
 
 def scheme_of(text: str) -> str | None:
     """Return `hf` of `hf://...`, and None for a text without scheme."""
-    found = _SCHEME.match(text)
-    return found[1].lower() if found else None
+    match = _SCHEME.match(text)
+    return match[1].lower() if match else None
 
 
 def default_hub() -> str:

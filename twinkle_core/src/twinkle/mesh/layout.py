@@ -368,10 +368,10 @@ class DeviceMesh:
             raise MeshError(f"{product(experts, need)} does not divide the {stage} ranks of a pipeline stage ({self})")
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
-        found = (self.mesh == rank).nonzero()
-        if len(found[0]) == 0:
+        coordinates = (self.mesh == rank).nonzero()
+        if len(coordinates[0]) == 0:
             raise MeshError(f"rank {rank} is not in the mesh {self} of ranks {ranges(self.mesh.ravel().tolist())}")
-        return tuple(int(axis[0]) for axis in found)
+        return tuple(int(axis[0]) for axis in coordinates)
 
     def _index(self, dim: str, rank: int | None = None) -> int:
         place = self._coordinates(_own_rank() if rank is None else rank)

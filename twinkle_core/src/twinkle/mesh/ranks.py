@@ -142,10 +142,10 @@ class Ranks:
                 result = function()
             except Exception as caught:
                 error = caught
-        told = self.gather(what, (result, error and _told(error)))
+        results = self.gather(what, (result, error and _told(error)))
         if error is not None:
             raise error
-        result, problem = told[0]
+        result, problem = results[0]
         if problem:
             raise RankError(f"{what} failed on rank 0: {problem}")
         return result  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 Operations on several adapters (`Operation`, `Step`, ...) are those of `twinkle.engine`.
 """
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 from twinkle.engine import (
     AdapterBytes,
     AdapterRef,
@@ -28,4 +28,4 @@ __all__ = [
     "Usage",
 ]
 
-__getattr__, __dir__ = room(__name__, "model")
+__getattr__, __dir__ = lazy_names(__name__, "model")

@@ -1,5 +1,5 @@
 """Published path of the learning-rate schedulers; they live in the room `twinkle.scheduler`."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
 
-__getattr__, __dir__ = room(__name__, "scheduler")
+__getattr__, __dir__ = lazy_names(__name__, "scheduler")

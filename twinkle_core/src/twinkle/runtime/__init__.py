@@ -1,10 +1,10 @@
 """Runtimes: the contract `Runtime`, `initialize` and the decorators, and every installed runtime by name."""
 
-from twinkle._lazy import room
+from twinkle._registry import lazy_names
+from twinkle.platform import seed_everything
 from twinkle.runtime.base import Runtime, RuntimeOptions
 from twinkle.runtime.current import current_runtime, get_device_placement, initialize, is_master
 from twinkle.runtime.remote import RemoteClass, RemoteFunction, remote_class, remote_function
-from twinkle.runtime.seeding import seed_everything
 
 __all__ = [
     "RemoteClass",
@@ -20,4 +20,4 @@ __all__ = [
     "seed_everything",
 ]
 
-__getattr__, __dir__ = room(__name__, "runtime")
+__getattr__, __dir__ = lazy_names(__name__, "runtime")

@@ -55,7 +55,7 @@ def initialize(
         name: what the run is called in notifications; by default `TWINKLE_NAME`, or the name of the `Run`.
         notifier: who is told when a run or the script fails: a component of kind `notifier` in any form of component
             argument, a dict as `Notifier.to_dict` returns it, or a list of these. By default those of
-            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list is nobody.
+            `TWINKLE_NOTIFIER` (JSON), if it is set; an empty list notifies no one.
 
     Raises:
         ArgumentError: an argument is of the wrong type.
@@ -160,14 +160,14 @@ def _mesh(mesh: Any) -> DeviceMesh | None:
 
 
 def _groups(groups: Any) -> tuple[DeviceGroup, ...]:
-    found = tuple(groups or ())
-    for group in found:
+    device_groups = tuple(groups or ())
+    for group in device_groups:
         if not isinstance(group, DeviceGroup):
             raise ArgumentError(f"groups holds {group!r}; each must be a DeviceGroup(name, ranks, device_type)")
-    names = [group.name for group in found]
+    names = [group.name for group in device_groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ArgumentError(f"several device groups are called {', '.join(twice)}; give each a name of its own")
-    return found
+    return device_groups
 
 
 def _report_change(old_type: type, old: RuntimeOptions, new_type: type, new: RuntimeOptions) -> None:

@@ -1,20 +1,88 @@
-"""The local runtime: everything lives in this process, alone or as one rank of several under torchrun."""
+"""The local runtime: every component is in this process, alone or as one rank of several under torchrun."""
 
+import functools
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twinkle.errors import MeshError, SettingsError
+from twinkle.logging import get_logger
 from twinkle.mesh import DeviceGroup, DeviceMesh
 from twinkle.platform import Platform
 from twinkle.runtime.base import Runtime, RuntimeOptions
-from twinkle.runtime.parent import end_with_torchrun
-from twinkle.runtime.placement import placement_text
 from twinkle.runtime.reporting import has_failed, report_errors
 
 if TYPE_CHECKING:
     from datetime import timedelta
+
+
+STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun's agent gives each process that it starts."""
+
+
+@functools.cache
+def end_with_torchrun(interval: float = 1.0, patience: float = 600.0) -> None:
+    """Watch the agent of torchrun, if it is the parent of this process, and stop as soon as it has died.
+
+    A rank gets SIGTERM first, which a recipe answers with a checkpoint, and SIGKILL where that was not enough. torchrun
+    itself stops its ranks on every other way out; only a SIGKILL leaves it no time to.
+
+    Args:
+        interval: seconds between two looks.
+        patience: seconds from SIGTERM to SIGKILL.
+    """
+    if STARTED_BY_TORCHRUN in os.environ:
+        threading.Thread(target=_watch, args=(os.getppid(), interval, patience), daemon=True).start()
+
+
+def _watch(parent: int, interval: float, patience: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(interval)
+    get_logger(__name__).error("torchrun (process %d), which started this rank, is gone; the rank stops too", parent)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(patience)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+MAX_RANKS = 64
+
+
+def placement_text(runtime: str, mesh: DeviceMesh, groups: Sequence[DeviceGroup]) -> str:
+    """Return who is where: this process, the mesh with every rank's place, and the device groups."""
+    rank, world = Platform.get_rank(), Platform.get_world_size()
+    lines = [f"runtime {runtime}: rank {rank} of {world} on {Platform.get_local_device()}", f"mesh {mesh}"]
+    lines += _mesh_table(mesh)
+    lines += [f"group {group.name}: {_members(group)} on {group.device_type}" for group in groups]
+    return "\n".join(lines)
+
+
+def _mesh_table(mesh: DeviceMesh) -> list[str]:
+    names = ("rank", *mesh.mesh_dim_names, "data")
+    widths = [max(len(name), 4) for name in names]
+    rows: list[Sequence[object]] = [names]
+    for place in _places(mesh.mesh.shape)[:MAX_RANKS]:
+        rank = int(mesh.mesh[place])
+        rows.append((rank, *place, mesh.get_data_rank_from_global_rank(rank)))
+    table = ["  " + "  ".join(f"{cell!s:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if mesh.world_size > MAX_RANKS:
+        table.append(f"  ... and {mesh.world_size - MAX_RANKS} more ranks")
+    return table
+
+
+def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    from itertools import product
+
+    return list(product(*(range(size) for size in shape)))
+
+
+def _members(group: DeviceGroup) -> str:
+    if isinstance(group.ranks, int):
+        return f"{group.ranks} rank{'s' if group.ranks > 1 else ''}"
+    return "ranks " + ", ".join(str(rank) for rank in group.ranks)
+
 
 TIMEOUT = "TWINKLE_DIST_TIMEOUT_SECONDS"
 _LAST_TENSORS = 0.2
@@ -36,14 +104,14 @@ class LocalRuntime(Runtime):
     def initialize(self, options: RuntimeOptions) -> None:
         """Check the mesh against `WORLD_SIZE`, join the other processes if there are any, and seed.
 
-        Under torchrun an error that nobody catches is shown in its summary from here on, and this process ends soon
+        Under torchrun an uncaught error is shown in its summary from here on, and this process ends soon
         after torchrun itself, if that is killed.
 
         Raises:
             MeshError: the mesh has other ranks than there are processes.
             SettingsError: `TWINKLE_DIST_TIMEOUT_SECONDS` is no number of seconds.
         """
-        from twinkle.runtime.seeding import seed_everything
+        from twinkle.platform import seed_everything
 
         world_size = Platform.get_world_size()
         grouped = world_size > 1 or "RANK" in os.environ  # torchrun with one process is a group, of one
@@ -126,12 +194,12 @@ def _timeout() -> "timedelta | None":
     if not text:
         return None
     try:
-        found = timedelta(seconds=float(text))
+        timeout = timedelta(seconds=float(text))
     except (ValueError, OverflowError):
-        found = timedelta(0)
-    if found <= timedelta(0):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
         raise SettingsError(f"{TIMEOUT} is {text!r}; give the seconds that ranks wait for each other, such as 1800")
-    return found
+    return timeout
 
 
 def _check_ranks(mesh: DeviceMesh, world_size: int) -> None:

@@ -18,7 +18,7 @@ def has_failed() -> bool:
 
 
 def report_errors() -> Callable[[], None]:
-    """Install an excepthook that reports an error which nobody caught, then does as before.
+    """Install an excepthook that reports an uncaught error, then calls the previous one.
 
     Returns:
         a function that takes the hook off again.
@@ -42,7 +42,7 @@ def report_errors() -> Callable[[], None]:
 def report(error: BaseException) -> None:
     """Note that `error` ends this process, and write it to torchrun's error file.
 
-    There may be none, or somebody (torch's `record`) has written it; an interrupt is not what went wrong.
+    There may be none, or another writer (torch's `record`) has written it; an interrupt is not an error.
     """
     global _failed
     _failed = True

@@ -41,5 +41,5 @@ class ClineParser(BlockParser):
 
     def extract_tool_result(self, text: str) -> str | None:
         """Return what follows `[tool for '...'] Result:`."""
-        found = _RESULT.match(text)
-        return None if found is None else found[1]
+        match = _RESULT.match(text)
+        return None if match is None else match[1]

@@ -27,8 +27,8 @@ class DSMLParser(BlockParser):
 
     def extract_tool_result(self, text: str) -> str | None:
         """Return what stands in the first `<tool_result>`."""
-        found = next(between(text, "<tool_result>", "</tool_result>"), None)
-        return None if found is None else found[2]
+        result = next(between(text, "<tool_result>", "</tool_result>"), None)
+        return None if result is None else result[2]
 
 
 def _arguments(body: str) -> dict[str, Any] | None:

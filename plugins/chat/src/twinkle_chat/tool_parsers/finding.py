@@ -20,8 +20,8 @@ def detect_first(text: str) -> ToolCallParser | None:
     So a call that is quoted in the arguments of another, in another markup, is not taken for one. None if no parser
     finds a call.
     """
-    found = [(start, parser) for parser in parsers() if (start := _start(parser, text)) is not None]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    candidates = [(start, parser) for parser in parsers() if (start := _start(parser, text)) is not None]
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 def _start(parser: ToolCallParser, text: str) -> int | None:

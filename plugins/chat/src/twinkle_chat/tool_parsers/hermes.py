@@ -29,8 +29,8 @@ class HermesQwenParser(BlockParser):
 
     def extract_tool_result(self, text: str) -> str | None:
         """Return what stands in the first `<tool_response>`."""
-        found = next(between(text, "<tool_response>", "</tool_response>"), None)
-        return None if found is None else found[2].strip("\n")
+        result = next(between(text, "<tool_response>", "</tool_response>"), None)
+        return None if result is None else result[2].strip("\n")
 
 
 def _from_json(inside: str) -> tuple[str, Any] | None:

@@ -19,11 +19,11 @@ class ReActParser(BlockParser):
 
     def blocks(self, text: str) -> Iterator[Block]:
         """Yield each line that is an action."""
-        for found in _ACTION.finditer(text):
-            arguments = json_object(found[2])
-            yield Block(*found.span(), [(found[1], {"input": found[2]} if arguments is None else arguments)])
+        for match in _ACTION.finditer(text):
+            arguments = json_object(match[2])
+            yield Block(*match.span(), [(match[1], {"input": match[2]} if arguments is None else arguments)])
 
     def extract_tool_result(self, text: str) -> str | None:
         """Return the first observation, up to the next thought, action or observation."""
-        found = _OBSERVATION.search(text)
-        return None if found is None else _NEXT.split(found[1], maxsplit=1)[0].strip()
+        match = _OBSERVATION.search(text)
+        return None if match is None else _NEXT.split(match[1], maxsplit=1)[0].strip()

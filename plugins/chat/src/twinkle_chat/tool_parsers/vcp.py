@@ -28,5 +28,5 @@ class VCPParser(BlockParser):
 
     def extract_tool_result(self, text: str) -> str | None:
         """Return the summary of results."""
-        found = next(between(text, *_RESULT), None)
-        return None if found is None else found[2].strip()
+        result = next(between(text, *_RESULT), None)
+        return None if result is None else result[2].strip()

@@ -21,7 +21,7 @@ class Args:
     """What `CLI.from_args` read: `args.training.max_steps`, `args["max_steps"]`, `args.get("lr")`.
 
     Each `get_<group>_args()` returns keywords that the group's constructor or function takes, so that it can be called
-    with `**`. An argument that somebody set and that the constructor has no keyword for is an error; `script` arguments
+    with `**`. An argument that was set and that the constructor has no keyword for is an error; `script` arguments
     (the page "Script arguments" lists them) are left to the script.
 
     Attributes:
@@ -51,9 +51,9 @@ class Args:
         Raises:
             ArgumentError: there is none; it is a KeyError too.
         """
-        found = self.get(key, _MISSING)
-        if found is not _MISSING:
-            return found
+        value = self.get(key, _MISSING)
+        if value is not _MISSING:
+            return value
         from twinkle_registry.naming import nearest_or_all
 
         raise _UnknownArgument(f"args[{key!r}]: there is no such argument; {nearest_or_all(key, options())}")

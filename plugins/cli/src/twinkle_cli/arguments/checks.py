@@ -5,7 +5,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from twinkle_cli.options import alternatives
+from twinkle_cli.configuration import alternatives
 
 
 def checked(value: Any, annotation: Any) -> Any:

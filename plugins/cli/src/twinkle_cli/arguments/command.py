@@ -71,7 +71,7 @@ def _env_file(path: str | os.PathLike[str] | None) -> Layer:
         layer = from_env_file(file, read_env_file(file), os.environ)
     except ConfigError as error:
         return Layer(problems=[str(error)])
-    if path is None:  # nobody named it: it may have come with somebody else's folder
+    if path is None:  # not named by the user: it may have come with a foreign folder
         layer.problems += _needs_trust(layer)
     return layer
 
@@ -93,7 +93,7 @@ def _needs_trust(layer: Layer) -> list[str]:
 
 
 def _config_file(path: str | os.PathLike[str] | None) -> Layer:
-    from twinkle_cli.values import read_config
+    from twinkle_cli.configuration import read_config
 
     if path is None:
         return Layer()
@@ -151,7 +151,7 @@ def _set(args: Args, path: tuple[str, ...], value: Any) -> None:
 
 def _put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     """Set `target[path[0]][path[1]]...`; a mapping is merged into one that is there. Nothing given is changed."""
-    from twinkle_cli.flags import merge
+    from twinkle_cli.configuration import merge
 
     if not path:
         target.update(merge(target, value))

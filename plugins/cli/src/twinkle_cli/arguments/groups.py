@@ -13,7 +13,7 @@ def arg(default: Any, meaning: str, *, alias: str = "", primary: bool = False, b
     """Return the dataclass field of one argument.
 
     Args:
-        default: its value when nobody sets it.
+        default: its value if it is not set.
         meaning: one line for people.
         alias: a second name.
         primary: whether the name without its group means this argument, where several groups have the name.

@@ -5,7 +5,7 @@ import textwrap
 from typing import Any
 
 from twinkle_cli.arguments.names import GROUPS, arguments, short_name
-from twinkle_cli.options import Option
+from twinkle_cli.configuration import Option
 
 WIDTH = 110
 _HEAD = """\

@@ -29,16 +29,16 @@ _OF_SCRIPT = {
 def model(args: "Args") -> dict[str, Any]:
     """Return keywords of the model class that `strategy` means."""
     megatron = args.model.use_megatron
-    found = {"model_id": args.model.model_id or args.template.model_id}
+    keywords = {"model_id": args.model.model_id or args.template.model_id}
     taken = _MEGATRON if megatron else _TRANSFORMERS
-    found |= {name: getattr(args.model, name) for name in taken}
+    keywords |= {name: getattr(args.model, name) for name in taken}
     if megatron and args.model.tokenizer_id is not None:
-        found["tokenizer_id"] = args.model.tokenizer_id
+        keywords["tokenizer_id"] = args.model.tokenizer_id
     # Outside Megatron the tokenizer is the template's, which `template` hands it to.
     used = (*taken, "model_id", "tokenizer_id", "strategy")
     other = "set use_megatron for MegatronModel" if not megatron else "TransformersModel takes it"
     _refuse_others(args, "model", used, "MegatronModel" if megatron else "TransformersModel", other)
-    return found
+    return keywords
 
 
 def lora(args: "Args") -> dict[str, Any]:
@@ -73,22 +73,22 @@ def optimizer(args: "Args") -> dict[str, Any]:
     given = args.optimizer
     if args.model.use_megatron:
         adam = {"adam_beta1": "adam_beta1", "adam_beta2": "adam_beta2", "adam_epsilon": "adam_eps"}
-        found: dict[str, Any] = {"lr": given.lr, "weight_decay": given.weight_decay}
-        return found | {key: getattr(given, name) for name, key in adam.items() if args.is_set(f"optimizer.{name}")}
+        keywords: dict[str, Any] = {"lr": given.lr, "weight_decay": given.weight_decay}
+        return keywords | {key: getattr(given, name) for name, key in adam.items() if args.is_set(f"optimizer.{name}")}
     cls, taken = _constructor(given.optimizer_cls, "optimizer")
-    found = {"lr": given.lr}
+    keywords = {"lr": given.lr}
     used = ["learning_rate"]
     if "weight_decay" in taken:
-        found["weight_decay"] = given.weight_decay
+        keywords["weight_decay"] = given.weight_decay
         used.append("weight_decay")
     if "betas" in taken:
-        found["betas"] = (given.adam_beta1, given.adam_beta2)
+        keywords["betas"] = (given.adam_beta1, given.adam_beta2)
         used += ["adam_beta1", "adam_beta2"]
         if "eps" in taken:
-            found["eps"] = given.adam_epsilon
+            keywords["eps"] = given.adam_epsilon
             used.append("adam_epsilon")
     _refuse_others(args, "optimizer", used, cls, f"it takes {_listed(taken)}")
-    return found
+    return keywords
 
 
 def scheduler(args: "Args") -> dict[str, Any]:
@@ -126,33 +126,33 @@ def loss(args: "Args") -> dict[str, Any]:
 
 def sampler(args: "Args") -> dict[str, Any]:
     """Return keywords of the sampler."""
-    found: dict[str, Any] = {"model_id": args.model.model_id or args.template.model_id}
+    keywords: dict[str, Any] = {"model_id": args.model.model_id or args.template.model_id}
     names = [field.name for field in fields(args.sampler) if field.name != "sampler_type"]
     if args.sampler.sampler_type.rpartition("/")[2] != "vLLMSampler":
         _refuse_others(args, "sampler", (), args.sampler.sampler_type, "only vLLMSampler does")
-        return found
+        return keywords
     engine = {name: value for name in names if (value := getattr(args.sampler, name)) is not None}
-    return found | {"engine_args": engine}
+    return keywords | {"engine_args": engine}
 
 
 def infra(args: "Args") -> dict[str, Any]:
     """Return keywords of `twinkle.initialize`."""
     names = ("mode", "nproc_per_node", "ncpu_proc_per_node", "lazy_collect")
-    found = {name: getattr(args.infra, name) for name in names}
-    found |= {"seed": args.training.seed, "full_determinism": args.training.full_determinism}
+    keywords = {name: getattr(args.infra, name) for name in names}
+    keywords |= {"seed": args.training.seed, "full_determinism": args.training.full_determinism}
     sizes = mesh(args)
     if sizes and args.infra.mode == "local":
         from twinkle.mesh import DeviceMesh
 
-        found["global_device_mesh"] = DeviceMesh.from_sizes(**sizes)
-    return found
+        keywords["global_device_mesh"] = DeviceMesh.from_sizes(**sizes)
+    return keywords
 
 
 def mesh(args: "Args") -> dict[str, Any]:
     """Return keywords of `DeviceMesh.from_sizes`."""
     sizes = {field.name: getattr(args.infra, field.name) for field in fields(args.infra)}
-    found = {name: value for name, value in sizes.items() if name.endswith("_size") and value is not None}
-    return found | ({"sequence_parallel": True} if args.infra.sequence_parallel else {})
+    keywords = {name: value for name, value in sizes.items() if name.endswith("_size") and value is not None}
+    return keywords | ({"sequence_parallel": True} if args.infra.sequence_parallel else {})
 
 
 def _rows(text: int | str | list[int] | None) -> "range | slice | list[int] | None":
@@ -176,10 +176,10 @@ def _constructor(name: str, kind: str) -> tuple[str, Mapping[str, inspect.Parame
     """Return the name of a component and the parameters of its constructor; a function that is one has none."""
     from twinkle._registry import registry
 
-    found = registry().resolve(name, kind)
-    if not isinstance(found, type):
+    component = registry().resolve(name, kind)
+    if not isinstance(component, type):
         return name, {}
-    return found.__name__, inspect.signature(found).parameters
+    return component.__name__, inspect.signature(component).parameters
 
 
 def _refuse_others(args: "Args", group: str, used: Iterable[str], taker: str, hint: str) -> None:

@@ -8,9 +8,7 @@ from typing import Any
 from twinkle_cli.arguments.checks import checked
 from twinkle_cli.arguments.names import EXTRA, GROUPS, normal, options
 from twinkle_cli.arguments.variables import PREFIX, is_other, named
-from twinkle_cli.flags import parse_flags
-from twinkle_cli.options import Option
-from twinkle_cli.values import is_mapping, parse_value
+from twinkle_cli.configuration import Option, is_mapping, parse_flags, parse_value
 from twinkle_registry import nearest
 
 RESERVED = {"config": True, "help": False}

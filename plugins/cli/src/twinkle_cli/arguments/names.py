@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from twinkle_cli.arguments import groups
-from twinkle_cli.options import Option
+from twinkle_cli.configuration import Option
 
 EXTRA = "extra"
 USE_MEGATRON = ("model", "use_megatron")
@@ -55,8 +55,8 @@ def options() -> dict[str, Option]:
             known.setdefault(f"{option.path[0]}.{name}", option)
             if field.metadata["bare"]:
                 bare.setdefault(name, []).append((option, field))
-    for name, found in bare.items():
-        chosen = found if len(found) == 1 else [pair for pair in found if pair[1].metadata["primary"]]
+    for name, candidates in bare.items():
+        chosen = candidates if len(candidates) == 1 else [pair for pair in candidates if pair[1].metadata["primary"]]
         known[name] = chosen[0][0]
     return known
 

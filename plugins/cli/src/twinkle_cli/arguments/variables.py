@@ -47,7 +47,7 @@ def read_env_file(path: str | Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
         raise ConfigError(f"env_file {path}: cannot be read: {reason}") from error
-    found = {}
+    variables = {}
     for number, line in enumerate(lines, 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
@@ -55,8 +55,8 @@ def read_env_file(path: str | Path) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not name.strip().isidentifier():
             raise ConfigError(f"env_file {path}, line {number}: {line.strip()!r} is not NAME=value")
-        found[name.strip()] = _value(value.strip(), f"env_file {path}, line {number}")
-    return found
+        variables[name.strip()] = _value(value.strip(), f"env_file {path}, line {number}")
+    return variables
 
 
 def _value(text: str, where: str) -> str:

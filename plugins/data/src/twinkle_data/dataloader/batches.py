@@ -1,7 +1,179 @@
-"""Between the order of rows and torch's loader: which rows make the next batches, and how rows become a batch."""
+"""Which rows make a batch: their order, the balance between ranks, and what replaces a row that cannot be read."""
 
-from collections.abc import Callable, Iterator, Mapping
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from twinkle.dataset.protocol import DatasetLike
+from twinkle.errors import DataError
+from twinkle.logging import get_logger
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of all epochs over `size` rows.
+
+    Attributes:
+        size: rows in the data set.
+        batch_size: rows of a global batch.
+        min_batch_size: a last batch with fewer rows is dropped.
+        shuffle: permute the rows, anew in each epoch.
+        seed: of the permutations.
+    """
+
+    size: int
+    batch_size: int
+    min_batch_size: int
+    shuffle: bool = False
+    seed: int = 42
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows that an epoch hands out: all but those of a last batch that is too small."""
+        rest = self.size % self.batch_size
+        return self.size if rest >= self.min_batch_size else self.size - rest
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch."""
+        return -(-self.rows_per_epoch // self.batch_size)
+
+    def position(self, consumed: int) -> tuple[int, int]:
+        """Return the epoch, and the rows of it that are done, after `consumed` rows of whole epochs in sequence."""
+        epoch, done = divmod(consumed, self.rows_per_epoch)
+        return (epoch, done) if self.rows_per_epoch - done >= self.min_batch_size else (epoch + 1, 0)
+
+    def batches(self, epoch: int, done: int = 0) -> list[list[int]]:
+        """Return the row numbers of each global batch of an epoch that follows its first `done` rows."""
+        rows = self._rows(epoch)[: self.rows_per_epoch]
+        starts = range(done, len(rows), self.batch_size)
+        batches = [list(map(int, rows[start : start + self.batch_size])) for start in starts]
+        return [batch for batch in batches if len(batch) >= self.min_batch_size]
+
+    def _rows(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.size)
+        import numpy
+
+        rows: Sequence[int] = numpy.random.default_rng([self.seed, epoch]).permutation(self.size)  # type: ignore[assignment]
+        return rows
+
+
+Pile = tuple[int, list[int]]
+
+
+def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide rows among ranks by the largest differencing method (Karmarkar and Karp 1982).
+
+    Every row begins as a division of its own, with one pile for each rank; the two divisions that differ most between
+    their fullest and emptiest pile are laid over each other, full on empty, until one is left.
+
+    Args:
+        lengths: tokens of each row, not negative.
+        ranks: how many piles there are to be.
+
+    Returns:
+        For each rank the places of its rows, ascending, at least one; ranks in the order of their first rows. The same
+        lengths give the same division, so every rank can find it by itself.
+
+    Raises:
+        DataError: there are fewer rows than ranks.
+    """
+    if len(lengths) < ranks:
+        raise DataError(f"{len(lengths)} rows cannot be dealt to {ranks} data ranks, each of which needs one")
+    divisions: list[tuple[int, int, list[Pile]]] = []
+    for place, length in enumerate(lengths):
+        piles: list[Pile] = [(length, [place]), *((0, []) for _ in range(ranks - 1))]
+        divisions.append((-length if ranks > 1 else 0, place, piles))
+    heapq.heapify(divisions)
+    for number in range(len(lengths), 2 * len(lengths) - 1):
+        _, _, one = heapq.heappop(divisions)
+        _, _, other = heapq.heappop(divisions)
+        laid = [(a + b, [*rows, *more]) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
+        laid.sort(key=lambda pile: (-pile[0], pile[1]))
+        heapq.heappush(divisions, (laid[-1][0] - laid[0][0], number, laid))
+    return sorted(map(sorted, _without_empty([rows for _, rows in divisions[0][2]], lengths)))
+
+
+def _without_empty(piles: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Give each empty pile the shortest row of the fullest pile that has several, which makes no pile fuller."""
+    for pile in piles:
+        if not pile:
+            giver = max((p for p in piles if len(p) > 1), key=lambda p: sum(lengths[row] for row in p))
+            shortest = min(giver, key=lambda row: lengths[row])
+            giver.remove(shortest)
+            pile.append(shortest)
+    return piles
+
+
+class RowFailed(DataError):
+    """A row that could not be loaded, however often it was tried."""
+
+    def __init__(self, index: int, attempts: int, cause: Exception) -> None:
+        super().__init__(f"row {index} could not be loaded (tried {attempts} times): {type(cause).__name__}: {cause}")
+        self.cause = cause
+
+
+def load_row(dataset: DatasetLike, index: int, max_retries: int) -> Any:
+    """Return a row, which is tried again as often as said if it raises (but not after a `DataError`).
+
+    Raises:
+        RowFailed: it raised each time.
+    """
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            return dataset[index]
+        except Exception as error:
+            if attempts > max_retries or isinstance(error, DataError):
+                raise RowFailed(index, attempts, error) from error
+
+
+class RetryingRows:
+    """A data set whose rows are loaded once if all goes well.
+
+    A row that raises is tried `max_retries` times more (not so if the error is a `DataError`: the row itself is wrong,
+    and stays so). Then rows from a permutation seeded by (seed, row number) are tried once each, and the log says which
+    one took its place and why. After `max_retries` of these the error is raised.
+    """
+
+    def __init__(self, dataset: DatasetLike, max_retries: int, seed: int) -> None:
+        self.dataset, self.max_retries, self.seed = dataset, max_retries, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return load_row(self.dataset, index, self.max_retries)
+        except RowFailed as failed:
+            return self._replacement(index, failed)
+
+    def _replacement(self, index: int, failed: RowFailed) -> Any:
+        reason = str(failed)
+        others = self._others(index)
+        last = failed.cause
+        for other in others:
+            try:
+                row = self.dataset[other]
+            except Exception as error:
+                last = error
+                continue
+            get_logger(__name__).warning("%s; row %d takes its place", reason, other)
+            return row
+        tried = f"; so did {len(others)} rows tried in its place, at last with {type(last).__name__}: {last}"
+        raise DataError(reason + (tried if others else "")) from last
+
+    def _others(self, index: int) -> list[int]:
+        import numpy
+
+        size = len(self.dataset)
+        chosen = numpy.random.default_rng([self.seed, index]).choice(
+            size, size=min(size, self.max_retries + 1), replace=False
+        )
+        return [int(other) for other in chosen if other != index][: self.max_retries]
 
 
 class Batches:

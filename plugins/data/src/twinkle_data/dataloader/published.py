@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from twinkle.dataset.protocol import DatasetLike, NotSized
 from twinkle.errors import DataError
 from twinkle.logging import get_logger
-from twinkle_data.dataloader.arguments import at_least
-from twinkle_data.dataloader.retry import load_row
+from twinkle_data.dataloader.base import at_least
+from twinkle_data.dataloader.batches import load_row
 
 if TYPE_CHECKING:
     from twinkle.mesh import DeviceMesh

@@ -11,12 +11,10 @@ from twinkle.logging import get_logger
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset import transform
 from twinkle_data.dataset.component import called_with, template_for, template_from
-from twinkle_data.dataset.encoding import CheckCall, EncodeCall
-from twinkle_data.dataset.lengths import table_lengths
+from twinkle_data.dataset.encoding import CheckCall, EncodeCall, table_lengths, warn_of_untrained
 from twinkle_data.dataset.saving import Saving
 from twinkle_data.dataset.sources import load, not_empty
 from twinkle_data.dataset.table import Table, join
-from twinkle_data.dataset.untrained import warn_of_untrained
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")
 

@@ -35,10 +35,10 @@ def called_with(
     """
     from twinkle._registry import registry
 
-    found = registry().resolve(x, kind) if isinstance(x, str | type) else x
-    if not callable(found):
-        raise ComponentTypeError(f"{kind} is a {type(found).__name__}; give a name, a class or something callable")
-    own = _parameters(found) if isinstance(found, type) else set()
+    component = registry().resolve(x, kind) if isinstance(x, str | type) else x
+    if not callable(component):
+        raise ComponentTypeError(f"{kind} is a {type(component).__name__}; give a name, a class or something callable")
+    own = _parameters(component) if isinstance(component, type) else set()
     arguments = dict(init_args or {})
     rest: dict[str, Any] = {}
     for name, value in kwargs.items():
@@ -50,15 +50,15 @@ def called_with(
             arguments[name] = value
         else:
             raise ArgumentError(_unknown(name, kind, own, arguments, options))
-    label = getattr(found, "__name__", type(found).__name__)
-    if isinstance(found, type):
+    label = getattr(component, "__name__", type(component).__name__)
+    if isinstance(component, type):
         return Call(registry().build(x, kind, **arguments), label, rest)
     if arguments:
         raise ArgumentError(
             f"{kind} {label!r} is not a class, so it takes no constructor arguments, but init_args has "
             f"{', '.join(map(repr, arguments))}; give the class, or use fn_kwargs="
         )
-    return Call(found, label, rest)
+    return Call(component, label, rest)
 
 
 def template_from(x: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -99,9 +99,9 @@ def template_for(template: Any, wanted_by: str) -> Any:
     return template
 
 
-def _parameters(found: type) -> set[str]:
+def _parameters(component: type) -> set[str]:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for p in inspect.signature(found).parameters.values() if p.kind in by_name}
+    return {p.name for p in inspect.signature(component).parameters.values() if p.kind in by_name}
 
 
 def _unknown(name: str, kind: str, own: Collection[str], given: Collection[str], options: Collection[str]) -> str:

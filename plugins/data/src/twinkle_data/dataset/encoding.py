@@ -1,13 +1,123 @@
-"""Encodes a batch of columns by a template, and says which row could not be encoded and why."""
+"""Encodes batches of rows by a template, and reports rows that fail, are too long or have no trained token."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import DataError, EncodeError, TwinkleError
+from twinkle.logging import get_logger
+from twinkle_data.dataset.table import Table
+
+_PAIRS = (("positive", "negative"), ("chosen", "rejected"))
+
+
+def row_length(row: Any, number: int) -> int:
+    """Return the number of tokens of a row: its `length`, else that of its `input_ids`, or of both sides of a pair.
+
+    Args:
+        row: an encoded row.
+        number: of the row, for errors.
+
+    Raises:
+        DataError: the row is not encoded.
+    """
+    if isinstance(row, Mapping):
+        length = row.get("length")
+        if isinstance(length, int) and not isinstance(length, bool):
+            return length
+        if row.get("input_ids") is not None:
+            return len(row["input_ids"])
+        for pair in _PAIRS:
+            if all(isinstance(row.get(side), Mapping) for side in pair):
+                return sum(row_length(row[side], number) for side in pair)
+    raise DataError(
+        f"row {number} has neither 'length' nor 'input_ids', so its tokens cannot be counted; encode it first"
+    )
+
+
+def table_lengths(table: Table) -> list[int]:
+    """Return `row_length` of every row, without reading more than one column where there is `length` or `input_ids`."""
+    if "length" in table.names:
+        lengths = [int(value) for batch in arrow_batches(table, "length") for value in _numbers(batch)]
+    elif "input_ids" in table.names:
+        lengths = token_counts(table, "input_ids")
+    else:
+        lengths = []
+    if len(lengths) == len(table):
+        return lengths
+    return [row_length(row, number) for number, row in enumerate(table.rows())]
+
+
+def token_counts(table: Table, name: str) -> list[int]:
+    """Return the number of entries in each cell of a column of lists; 0 for an empty cell, -1 where it is no list."""
+    import pyarrow
+
+    counts: list[int] = []
+    for column in arrow_batches(table, name):
+        kind = column.type
+        if not (
+            pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
+        ):
+            return [-1] * len(table)
+        counts += [value or 0 for value in pyarrow.compute.list_value_length(column).to_pylist()]
+    return counts
+
+
+def arrow_batches(table: Table, name: str, size: int = 10_000) -> Iterator[Any]:
+    """Yield one column as Arrow arrays of at most `size` rows."""
+    import pyarrow.compute  # noqa: F401  (list_value_length lives there)
+
+    for batch in table.hf.select_columns([name]).with_format("arrow").iter(batch_size=size):
+        yield batch.column(name).combine_chunks()
+
+
+def _numbers(column: Any) -> Iterable[Any]:
+    values = column.to_pylist()
+    return values if all(isinstance(value, int) for value in values) else []
+
+
+def warn_of_untrained(table: Table, template: Any) -> None:
+    """Warn of rows whose labels are all -100, with their number; rows without lists of labels are not counted.
+
+    Args:
+        table: encoded rows.
+        template: which made them; its `max_length` and `truncation_strategy` are the likely cause.
+    """
+    empty = untrained(table)
+    if not empty:
+        return
+    length, how = getattr(template, "max_length", None), getattr(template, "truncation_strategy", None)
+    cut = (
+        f"what would be trained may lie behind max_length {length} (truncation_strategy: {how}), or " if length else ""
+    )
+    get_logger(__name__).warning(
+        "encode: no token is trained in %d of %d rows; %sthe conversations have no assistant turn",
+        empty, len(table), cut,
+    )  # fmt: skip
+
+
+def untrained(table: Table) -> int:
+    """Return the number of rows whose `labels` are a list of nothing but -100."""
+    import numpy
+    import pyarrow
+
+    if "labels" not in table.names:
+        return 0
+    empty = 0
+    for column in arrow_batches(table, "labels"):
+        kind = column.type
+        if not (pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)):
+            return 0
+        lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+        values = pyarrow.compute.fill_null(column.flatten(), IGNORE_INDEX).to_numpy(zero_copy_only=False)
+        before = numpy.concatenate([[0], numpy.cumsum(values != IGNORE_INDEX)])
+        ends = numpy.cumsum(lengths)
+        empty += int((before[ends] == before[ends - lengths]).sum())
+    return empty
+
 
 _NUMBERED = re.compile(r"row 0: ")
-_PAIRS = (("positive", "negative"), ("chosen", "rejected"))
 
 
 class EncodeCall:

@@ -186,9 +186,9 @@ class LazyDataset(Dataset):
         size = len(self)
         if isinstance(idx, str):
             values = [self._made(number) for number in range(size)]
-            for number, made in enumerate(values):
-                if idx not in made:
-                    raise ArgumentError(f"LazyDataset: row {number} has no column {idx!r}; it has {', '.join(made)}")
+            for number, value in enumerate(values):
+                if idx not in value:
+                    raise ArgumentError(f"LazyDataset: row {number} has no column {idx!r}; it has {', '.join(value)}")
             return [row[idx] for row in values]
         if isinstance(idx, slice | list | tuple | range):
             numbers = range(size)[idx] if isinstance(idx, slice) else [range(size)[number] for number in idx]

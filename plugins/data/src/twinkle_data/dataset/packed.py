@@ -12,10 +12,10 @@ from twinkle.logging import get_logger
 from twinkle.preprocessor.base import Preprocessor
 from twinkle.runtime import remote_class, remote_function
 from twinkle_data.dataset.base import Dataset
-from twinkle_data.dataset.lengths import token_counts
+from twinkle_data.dataset.encoding import token_counts
 from twinkle_data.dataset.packing import GROUP_ROWS, Fill, capacity_of, check_lengths, joined, pack_lengths
 from twinkle_data.dataset.table import Table
-from twinkle_torch.rows import TOKEN_KEYS
+from twinkle_torch.collate import TOKEN_KEYS
 
 _remote = remote_function(dispatch="all", execute="first", collect="first")
 
@@ -147,15 +147,15 @@ def _packs_of(groups: Sequence[Sequence[int]], capacity: int, processes: int) ->
 
 def _token_columns(table: Table, lengths: Sequence[int]) -> frozenset[str]:
     """Return the columns that have one number (or list of numbers) for each token of every row."""
-    found = set()
+    columns = set()
     for name in set(table.names) - table.packed:
         counts = token_counts(table, name)
         if name in TOKEN_KEYS:
             if any(count > 0 for count in counts):
-                found.add(name)
+                columns.add(name)
         elif counts == list(lengths) and _holds_numbers(table, name):
-            found.add(name)
-    return frozenset(found)
+            columns.add(name)
+    return frozenset(columns)
 
 
 def _holds_numbers(table: Table, name: str) -> bool:

@@ -6,7 +6,7 @@ from numbers import Number
 from typing import Any
 
 from twinkle.errors import DataError, TrainingStateError
-from twinkle_torch.rows import TOKEN_KEYS
+from twinkle_torch.collate import TOKEN_KEYS
 
 DEFAULT_CAPACITY = 2048
 GROUP_ROWS = 1000
@@ -101,9 +101,9 @@ def joined(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], token_keys
 
 def token_keys_of(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the keys that have, in every row that has them, one number (or list of numbers) for each token."""
-    found = {key for row in rows for key, value in row.items() if value is not None}
-    known = {key for key in found if key in TOKEN_KEYS}
-    for key in found - known:
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    known = {key for key in keys if key in TOKEN_KEYS}
+    for key in keys - known:
         held = [(row[key], len(row["input_ids"])) for row in rows if row.get(key) is not None]
         if all(_one_a_token(value, length) for value, length in held):
             known.add(key)
@@ -127,8 +127,8 @@ def _check_row(row: Mapping[str, Any], number: int, token_keys: Collection[str])
     for key in token_keys:
         size = None if row.get(key) is None else len(row[key])
         if size != length:
-            found = f"no {key!r}, which other rows have" if size is None else f"{size} entries of {key!r}"
-            raise DataError(f"row {number} has {found}, for {length} tokens; to be packed, every token needs one")
+            problem = f"no {key!r}, which other rows have" if size is None else f"{size} entries of {key!r}"
+            raise DataError(f"row {number} has {problem}, for {length} tokens; to be packed, every token needs one")
     if "labels" in token_keys and int(row["labels"][-1]) != -100:
         raise DataError(
             f"row {number}: the last label is {int(row['labels'][-1])}, but labels[i] is the target of position i, so "

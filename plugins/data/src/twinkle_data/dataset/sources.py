@@ -220,17 +220,17 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     """
     if not folder.is_dir():
         raise DataError(f"data set: there is no folder {folder}; subset_name names a sub-folder of a local data set")
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in READERS)
-    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    if not found:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in READERS)
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not files:
         raise DataError(f"{folder} holds no data file; a data file ends in {', '.join(READERS)}")
     of_word = {word: name for name, words in _SPLITS.items() for word in words}
     of_word |= dict.fromkeys(_SPLITS.get(split, (split.lower(),)), split)
-    named = {path: _splits_of(path.relative_to(folder), of_word) for path in found}
-    chosen = [path for path in found if split in named[path]]
+    named = {path: _splits_of(path.relative_to(folder), of_word) for path in files}
+    chosen = [path for path in files if split in named[path]]
     if not chosen and split == "train":
-        chosen = [path for path in found if not named[path]]
-    names = ", ".join(str(path.relative_to(folder)) for path in found[:8])
+        chosen = [path for path in files if not named[path]]
+    names = ", ".join(str(path.relative_to(folder)) for path in files[:8])
     if not chosen:
         raise DataError(f"{folder} has no file of split {split!r}; it has {names}")
     if both := [path for path in chosen if len(named[path]) > 1]:

@@ -7,8 +7,7 @@ from typing import Any
 from twinkle.errors import ArgumentError, DataError, Unsupported
 from twinkle.filter import Filter
 from twinkle.preprocessor.base import Preprocessor
-from twinkle_data.dataset.clean import clean_column
-from twinkle_data.dataset.columns import call_on_columns, require_one_length
+from twinkle_data.dataset.columns import call_on_columns, clean_column, require_one_length
 from twinkle_data.dataset.component import Call, called_with
 from twinkle_data.dataset.encoding import CheckCall, EncodeCall
 
@@ -60,8 +59,8 @@ class MapStage:
 
     def _rows(self, rows: list[Row]) -> list[Row]:
         columns = Preprocessor.map_row_to_col(rows)
-        made = call_on_columns(self.function, columns, self.name, self.drop, fn_kwargs=self.fn_kwargs)
-        return _as_rows(made, self.name)
+        results = call_on_columns(self.function, columns, self.name, self.drop, fn_kwargs=self.fn_kwargs)
+        return _as_rows(results, self.name)
 
 
 @dataclass(frozen=True)

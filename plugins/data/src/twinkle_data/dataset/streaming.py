@@ -11,10 +11,8 @@ from typing import Any
 from twinkle.dataset.meta import DatasetMeta
 from twinkle.errors import ArgumentError, DataError
 from twinkle.preprocessor.base import Preprocessor
-from twinkle_data.dataset.clean import clean_column
-from twinkle_data.dataset.columns import require_one_length
-from twinkle_data.dataset.readers import reader_of, reading
-from twinkle_data.dataset.row_readers import ROW_READERS
+from twinkle_data.dataset.columns import clean_column, require_one_length
+from twinkle_data.dataset.readers import ROW_READERS, reader_of, reading
 from twinkle_data.dataset.sources import (
     absent,
     check_one_file,

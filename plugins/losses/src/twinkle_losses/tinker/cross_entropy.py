@@ -3,7 +3,7 @@
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import DataError
 from twinkle.loss import Loss
-from twinkle_losses.outputs import output
+from twinkle_losses.options import output
 
 
 class CrossEntropy(Loss):

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinkle.data_format import InputBatch, LossOutput, ModelOutput
 from twinkle.errors import ArgumentError
-from twinkle_losses.options import number
-from twinkle_losses.outputs import output
+from twinkle_losses.options import number, output
 from twinkle_torch.trained import Trained
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from twinkle_recipes.config.parts import LossConfig, ModelConfig, OptimizerConfig, Part, RunConfig
-from twinkle_recipes.config.strict import Arguments, Positive
+from twinkle_recipes.config import Arguments, LossConfig, ModelConfig, OptimizerConfig, Part, Positive, RunConfig
 from twinkle_recipes.policy.config import DrawingConfig, PromptsConfig
 
 

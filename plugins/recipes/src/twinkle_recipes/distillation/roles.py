@@ -7,11 +7,10 @@ from typing import Any
 from twinkle.checkpoint_engine import CheckpointEngineManager
 from twinkle.data_format import IGNORE_INDEX
 from twinkle.errors import ConfigError, EncodeError
+from twinkle_recipes.data import encode_rows
 from twinkle_recipes.distillation.config import DistillationConfig
 from twinkle_recipes.policy.rollouts import build_sampler, check_room, params_of, seed_of
-from twinkle_recipes.rows.loading import encode_rows
-from twinkle_recipes.run.building import build_frozen
-from twinkle_recipes.run.vocabularies import check_tokens
+from twinkle_recipes.run.building import build_frozen, check_tokens
 
 Teacher = Callable[[Sequence[Any]], dict[str, Any]]
 """Takes rows, and returns what the loss needs of the teacher, as keyword arguments."""

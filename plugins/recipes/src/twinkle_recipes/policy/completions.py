@@ -7,11 +7,11 @@ from typing import Any
 
 from twinkle.errors import OutputError
 from twinkle.paths import write_text
+from twinkle_recipes.display import Display
+from twinkle_recipes.history import is_due
 from twinkle_recipes.policy.config import GRPOConfig
 from twinkle_recipes.policy.rollouts import Answer
 from twinkle_recipes.policy.scoring import Scores
-from twinkle_recipes.show.numbers import is_due
-from twinkle_recipes.show.progress import Display
 
 _SHOWN = 300  # characters of a text on the screen; the file has all of it
 

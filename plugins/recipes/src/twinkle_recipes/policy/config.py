@@ -6,9 +6,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from twinkle_recipes.config.parts import LossConfig, OptimizerConfig, Part, RunConfig, SchedulerConfig
-from twinkle_recipes.config.rows import DataConfig
-from twinkle_recipes.config.strict import Arguments, Count, Positive, Strict, Text
+from twinkle_recipes.config import (
+    Arguments,
+    Count,
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    Part,
+    Positive,
+    RunConfig,
+    SchedulerConfig,
+    Strict,
+    Text,
+)
 
 
 class PromptsConfig(DataConfig):
@@ -147,11 +157,11 @@ class GRPOConfig(RunConfig):
     completions_shown: Positive = Field(default=4, description="Answers in such a table")
 
     @model_validator(mode="after")
-    def _somebody_to_compare_with(self) -> Self:
+    def _comparable(self) -> Self:
         if self.sampling.num_generations == 1 and self.advantage.name.rpartition("/")[2] == "GRPOAdvantage":
             raise ValueError(
-                "sampling.num_generations is 1: GRPOAdvantage compares the answers to one prompt, and one answer has "
-                "nobody to be compared with; give at least 2, or compare with the whole batch: "
+                "sampling.num_generations is 1, but GRPOAdvantage compares the answers to one prompt with each "
+                "other; give at least 2, or compare with the whole batch: "
                 "advantage {name: ReinforcePlusPlusAdvantage, scale: batch, args: {baseline: false}}"
             )
         return self

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle._registry import registry
 from twinkle.data_format import SampledSequence, SamplingParams
 from twinkle.errors import DataError
-from twinkle_recipes.config.parts import RunConfig
-from twinkle_recipes.config.rows import DataConfig
+from twinkle_recipes.config import DataConfig, RunConfig
 from twinkle_recipes.policy.config import DrawingConfig, GRPOConfig
 
 
@@ -42,9 +40,11 @@ def build_sampler(config: RunConfig, settings: DrawingConfig, model: Any) -> Any
     """Return the sampler that `settings` name, from the trained module or with weights of its own."""
     data = config.data
     source = {"model": model} if settings.weights == "shared" else {"model_id": config.model.id}
-    sampler = registry().build(settings.name, "sampler", **source, **settings.args)
+    sampler = config.build("sampler", settings.name, **source, **settings.args)
     lengths = {"max_length": data.max_length, "truncation_strategy": data.truncation}
-    sampler.set_template(data.template, model_id=config.model.id, **lengths, **data.template_args)
+    sampler.set_template(
+        config.component("template", data.template), model_id=config.model.id, **lengths, **data.template_args
+    )
     return sampler
 
 

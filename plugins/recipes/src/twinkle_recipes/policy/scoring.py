@@ -1,4 +1,4 @@
-"""Rewards and advantages of a step's answers."""
+"""Rewards and advantages of a step's answers, and the log-probabilities that a policy loss compares with."""
 
 import math
 import statistics
@@ -7,10 +7,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinkle._registry import registry
 from twinkle.logging import get_logger
 from twinkle_recipes.policy.config import GRPOConfig
 from twinkle_recipes.policy.rollouts import Answer
+from twinkle_recipes.run.building import as_before, build_frozen
+
+
+class Logps:
+    """Collects `old_logps`, `ref_logps` and `rollout_logps` of a step's answers, as far as the configuration asks.
+
+    The reference is the model without its adapter, or with the one that the run began with; where all parameters are
+    trained, a frozen copy of the weights that the run began with.
+    """
+
+    def __init__(self, config: GRPOConfig, model: Any) -> None:
+        self._config = config
+        self._model = model
+        self._copy = build_frozen(config, config.model) if config.asks_reference and config.lora is None else None
+
+    def __call__(self, answers: Sequence[Answer], chosen: Sequence[int]) -> dict[str, list[Any]]:
+        """Return the chosen answers' numbers by name, a list of one entry for each."""
+        rows = [answers[index].row for index in chosen]
+        sampled = [answers[index].logps for index in chosen]
+        known: dict[str, list[Any]] = {"old_logps": sampled}
+        if self._config.old_logps == "trainer":
+            known = {"old_logps": self._scored(self._model, rows), "rollout_logps": sampled}
+        if self._config.asks_reference:
+            known["ref_logps"] = self._reference(rows)
+        return known
+
+    def _reference(self, rows: list[Any]) -> list[Any]:
+        if self._config.lora is None:
+            return self._scored(self._copy, rows)
+        return self._scored(self._model, rows, **as_before(self._config.lora))
+
+    def _scored(self, model: Any, rows: list[Any], **options: Any) -> list[Any]:
+        """Return one tensor `[T]` a row."""
+        temperature = self._config.sampling.temperature
+        outputs = model.forward_only(inputs=rows, temperature=temperature, **self._config.in_memory, **options)
+        return list(outputs["logps"])
 
 
 @dataclass(frozen=True)
@@ -49,16 +84,16 @@ class Scorer:
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
         settings = config.scoring
-        self._group: Any = registry().build(
-            settings.name,
+        self._group: Any = config.build(
             "reward",
-            rewards={one.label: registry().build(one.name, "reward", **one.args) for one in config.rewards},
+            settings.name,
+            rewards={one.label: config.build("reward", one.name, **one.args) for one in config.rewards},
             weights={one.label: one.weight for one in config.rewards},
             time_limit=settings.time_limit,
             on_error=settings.on_error,
             isolate=settings.isolate,
         )
-        self._advantage: Any = registry().build(config.advantage.name, "advantage", **config.advantage.args)
+        self._advantage: Any = config.build("advantage", config.advantage.name, **config.advantage.args)
         self._has_warned = False
         self._try()
 
@@ -67,7 +102,7 @@ class Scorer:
         scores = self.rewards(answers)
         size = {"num_generations": self._config.sampling.num_generations}
         left = Counter(answers[index].group for index in scores.kept)
-        # Whoever is left alone of a group has nobody to be compared with.
+        # An answer that is the only one left of its group cannot be compared.
         alone = {group for group, count in left.items() if count == 1 and size["num_generations"] > 1}
         kept = [index for index in scores.kept if answers[index].group not in alone]
         if not kept:
@@ -85,8 +120,8 @@ class Scorer:
         Raises:
             DataError: a reward raises, is late or gives what is no number, and `scoring.on_error` is `fail`.
         """
-        found = self._group.score([answer.row for answer in answers])
-        return Scores(found.total, found.by_name, [index for index, kept in enumerate(found.kept) if kept])
+        scores = self._group.score([answer.row for answer in answers])
+        return Scores(scores.total, scores.by_name, [index for index, kept in enumerate(scores.kept) if kept])
 
     def _compared(self, totals: Sequence[float], **groups: Any) -> Any:
         return self._advantage(totals, scale=self._config.advantage.scale, **groups)

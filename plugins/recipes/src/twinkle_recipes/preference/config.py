@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from twinkle_recipes.config.parts import LossConfig, OptimizerConfig, RunConfig
-from twinkle_recipes.config.rows import DataConfig
-from twinkle_recipes.config.strict import Positive, Strict
+from twinkle_recipes.config import DataConfig, LossConfig, OptimizerConfig, Positive, RunConfig, Strict
 
 
 class PairsConfig(DataConfig):

@@ -1,14 +1,27 @@
-"""The checkpoints of a run: `checkpoints/step-<n>/`, the pointers `best` and `last`, and which of them stay."""
+"""The checkpoints of a run: which of them are kept, how a run continues from one, and what must not change then."""
 
+import json
 import math
 import re
+import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from twinkle.errors import CheckpointError
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from twinkle.command import twinkle_command
+from twinkle.errors import CheckpointError, ConfigError
 from twinkle.paths import recovered, write_text
+from twinkle.platform import Platform
+from twinkle.run import Run, recipe_of
+from twinkle_recipes.config import RunConfig
+from twinkle_recipes.display import Display
+from twinkle_recipes.history import History
 
 _STEP = re.compile(r"step-(\d+)")
 _SHOWN = 5
@@ -103,9 +116,9 @@ def _runs_near(path: Path) -> str:
     if folder is None:
         return "give a run folder (by default below runs/), or one of its checkpoints/step-N"
     kept = [entry for entry in folder.iterdir() if entry.is_dir() and any(map(_is_seen, entry.iterdir()))]
-    found = sorted(kept, key=lambda f: f.stat().st_mtime)[::-1]
-    names = ", ".join(entry.name for entry in found[:_SHOWN]) or "no folder"
-    return f"{folder}/ holds {names}" + (f" and {len(found) - _SHOWN} older ones" if len(found) > _SHOWN else "")
+    newest = sorted(kept, key=lambda f: f.stat().st_mtime)[::-1]
+    names = ", ".join(entry.name for entry in newest[:_SHOWN]) or "no folder"
+    return f"{folder}/ holds {names}" + (f" and {len(newest) - _SHOWN} older ones" if len(newest) > _SHOWN else "")
 
 
 def _is_seen(path: Path) -> bool:
@@ -117,3 +130,202 @@ def run_folder_of(checkpoint: Path) -> Path | None:
     """Return the run folder that a checkpoint lies in, or None if it lies elsewhere."""
     checkpoints = checkpoint.resolve().parent
     return checkpoints.parent if checkpoints.name == "checkpoints" else None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run stands before its next step; as it is, at the beginning.
+
+    Attributes:
+        done: steps already made.
+        history: their numbers.
+        consumed: how many rows of the data they read.
+        state: what the loop itself kept in the checkpoint (`loop_state` of `model.save`).
+    """
+
+    done: int = 0
+    history: History = field(default_factory=History)
+    consumed: int = 0
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+def resume(config: RunConfig, model: Any, run: Run, accumulation: int = 1) -> Resumed:
+    """Continue from `config.resume_from`, if given.
+
+    Weights, optimizer, scheduler and random state are those of the checkpoint. With the data at `consumed` the next
+    step is the one that the uninterrupted run would have made.
+
+    Args:
+        config: of the run.
+        model: built as configured; its state is replaced.
+        run: the run that goes on, or begins.
+        accumulation: backward passes of one step, where the loop keeps no `step` in its state.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it was made with another `gradient_accumulation_steps`.
+    """
+    if config.resume_from is None:
+        return Resumed()
+    checkpoint = find_checkpoint(config.resume_from)
+    progress = model.resume_from_checkpoint(str(checkpoint))
+    size = progress["gradient_accumulation_steps"]
+    if size != accumulation:
+        raise CheckpointError(
+            f"{checkpoint} was made with gradient_accumulation_steps {size}, "
+            f"but {accumulation} is configured; use {size} again"
+        )
+    state = loop_state(checkpoint)
+    done = state.get("step", -(-progress["cur_step"] // size))
+    earlier = run_folder_of(checkpoint) or run.folder
+    history = History.read(earlier / "metrics.jsonl", done)
+    return Resumed(done, history, progress["consumed_train_samples"], state)
+
+
+def loop_state(checkpoint: Path) -> Mapping[str, Any]:
+    """Return what a loop kept in a checkpoint; nothing where it kept nothing.
+
+    Raises:
+        CheckpointError: the file that holds it is damaged.
+    """
+    file = checkpoint / "trainer_state.json"
+    try:
+        state = json.loads(file.read_text(encoding="utf-8")).get("loop", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); the checkpoint is damaged") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: loop is {state!r:.60}, not a mapping; the checkpoint is damaged")
+    return state
+
+
+def score_of(history: History, best: Path | None, name: str = "eval/loss", *, highest: bool = False) -> float:
+    """Return the score of the checkpoint that `best` names; infinity where nothing is known.
+
+    Args:
+        history: of the run.
+        best: the checkpoint.
+        name: of the number that decides.
+        highest: whether the highest is the best, so that the score is its negative.
+    """
+    scores = {f"step-{step}": value for step, value in zip(*history.series(name), strict=True)}
+    score = scores.get(best.name, math.inf) if best is not None else math.inf
+    return -score if highest and math.isfinite(score) else score
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    """Write the whole effective configuration to `folder/config.yaml`.
+
+    `resume_from` is left out: the file describes the whole run, however often it was cut off.
+    """
+    values = config.model_dump(mode="json", exclude={"resume_from"})
+    write_text(folder / "config.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+@contextmanager
+def show_how_to_resume(show: Display, folder: Path, recipe: str) -> Iterator[None]:
+    """After Ctrl-C within the block, tell where the last checkpoint is and which command continues from it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        checkpoint = Checkpoints(folder / "checkpoints").path("last")
+        if checkpoint is None:
+            show.say("interrupted before the first checkpoint; nothing to continue from")
+        else:
+            show.say(f"interrupted; checkpoint: {checkpoint}")
+            show.say(f"continue with: {resume_command(folder, recipe)}")
+        raise
+
+
+def resume_command(folder: Path, recipe: str) -> str:
+    """Return the command that continues the run in `folder`, as it works from here."""
+    processes = Platform.get_world_size()
+    several = ["--nproc", str(processes)] if processes > 1 else []
+    return shlex.join([*twinkle_command(), "run", recipe, *several, "--resume_from", str(folder)])
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def whole_run(config: Config) -> Config:
+    """Return the configuration of the whole run, of which `config` may make a part.
+
+    It is `config` itself, but for the `max_steps` of a run that goes on in its folder: a smaller one stops earlier this
+    time and shortens neither the run nor the schedule of its learning rate.
+
+    Raises:
+        CheckpointError: `resume_from` is no checkpoint.
+        ConfigError: `config` differs from that of the run in the folder, or, where only a checkpoint is given, in what
+            the checkpoint holds; or the folder does not say how its run was configured.
+    """
+    if config.resume_from is None:
+        return config
+    checkpoint = find_checkpoint(config.resume_from)
+    folder = config.run_folder or run_folder_of(checkpoint)
+    if folder is None or (config.run_folder is None and not (folder / "config.yaml").is_file()):
+        return config
+    _check_recipe(config, folder, checkpoint)
+    earlier = _read(type(config), folder, checkpoint)
+    changed = {key: pair for key, *pair in _differences(earlier, config) if key.partition(".")[0] not in config.free}
+    if "max_steps" in changed and _stops_earlier(*changed["max_steps"]):
+        del changed["max_steps"]
+    kept = {key: pair for key, pair in changed.items() if key.partition(".")[0] in config.kept_in_checkpoints}
+    if config.run_folder is None:
+        if kept:
+            raise ConfigError(_message(f"a run that starts from {checkpoint} takes these keys from it", kept, folder))
+        return config
+    if changed:
+        advice = "" if kept else f", or start afresh from the checkpoint: --resume_from {checkpoint}"
+        raise ConfigError(_message(f"the run in {folder} can only go on as it began", changed, folder) + advice)
+    return config.model_copy(update={"max_steps": earlier.max_steps})
+
+
+def _check_recipe(config: RunConfig, folder: Path, checkpoint: Path) -> None:
+    """Refuse the run of another recipe.
+
+    Raises:
+        ConfigError: says with what this one can begin.
+    """
+    recipe = recipe_of(folder)
+    if recipe not in (None, config.recipe):
+        raise ConfigError(
+            f"the run in {folder} is one of {recipe!r}, and {config.recipe!r} cannot go on in it or from its "
+            f"checkpoint {checkpoint.name}; begin with its result: --lora.init_from {folder / 'adapter'}, or, where "
+            f"all parameters were trained, --model.id {folder / 'model'}"
+        )
+
+
+def _message(reason: str, changed: dict[str, list[Any]], folder: Path) -> str:
+    file = folder / "config.yaml"
+    lines = [f"{key}: {_text(old)} in {file}, {_text(new)} now" for key, (old, new) in changed.items()]
+    return "\n  ".join([f"{reason}, but {len(changed)} differ:", *lines, "leave them as they were"]) + (
+        ", or begin a new run without resume_from"
+    )
+
+
+def _stops_earlier(old: int | None, new: int | None) -> bool:
+    return new is not None and (old is None or new < old)
+
+
+def _differences(old: BaseModel, new: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, old value, new value) of everything that differs."""
+    for name in type(new).model_fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, BaseModel) and isinstance(after, BaseModel):
+            yield from _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield prefix + name, before, after
+
+
+def _text(value: Any) -> str:
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    return json.dumps(plain, ensure_ascii=False, default=str)
+
+
+def _read(model: type[Config], folder: Path, checkpoint: Path) -> Config:
+    file = folder / "config.yaml"
+    try:
+        return model.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(
+            f"{file} cannot be read, so the configuration of the run in {folder} is unknown ({error}); restore it, "
+            f"or start afresh from the checkpoint: --resume_from {checkpoint}"
+        ) from error

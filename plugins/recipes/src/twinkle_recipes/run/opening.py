@@ -1,105 +1,121 @@
-"""What comes before the first step of a run in one process: checks, the display, the data, and where it goes on."""
+"""What comes before the first step of a run: checks, the display, the data, and the step to continue from."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from twinkle.platform import seed_everything
 from twinkle.run import Run
-from twinkle.runtime.seeding import seed_everything
-from twinkle_recipes.config.parts import RunConfig
-from twinkle_recipes.rows.loading import loaders
-from twinkle_recipes.run.interrupt import StopRequest
+from twinkle_recipes.config import RunConfig
+from twinkle_recipes.data import describe_data, loaders
+from twinkle_recipes.display import Columns, Display, Silent, display
+from twinkle_recipes.run.checkpoints import resume, show_how_to_resume, whole_run, write_config
 from twinkle_recipes.run.keeper import Curves, Keeper
-from twinkle_recipes.run.plan import base_models, check_early, make_plan, measured_paths, say_paths, write_plan
-from twinkle_recipes.run.ranks import check_alone
-from twinkle_recipes.run.results import told_of
-from twinkle_recipes.run.resuming import resume, say_how_to_resume, write_config
-from twinkle_recipes.run.unchanged import whole_run
-from twinkle_recipes.show.progress import Columns, Display, display
+from twinkle_recipes.run.plan import base_models, check_early, make_plan, measured_paths, show_paths, write_plan
+from twinkle_recipes.run.stopping import StopRequest, check_alone, ranks_of_this_run
+
+if TYPE_CHECKING:
+    from twinkle.mesh.ranks import Ranks
 
 Config = TypeVar("Config", bound=RunConfig)
 
 
 @dataclass(frozen=True)
 class Opening(Generic[Config]):
-    """A run that is about to begin, or to go on.
+    """A run that is about to begin or to continue.
 
     Attributes:
-        config: of this part of the run.
-        whole: of the whole run, which may have more steps.
-        run: where it is written.
-        plan: which plugin answers to each name.
-        show: what the user sees.
-        stop: whether the user wants it to end.
+        config: The configuration of this part of the run.
+        whole: The configuration of the whole run, which may have more steps.
+        run: The run folder, trackers and hooks.
+        plan: Which plugin provides each component.
+        ranks: The processes that train the model.
+        show: The display; only the first rank's shows anything.
+        stop: Whether the user asked the run to end.
     """
 
     config: Config
     whole: Config
     run: Run
     plan: dict[str, Any]
+    ranks: "Ranks"
     show: Display
     stop: StopRequest
 
     def data(self, encode: Callable[[Any, Config], None] | None = None) -> tuple[Any, Any]:
-        """Return the loaders of training and held-out rows, as `loaders` does, and tell how much there is."""
+        """Return the loaders of training and held-out rows (see `loaders`), and show how many batches there are."""
         training, held_out = loaders(self.config, encode)
-        self.show.say(f"data: {told_of(len(training), held_out)}")
+        self.show.say(f"data: {describe_data(training, held_out)}")
         self.stop.check()
         return training, held_out
 
-    def keeper(self, model: Any, training: Any, steps: int, curves: Curves, **decides: Any) -> Keeper:
-        """Bring model and data to where the run goes on, and return what keeps its steps.
+    def keeper(
+        self, model: Any, training: Any, steps: int, curves: Curves, accumulation: int = 1, **criterion: Any
+    ) -> Keeper:
+        """Restore model and data to the step that the run continues from, and return the keeper of its steps.
 
         Args:
-            model: built as configured.
-            training: loader of the training rows.
-            steps: number of the last step of this part.
-            curves: as of `Keeper`.
-            **decides: which checkpoint is the best, as of `Keeper`.
+            model: The model, built as configured.
+            training: The loader of the training rows.
+            steps: Number of the last step of this part.
+            curves: See `Keeper`.
+            accumulation: Backward passes of one step.
+            **criterion: `decides` and `highest`, see `Keeper`.
         """
-        resumed = resume(self.config, model, self.run)
+        if not self.ranks.is_first:
+            seed_everything(self.config.seed + self.ranks.index)  # each rank has its own dropout
+        resumed = resume(self.config, model, self.run, accumulation)
         if resumed.done:
             training.resume_from_checkpoint(resumed.consumed)
         self.stop.check()
-        return Keeper(self.config, self.run, self.show, self.stop, resumed, steps, curves, **decides)
+        return Keeper(
+            self.config, self.run, self.show, self.stop, resumed, steps, curves, writes=self.ranks.is_first, **criterion
+        )
 
     def write(self, *components: Any) -> None:
-        """Write down how the run is configured, which parts it has, and which of their fast paths are on.
+        """Write the configuration and the plan of the run, and show which fast paths are on.
 
         Args:
-            *components: models and samplers that compute the run.
+            *components: The models and samplers of the run.
         """
         self.stop.check()
+        if not self.ranks.is_first:
+            return
         paths = measured_paths(*components)
         write_plan({**self.plan, "paths": paths}, self.run.folder)
         write_config(self.whole, self.run.folder)
         self.show.say(f"run: {self.run.folder} ({len(self.plan['parts'])} parts, see plugins.json)")
-        say_paths(self.show, paths)
+        show_paths(self.show, paths)
 
 
 @contextmanager
 def opened(config: Config, run: Run, columns: Columns, charted: str = "loss") -> Iterator[Opening[Config]]:
-    """Check a configuration and seed everything; while the block lasts, hear Ctrl-C and say how to go on after it.
+    """Check a configuration, resolve its components and seed everything.
+
+    While the block lasts, Ctrl-C requests a stop; after one, the command that continues the run is shown.
 
     Args:
-        config: of the run.
-        run: where it is written.
-        columns: the numbers of a step that are shown.
-        charted: the one of them that a terminal draws.
+        config: The configuration of the run.
+        run: The run folder, trackers and hooks.
+        columns: The numbers of a step that are shown.
+        charted: The number that a terminal shows as a chart.
 
     Raises:
-        ConfigError: there are several processes, or a resumed run is not as it began.
-        TwinkleError: what `check_early` and `make_plan` find.
+        ConfigError: Several processes run a recipe that needs one, or a resumed run differs from how it began.
+        TwinkleError: See `check_early` and `make_plan`.
     """
     whole = whole_run(config)
     check_early(config)
-    check_alone(config.recipe)
-    show = display(config.log_every, columns=columns, charted=charted)
-    with (
-        say_how_to_resume(show, run.folder, config.recipe),
-        StopRequest(lambda: show.note("stopping as soon as this step is done; Ctrl-C again stops at once")) as stop,
-    ):
+    if not config.takes_ranks:
+        check_alone(config.recipe)
+    ranks = ranks_of_this_run()
+    show = display(config.log_every, columns=columns, charted=charted) if ranks.is_first else Silent()
+
+    def acknowledge() -> None:
+        show.note("stopping as soon as this step is done; Ctrl-C again stops at once")
+
+    with show_how_to_resume(show, run.folder, config.recipe), StopRequest(acknowledge, ranks) as stop:
         plan = make_plan(config) | {"models": base_models(config)}
         seed_everything(config.seed)
-        yield Opening(config, whole, run, plan, show, stop)
+        yield Opening(config, whole, run, plan, ranks, show, stop)

@@ -16,10 +16,10 @@ from twinkle.hub.fingerprint import commit_of, fingerprint
 from twinkle.hub.local import alias_of, reference_of, scheme_of
 from twinkle.paths import write_text
 from twinkle.run import fingerprints_of, parts_of
-from twinkle_recipes.config.parts import RunConfig
-from twinkle_recipes.rows.streams import check_stream
+from twinkle_recipes.config import RunConfig
+from twinkle_recipes.data import check_stream
+from twinkle_recipes.display import Display
 from twinkle_recipes.run.checkpoints import find_checkpoint
-from twinkle_recipes.show.progress import Display
 from twinkle_registry import ComponentSpec, check_keywords
 from twinkle_registry.resolving import parse_reference
 
@@ -39,7 +39,7 @@ def check_early(config: RunConfig) -> None:
     check_stream(config)
     for place in {config.data.id, config.data.eval_id or config.data.id}:
         if "://" not in place and not Path(place).expanduser().exists():
-            registry().build(config.data.type, "dataset", DatasetMeta(place))  # says what is there instead
+            config.build("dataset", config.data.type, DatasetMeta(place))  # its error names what is there
     for model in config.models():
         if "://" not in model and not Path(model).expanduser().exists():
             local_model(model)  # it may be an alias
@@ -51,23 +51,23 @@ def components(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
-    """Resolve every name and return the plan; nothing is built. Parts that nobody names come last.
+    """Resolve every component and return the plan; nothing is built. Parts that the configuration does not name follow.
 
     Returns:
-        `parts`: kind, what was asked, plugin, its version and the place of the code, for each component;
-        `packages`: versions of Python and of the libraries that decide the numbers.
+        `parts`: Kind, the name as configured, plugin, its version and where the code is, for each component.
+        `packages`: Versions of Python and of the libraries that determine the numbers.
 
     Raises:
-        TwinkleError: a name cannot be resolved, or a component does not take the arguments configured; so a misspelt
-            one is found before anything expensive starts. Or a run would go on with a file that was changed.
+        TwinkleError: A name cannot be resolved, or a component does not take the configured arguments; so a misspelt
+            one is reported before anything expensive starts. Or a file of a resumed run was changed.
     """
-    for kind, asked, arguments in config.parts():
-        found = registry().resolve(asked, kind)
-        if isinstance(found, type) and arguments is not None:
-            check_keywords(found, arguments, what=f"{kind} {asked!r}", partial=True)
+    for kind, name, arguments in config.parts():
+        component = config.component(kind, name)
+        if isinstance(component, type) and arguments is not None:
+            check_keywords(component, arguments, what=f"{kind} {name!r}", partial=True)
     _check_loss_inputs(config)
-    named = [*components(config), *_unnamed(config)]
-    parts = [*(_part(kind, asked) for kind, asked in dict.fromkeys(named)), *_started_from(config)]
+    named = dict.fromkeys([*components(config), *_unnamed(config)])
+    parts = [*(_part(config, kind, name) for kind, name in named), *_started_from(config)]
     _check_files(config, parts)
     return {"parts": parts, "packages": _versions()}
 
@@ -89,8 +89,8 @@ def base_models(config: RunConfig) -> list[dict[str, str]]:
         ConfigError: the run would go on with a model whose files were changed.
         TwinkleError: a model is not there, or cannot be fetched.
     """
-    found = [(asked, local_model(asked)) for asked in dict.fromkeys(config.models())]
-    models = [{"id": asked, "fingerprint": fingerprint(folder), "commit": commit_of(folder)} for asked, folder in found]
+    folders = {name: local_model(name) for name in dict.fromkeys(config.models())}
+    models = [{"id": n, "fingerprint": fingerprint(path), "commit": commit_of(path)} for n, path in folders.items()]
     earlier = {} if config.run_folder is None else fingerprints_of(config.run_folder)
     for model in models:
         before, now = earlier.get(model["id"], model["fingerprint"]), model["fingerprint"]
@@ -122,18 +122,18 @@ def _check_files(config: RunConfig, parts: list[dict[str, str]]) -> None:
 
 def _check_loss_inputs(config: RunConfig) -> None:
     """Refuse a loss that does not take what the loop gives it."""
-    found: Any = registry().resolve(config.loss.name, "loss")
+    loss = config.component("loss", config.loss.name)
     given = dict.fromkeys(config.loss_inputs)
     what = f"the recipe {config.recipe} gives its loss {', '.join(given)}, but {config.loss.name!r}"
-    check_keywords(found.__call__ if isinstance(found, type) else found, given, what=what, partial=True)
+    check_keywords(loss.__call__ if isinstance(loss, type) else loss, given, what=what, partial=True)
 
 
 def measured_paths(*components: Any) -> list[dict[str, Any]]:
     """Return what was measured about the fast paths of models and samplers, for the plan; others have none."""
-    return [found.as_dict() for one in components if hasattr(one, "evidence") for found in one.evidence()]
+    return [measured.as_dict() for part in components if hasattr(part, "evidence") for measured in part.evidence()]
 
 
-def say_paths(show: Display, paths: Sequence[Mapping[str, Any]]) -> None:
+def show_paths(show: Display, paths: Sequence[Mapping[str, Any]]) -> None:
     """Show which fast paths are on, and why others are off; their numbers are in `plugins.json`."""
     on = [path["path"] for path in paths if path["exact"]]
     off = [path["summary"] for path in paths if not path["exact"]]
@@ -147,8 +147,8 @@ def write_plan(plan: dict[str, Any], folder: Path) -> None:
 
 
 def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield what takes part though nobody names it: the model's own metrics, and hubs."""
-    model = registry().resolve(config.model.type, "model")
+    """Yield the components that the configuration does not name: the model's own metrics, and hubs."""
+    model = config.component("model", config.model.type)
     yield from (("metric", name) for name in getattr(model, "default_metrics", ()))
     for place in (*map(alias_of, config.models()), config.data.id, config.data.eval_id or config.data.id):
         is_path = scheme_of(place) is None and Path(place).expanduser().exists()
@@ -157,13 +157,13 @@ def _unnamed(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "hub", scheme
 
 
-def _part(kind: str, asked: str) -> dict[str, str]:
-    found = registry().resolve(asked, kind)
-    spec = _spec(kind, asked)
-    place = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', type(found).__name__)}"
-    if spec is None:
-        return {"kind": kind, "asked": asked, "plugin": "", "version": "", "ref": place}
-    return {"kind": kind, "asked": asked, "plugin": spec.dist, "version": spec.version, "ref": spec.ref}
+def _part(config: RunConfig, kind: str, name: str) -> dict[str, str]:
+    component, spec = config.component(kind, name), _spec(kind, name)
+    if spec is not None:
+        return {"kind": kind, "asked": name, "plugin": spec.dist, "version": spec.version, "ref": spec.ref}
+    qualified = getattr(component, "__qualname__", type(component).__name__)
+    place = f"{getattr(component, '__module__', '')}:{qualified}"
+    return {"kind": kind, "asked": name, "plugin": "", "version": "", "ref": place}
 
 
 def _spec(kind: str, asked: str) -> ComponentSpec | None:

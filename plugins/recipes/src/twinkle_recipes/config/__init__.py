@@ -1,1 +1,0 @@
-"""The keys that recipes have in common, and those of `sft`."""

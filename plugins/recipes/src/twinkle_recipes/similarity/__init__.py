@@ -1,1 +1,0 @@
-"""What `embedding` is made of, beside its loop."""

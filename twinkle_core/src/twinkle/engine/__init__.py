@@ -1,0 +1,42 @@
+"""Engines: the contract `Engine` of a base model that trains and samples many adapters, and every installed engine."""
+
+from twinkle._registry import lazy_names
+from twinkle.engine.base import (
+    AdapterBytes,
+    AdapterRef,
+    AdapterSpec,
+    AdapterVersion,
+    Engine,
+    EngineInfo,
+    Feature,
+    Operation,
+    OperationError,
+    OperationResult,
+    SampledTokens,
+    SampleRequest,
+    SavedAdapter,
+    Step,
+    StepResult,
+    Usage,
+)
+
+__all__ = [
+    "AdapterBytes",
+    "AdapterRef",
+    "AdapterSpec",
+    "AdapterVersion",
+    "Engine",
+    "EngineInfo",
+    "Feature",
+    "Operation",
+    "OperationError",
+    "OperationResult",
+    "SampleRequest",
+    "SampledTokens",
+    "SavedAdapter",
+    "Step",
+    "StepResult",
+    "Usage",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, "engine")
