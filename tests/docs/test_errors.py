@@ -1,4 +1,4 @@
-"""Each row of the table in docs/errors.md is a mistake that is made here: the error and its message are compared."""
+"""Each row of the table in docs/reference/errors.md is a mistake that is made here: the error and its message are compared."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import TransformersModel
 from twinkle.sampler import TorchSampler
 
-PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 ROW = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 MISTAKES: dict[str, Callable[[], Any]] = {}

@@ -16,7 +16,7 @@ from serving import Served
 
 from twinkle.testing import tiny_model
 
-PAGE = (ROOT / "docs" / "serving.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "guides" / "operator" / "serving.md").read_text("utf-8")
 WORKBENCH = "twinkle-workbench"
 FLOORS = ("twinkle-registry", "twinkle-core")
 
