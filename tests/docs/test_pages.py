@@ -80,7 +80,7 @@ def test_the_readme_links_every_way_to_train() -> None:
     assert linked >= {f"docs/{name}.md" for name in (*ways.split(), "write-your-own-algorithm", "index")}
 
 
-CONTINUED = "each goes on with the names of those above it"
+CONTINUED = "each block uses the names defined above it"
 
 
 @pytest.mark.parametrize(
