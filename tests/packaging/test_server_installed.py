@@ -28,10 +28,11 @@ def block(language: str, holds: str) -> str:
 
 
 def installed_by_the_page() -> list[str]:
-    """Return what the page's line of pip names."""
+    """Return what the page's line of pip names; `.` is the meta distribution of the checkout, here from its wheel."""
     command, what, *names = shlex.split(block("bash", "pip install"))
     assert (command, what) == ("pip", "install")
-    return names
+    assert names[-2:] == ["-c", "constraints.txt"]
+    return [re.sub(r"^\.(?=\[|$)", WORKBENCH, name) for name in names[:-2]]
 
 
 def of_others(requirements: Iterable[str]) -> list[str]:
