@@ -1,4 +1,4 @@
-"""Generates the parts of the documentation that come from the code: kinds, hooks, options, commands, errors, components.
+"""Generates the parts of the documentation that come from the code: tables of kinds, hooks, options, commands, errors.
 
     python docs/tables.py
 
@@ -182,6 +182,7 @@ def script_arguments() -> str:
 def commands() -> str:
     """Every command of `twinkle` with its arguments and options."""
     import click
+
     from twinkle_cli.group import main
 
     command = main if isinstance(main, click.Command) else import_module("twinkle_cli.group").cli
@@ -319,7 +320,8 @@ LIMITS = {
     "size of a payload or result in the database": "{small_bytes}; larger ones are files",
     "missing sequence number": (
         "reported as the reason for waiting after {gap_pause}; the waiting operations fail after {gap_fail}. While the "
-        "missing request may still arrive (slow upload, restart, {resend} after a rejection), they fail after {gap_limit}"
+        "missing request may still arrive (slow upload, restart, {resend} after a rejection), they fail after "
+        "{gap_limit}"
     ),
     "time of a client's loss graph": "{graph_seconds} seconds for all rows of a request, backward included",
     "distance of a sequence number from the next expected one": "{farthest}; farther: 422",

@@ -1,4 +1,4 @@
-"""Each row of the table in docs/reference/errors.md is a mistake that is made here: the error and its message are compared."""
+"""Each row of the table in docs/reference/errors.md is a mistake that is made here; error and message are compared."""
 
 import os
 import re

@@ -20,8 +20,8 @@ class Limits:
         request_tokens: tokens of all rows of one forward-backward request.
         samples: sequences of one sampling request.
         queued: pending operations of one tenant.
-        small_bytes: payloads and results up to this size (a pass of 4,096 tokens, for example) are stored in the database.
-            Larger ones are files, which take longer and keep the database small.
+        small_bytes: payloads and results up to this size (a pass of 4,096 tokens, for example) are stored in the
+            database. Larger ones are files, which take longer and keep the database small.
         loss_bytes: memory that the loss of a plugin may allocate in its worker process.
         graph_seconds: time of a client's loss graph for all rows of one operation, backward included.
     """
@@ -45,12 +45,12 @@ class Times:
     Attributes:
         poll: how long a request for a result waits before it answers `try_again`.
         gap_pause: time after which a missing sequence number is reported as the reason for waiting.
-        gap_fail: time after which operations that wait for a missing number fail, unless its request may still arrive: a
-            slow upload of the tenant is in progress or has just ended, or a request of the tenant was rejected
-            temporarily (see `resend`).
+        gap_fail: time after which operations that wait for a missing number fail, unless its request may still
+            arrive: a slow upload of the tenant is in progress or has just ended, or a request of the tenant was
+            rejected temporarily (see `resend`).
         gap_limit: time after which operations that wait for a missing number fail in any case.
-        resend: time within which a client repeats a request that was answered with 408, 429 or 5xx, whose connection broke,
-            or that was interrupted by a restart of the service.
+        resend: time within which a client repeats a request that was answered with 408, 429 or 5xx, whose connection
+            broke, or that was interrupted by a restart of the service.
         session: time without a heartbeat after which a session ends.
         kept_run: retention of the state of a model whose session ended.
         kept_result: retention of a result that was not read.
@@ -62,8 +62,8 @@ class Times:
         drain: time that SIGTERM waits for the running pass.
         snapshot: time after which a changed model is snapshotted at the latest.
         silent: time without a sign of life after which an engine is reported as not responding.
-        stopped: time after which an engine whose process is stopped (SIGSTOP) restarts if operations are pending. Without
-            `/proc`, only `deadline` restarts it.
+        stopped: time after which an engine whose process is stopped (SIGSTOP) restarts if operations are pending.
+            Without `/proc`, only `deadline` restarts it.
         start: time for the engine to load the model.
         revocations: interval at which policy and revocation lists are read; plugins that they forbid are disabled.
         loss: time of the loss of a plugin for one operation, at most half of `deadline`.
@@ -109,18 +109,18 @@ class Settings:
         port: port to listen on; 0 uses a free one.
         auth: False serves requests without keys; on loopback only.
         max_pass_seconds: approximate time that a decode step waits for training, if passes are short enough.
-        pass_tokens: tokens per pass; None depends on the size of the model. The same operations give the same numbers only
-            with the same value.
+        pass_tokens: tokens per pass; None depends on the size of the model. The same operations give the same numbers
+            only with the same value.
         backend: the engine, a component of kind `engine` by name or reference; None is the only installed one.
         snapshot_steps: optimizer steps of a model after which it is snapshotted.
-        losses: names of loss plugins that requests may use in addition to the published losses; None is every installed
-            one that is tenant-safe.
+        losses: names of loss plugins that requests may use in addition to the published losses; None is every
+            installed one that is tenant-safe.
         custom_losses: allow clients to register loss graphs.
         strict_losses: refuse losses with a published name whose formula is not the published one.
         loss_workers: compute the losses of plugins that do not ship with Twinkle in separate processes.
         in_process_losses: names of plugins whose losses are computed in the engine process.
-        local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Do not use it with
-            a proxy on this machine, because forwarded requests look local.
+        local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Do not use
+            it with a proxy on this machine, because forwarded requests look local.
         take_over: take the data directory from a dead service on another machine.
         accept_base: serve the model although the adapters in the directory were trained on another one.
         limits: size limits, see `Limits`.
