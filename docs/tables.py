@@ -98,8 +98,8 @@ def contracts() -> str:
     for kind in KINDS:
         keys = "\n".join(f"- `{key}`: {says}" for key, says in about(kind).items())
         rows = [(f"`{c.name}`", c.statement) for c in checks_for(kind)[2:]]
-        example = f"An example may give:\n\n{keys}\n\n" if keys else ""
-        parts.append(f"### `{kind}`\n\n{example}{_table(('check', 'what it holds a component to'), rows)}")
+        example = f"Keys of an example:\n\n{keys}\n\n" if keys else ""
+        parts.append(f"### `{kind}`\n\n{example}{_table(('check', 'statement'), rows)}")
     return "\n\n".join(parts)
 
 
