@@ -1,15 +1,16 @@
-"""Renews the parts of the documentation that the code itself says: tables of kinds, hooks, options, errors, components.
+"""Generates the parts of the documentation that come from the code: tables of kinds, hooks, options, commands, errors.
 
     python docs/tables.py
 
-writes them between `<!-- generated: NAME -->` and `<!-- end -->`, and draws the loss curve of the README anew; tests
-compare both with the code.
+writes them between `<!-- generated: NAME -->` and `<!-- end -->` and draws the loss curves. Tests compare both with the
+code.
 """
 
 import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING, asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,8 @@ def contracts() -> str:
     for kind in KINDS:
         keys = "\n".join(f"- `{key}`: {says}" for key, says in about(kind).items())
         rows = [(f"`{c.name}`", c.statement) for c in checks_for(kind)[2:]]
-        example = f"An example may give:\n\n{keys}\n\n" if keys else ""
-        parts.append(f"### `{kind}`\n\n{example}{_table(('check', 'what it holds a component to'), rows)}")
+        example = f"Keys of an example:\n\n{keys}\n\n" if keys else ""
+        parts.append(f"### `{kind}`\n\n{example}{_table(('check', 'statement'), rows)}")
     return "\n\n".join(parts)
 
 
@@ -178,6 +179,63 @@ def script_arguments() -> str:
     return "\n\n".join(f"### `{name}`\n\n{GROUPS[name].__doc__}\n\n{_table(head, rows[name])}" for name in GROUPS)
 
 
+def commands() -> str:
+    """Every command of `twinkle` with its arguments and options."""
+    import click
+
+    from twinkle_cli.group import main
+
+    command = main if isinstance(main, click.Command) else import_module("twinkle_cli.group").cli
+    return "\n\n".join(_command_sections(command, "twinkle", None))
+
+
+def _command_sections(command: Any, name: str, parent: Any) -> list[str]:
+    import click
+
+    context = click.Context(command, info_name=name.rpartition(" ")[2], parent=parent)
+    if isinstance(command, click.Group):
+        names = [name for name in command.list_commands(context) if name not in ("-h", "--help")]
+        children = [(f"{name} {child}", command.get_command(context, child)) for child in names]
+        return [section for path, child in children for section in _command_sections(child, path, context)]
+    arguments = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    usage = " ".join([name, *(argument.make_metavar(context) for argument in arguments), "[OPTIONS]"])
+    rows = [option.get_help_record(context) for option in command.params if isinstance(option, click.Option)]
+    table = [(f"`{flag}`".replace("|", "\\|"), text.replace("|", "\\|")) for flag, text in filter(None, rows)]
+    summary = inspect.cleandoc(command.help or "").partition("\f")[0].strip()
+    parts = [f"## `{name}`", f"```text\n{usage}\n```", summary, _table(("option", "meaning"), table) if table else ""]
+    return ["\n\n".join(filter(None, parts))]
+
+
+def server_settings() -> str:
+    """Every field of the service's settings, limits and times."""
+    from twinkle_server.settings import Limits, Settings, Times
+
+    parts = []
+    for kind in (Settings, Limits, Times):
+        meanings = _attributes(kind)
+        rows = [
+            (f"`{field.name}`", f"`{_type(field)}`".replace("|", "\\|"), _default(field), meanings[field.name])
+            for field in fields(kind)
+        ]
+        parts.append(f"### `{kind.__name__}`\n\n{_table(('field', 'type', 'default', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """Return what the section `Attributes` of a class's docstring says about each field."""
+    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _type(field: Any) -> str:
+    return inspect.formatannotation(field.type).replace("pathlib.", "").replace("twinkle_server.settings.", "")
+
+
+def _default(field: Any) -> str:
+    return "" if field.default is MISSING else f"`{field.default!r}`"
+
+
 def errors() -> str:
     """The tree of errors."""
     from twinkle import errors
@@ -249,49 +307,46 @@ def _counting(functions: list[ast.FunctionDef]) -> set[str]:
 
 
 LIMITS = {
-    "body of a request, as sent / decompressed": "{body_bytes} / {decompressed_bytes}; larger is answered with 413",
-    "bodies of all requests in memory": "{inflight_bytes}; what does not fit is answered with 429",
-    "rows of a pass / their tokens": "{datums} / {request_tokens}",
-    "tokens of a row": "the model's context",
-    "sequences of a sampling request": "{samples}",
-    "operations of a tenant that wait or run": "{queued}; more is answered with 429",
-    "a request for a result": "is held {poll}, and then told to come again; what was never given is answered at once",
-    "a future's result, unread / read": "kept {kept_result} / {read_result}",
-    "sequences sampled with `record_stability_info`": "kept {kept_record} after they were sampled or trained on last",
+    "size of a request body, as sent / decompressed": "{body_bytes} / {decompressed_bytes}; larger: 413",
+    "size of all request bodies in memory": "{inflight_bytes}; more: 429",
+    "rows of one forward-backward request / their tokens": "{datums} / {request_tokens}",
+    "tokens of a row": "the context length of the model",
+    "sequences of one sampling request": "{samples}",
+    "pending operations of one tenant": "{queued}; more: 429",
+    "wait of one request for a result": "{poll}, then the client must ask again; an unknown id is answered at once",
+    "retention of a result, unread / read": "{kept_result} / {read_result}",
+    "retention of sequences sampled with `record_stability_info`": "{kept_record} after the last sampling or training",
     "recipients of an encrypted checkpoint": "{recipients}",
-    "a payload or result in the database": "{small_bytes}; a larger one is a file",
-    "a missing sequence number": (
-        "what waits for it says so after {gap_pause}, and fails after {gap_fail}; while its request may still come (a "
-        "slow upload, a restart, {resend} after one that was turned away), after {gap_limit} at the latest"
+    "size of a payload or result in the database": "{small_bytes}; larger ones are files",
+    "missing sequence number": (
+        "reported as the reason for waiting after {gap_pause}; the waiting operations fail after {gap_fail}. While the "
+        "missing request may still arrive (slow upload, restart, {resend} after a rejection), they fail after "
+        "{gap_limit}"
     ),
-    "a loss graph of a client": "{graph_seconds} seconds for all rows of a request, backward included",
-    "a sequence number above the next one of its model": "{farthest}; one that is further away is answered with 422",
-    "requests of a tenant whose operations cannot be done as they are asked": (
-        "{refusals_at_once} at once, {refusals} a second; more are answered with 429"
+    "time of a client's loss graph": "{graph_seconds} seconds for all rows of a request, backward included",
+    "distance of a sequence number from the next expected one": "{farthest}; farther: 422",
+    "rate of invalid operations of one tenant": "{refusals} a second, bursts of {refusals_at_once}; more: 429",
+    "session without a heartbeat": "ends after {session}",
+    "state of a model after its session ended": "kept for {kept_run}",
+    "audit log entries": "kept for {kept_audit}",
+    "time between snapshots of a changed model": "{snapshot}, or {snapshot_steps} optimizer steps",
+    "engine without a sign of life": (
+        "reported as not responding after {silent}; restarted after {stopped} if its process is stopped (SIGSTOP) and "
+        "operations are pending"
     ),
-    "a session without a heartbeat": "{session}",
-    "a model after its session ended": "its state is kept for {kept_run}",
-    "an entry of the audit log": "kept for {kept_audit}",
-    "a model that changed": "snapshotted after {snapshot}, or {snapshot_steps} optimizer steps",
-    "an engine that gives no sign of life": (
-        "is reported as not responding after {silent}; one that is stopped (SIGSTOP) and owes an answer is started "
-        "anew after {stopped}"
-    ),
-    "a plugin that is revoked while the service runs": "dropped within {revocations}",
-    "a pass": "{deadline}, then the engine is started anew",
-    "the loss of a plugin, for one operation": "{loss}, and {loss_bytes} of memory",
-    "the import of a plugin with a loss": "{loss_start}",
-    "SIGTERM": "waits {drain} for what runs",
-    "loading the base model": "{start}",
-    "checkpoints beyond their time or a quota": "moved to the trash within {upkeep}",
-    "a checkpoint in the trash": "kept for {trash}, and no more of one tenant than its quota of bytes",
+    "plugin that is revoked while the service runs": "disabled within {revocations}",
+    "time of one pass": "{deadline}, then the engine restarts",
+    "loss of a plugin, per operation": "{loss}, {loss_bytes} of memory",
+    "import of a loss plugin": "{loss_start}",
+    "SIGTERM": "waits up to {drain} for running work",
+    "time to load the base model": "{start}",
+    "expired checkpoints, and checkpoints over a quota": "moved to the trash within {upkeep}",
+    "checkpoint in the trash": "kept for {trash}; the trash of a tenant is never larger than its quota of bytes",
 }
 
 
 def limits() -> str:
     """Every limit of the service, with its default."""
-    from dataclasses import asdict
-
     from twinkle_server.engine.encryption import MOST_RECIPIENTS
     from twinkle_server.runtime.queues import MAX_GAP
     from twinkle_server.settings import Limits, Settings, Times
@@ -304,7 +359,7 @@ def limits() -> str:
     values |= {"farthest": f"{MAX_GAP:,}", "snapshot_steps": str(Settings("", DOCS).snapshot_steps)}
     values |= {"recipients": str(MOST_RECIPIENTS)}
     values |= {"refusals": f"{quotas._REFUSALS:g}", "refusals_at_once": f"{quotas._REFUSALS_AT_ONCE:,.0f}"}
-    return _table(("what", "at most"), [(what, says.format_map(values)) for what, says in LIMITS.items()])
+    return _table(("what", "limit"), [(what, says.format_map(values)) for what, says in LIMITS.items()])
 
 
 def _size(count: int) -> str:
@@ -347,6 +402,26 @@ def reference_plugins() -> str:
         if spec.dist not in BY_KIND and not spec.ref.startswith("torch."):
             places.setdefault(spec.dist, []).append(spec.ref.replace(":", "."))
     return "\n\n".join("\n\n".join([f"## {dist}", *(f"::: {p}" for p in sorted(places[dist]))]) for dist in places)
+
+
+SERVER_MODULES = ("settings", "application", "operations", "ports", "errors")
+TORCH_MODULES = ("head", "segments", "packing", "collate", "numerics", "precision", "pooling")
+
+
+def reference_modules(package: str, names: Iterable[str]) -> Callable[[], str]:
+    """Return a function that lists the public classes and functions of some modules of a package."""
+
+    def generate() -> str:
+        parts = []
+        for name in names:
+            module = import_module(f"{package}.{name}")
+            public = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+            values = [value for name in public if _is_definition(value := getattr(module, name))]
+            places = [_place(value) for value in values if value.__module__ == module.__name__]
+            parts += [f"## `{module.__name__}`", *(f"::: {place}" for place in places)]
+        return "\n\n".join(parts)
+
+    return generate
 
 
 def reference_registry() -> str:
@@ -428,6 +503,10 @@ GENERATED: dict[str, Callable[[], str]] = {
     "top": top,
     "tinker conformance": conformance,
     "service limits": limits,
+    "server settings": server_settings,
+    "commands": commands,
+    "reference server": reference_modules("twinkle_server", SERVER_MODULES),
+    "reference torch": reference_modules("twinkle_torch", TORCH_MODULES),
     **{page: reference(page) for page in CORE_PAGES},
 }
 

@@ -35,6 +35,6 @@ def test_the_table_says_with_what_a_line_is_shown(tables: dict[str, Any]) -> Non
 
 
 def test_the_table_names_every_line(tables: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "tinker-conformance.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "tinker-conformance.md").read_text("utf-8")
     assert page == tables["renewed"](page), "run: python docs/tables.py"
     assert all(f"\n| {number} | " in page for number in range(1, 116))

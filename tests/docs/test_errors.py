@@ -1,4 +1,4 @@
-"""Each row of the table in docs/errors.md is a mistake that is made here: the error and its message are compared."""
+"""Each row of the table in docs/reference/errors.md is a mistake that is made here; error and message are compared."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from twinkle.dataset import Dataset, DatasetMeta
 from twinkle.model import TransformersModel
 from twinkle.sampler import TorchSampler
 
-PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 ROW = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 MISTAKES: dict[str, Callable[[], Any]] = {}
@@ -53,7 +53,7 @@ def _() -> None:
     model().set_loss("acme-losses/FocalLoss")
 
 
-@mistake("a class that is no loss")
+@mistake("a class that is not a loss")
 def _() -> None:
     model().set_loss(dict)
 
@@ -68,7 +68,7 @@ def _() -> None:
     model().forward_backward(inputs=[ROW], advantage=[1.0])
 
 
-@mistake("an argument that a loss needs and does not get")
+@mistake("a missing argument of a loss")
 def _() -> None:
     def needs(inputs, outputs, weight):
         return LossOutput(outputs["logps"].sum() * weight, 1)
@@ -78,7 +78,7 @@ def _() -> None:
     trained.forward_backward(inputs=[ROW])
 
 
-@mistake("a loss that reads what the forward did not make")
+@mistake("a loss that reads an output that was not computed")
 def _() -> None:
     def reads(inputs: Any, outputs: Any) -> LossOutput:
         return LossOutput(outputs["logits"].sum(), 1)
@@ -88,7 +88,7 @@ def _() -> None:
     trained.forward_backward(inputs=[ROW])
 
 
-@mistake("a sum that nobody can divide")
+@mistake("a loss without a denominator")
 def _() -> None:
     trained = model()
     trained.set_loss(lambda inputs, outputs: {"loss": outputs["logps"].sum()})
@@ -100,12 +100,12 @@ def _() -> None:
     SamplingParams.from_dict({"temprature": 0.5})
 
 
-@mistake("a file without the name")
+@mistake("a name that a file does not define")
 def _() -> None:
     registry().resolve(write("my_loss.py", "x = 1\n") + ":MyLoss", "loss")
 
 
-@mistake("a file that does not import")
+@mistake("a file that cannot be imported")
 def _() -> None:
     registry().resolve(write("bad_loss.py", "import nothing_like_this\n") + ":MyLoss", "loss")
 
@@ -115,12 +115,12 @@ def _() -> None:
     Dataset(DatasetMeta("s3://org/rows"))
 
 
-@mistake("a repository that no hub can have")
+@mistake("an invalid repository name")
 def _() -> None:
     Dataset(DatasetMeta("hf://rows"))
 
 
-@mistake("a folder that is not there, uploaded")
+@mistake("an upload of a missing folder")
 def _() -> None:
     model().upload_to_hub("checkpoint-1", "hf://org/name")
 
@@ -132,12 +132,12 @@ def published() -> str:
     return f"file://{folder}"
 
 
-@mistake("code from a Hub that nobody added")
+@mistake("code from a Hub that is not trusted")
 def _() -> None:
     registry().resolve(published(), "loss")
 
 
-@mistake("code from a Hub of which one byte was changed")
+@mistake("code from a Hub that was changed after it was added")
 def _() -> None:
     reference = published()
     assert main(["plugins", "add", reference, "--yes"], standalone_mode=False) in (0, None)
@@ -146,7 +146,7 @@ def _() -> None:
     registry().resolve(reference, "loss")
 
 
-@mistake("a plugin that is not locked, in a frozen run")
+@mistake("an unlocked plugin in a frozen run")
 def _() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINKLE_FROZEN", "1")
@@ -157,7 +157,7 @@ def _() -> None:
             registry.cache_clear()
 
 
-@mistake("a lock that is half there")
+@mistake("a damaged lock")
 def _() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINKLE_TRUST_FOLDER", str(Path.cwd()))
@@ -173,34 +173,34 @@ def _() -> None:
     registry()
 
 
-@mistake("a model that is not there")
+@mistake("a missing model")
 def _() -> None:
     TransformersModel(model_id="./no-such-model")
 
 
-@mistake("an adapter's folder given as a model")
+@mistake("an adapter folder used as a model")
 def _() -> None:
     trained = model()
     trained.add_adapter_to_model("a", {"r": 2, "target_modules": "all-linear"})
     TransformersModel(model_id=trained.save("adapter", output_dir="."))
 
 
-@mistake("a mesh before the processes know each other")
+@mistake("a mesh before torchrun is initialized")
 def _() -> None:
     model(device_mesh=DeviceMesh.from_sizes(dp_size=2))
 
 
-@mistake("a mesh for more processes than there are")
+@mistake("a mesh that is larger than the number of processes")
 def _() -> None:
     initialize(global_device_mesh=DeviceMesh.from_sizes(fsdp_size=4, dp_size=2))
 
 
-@mistake("sizes that do not multiply")
+@mistake("mesh sizes that do not match the world size")
 def _() -> None:
     DeviceMesh.from_sizes(world_size=6, dp_size=4)
 
 
-@mistake("a data set that is not there")
+@mistake("a missing data set")
 def _() -> None:
     Dataset(DatasetMeta("no-such-rows.jsonl"))
 
@@ -210,7 +210,7 @@ def _() -> None:
     Dataset(DatasetMeta(write("rows.jsonl", '{"a": 1}\n{"a": \n')))
 
 
-@mistake("no rows")
+@mistake("an empty data set")
 def _() -> None:
     Dataset(DatasetMeta(write("empty.jsonl", "")))
 
@@ -249,12 +249,12 @@ def _() -> None:
     model().forward_backward(inputs=[{"input_ids": [5, 999], "labels": [6, -100]}])
 
 
-@mistake("positions that go back")
+@mistake("position ids that do not increase")
 def _() -> None:
     model().forward_backward(inputs=[{**ROW, "position_ids": [0, 1, 1]}])
 
 
-@mistake("a step before any backward")
+@mistake("a step before a backward pass")
 def _() -> None:
     fresh = model()
     fresh.set_optimizer("SGD")
@@ -273,7 +273,7 @@ def _() -> None:
     broken.forward_backward(inputs=[ROW])
 
 
-@mistake("a mean where a sum is needed")
+@mistake("a mean instead of a sum")
 def _() -> None:
     mean = model()
     mean.set_loss(lambda inputs, outputs: {"loss": outputs["logps"].mean(), "num_tokens": 0})
@@ -285,14 +285,14 @@ def _() -> None:
     TorchSampler(model=model()).sample({"input_ids": [1] * 600}, SamplingParams(max_tokens=1))
 
 
-@mistake("weights without optimizer state to resume from")
+@mistake("resuming from weights without optimizer state")
 def _() -> None:
     saved = model()
     saved.set_optimizer("SGD")
     saved.resume_from_checkpoint(saved.save("weights-only", output_dir="."))
 
 
-@mistake("weights of an adapter with another scale")
+@mistake("adapter weights with a different scale")
 def _() -> None:
     for alpha in (64, 8):
         adapted = model()
@@ -302,7 +302,7 @@ def _() -> None:
     adapted.load("alpha", output_dir=".")
 
 
-@mistake("a folder of something else where a checkpoint should go")
+@mistake("an output folder that is not a checkpoint")
 def _() -> None:
     Path("notes").mkdir()
     write("notes/mine.txt", "x")

@@ -9,7 +9,7 @@ import pytest
 from twinkle import hookspecs
 from twinkle.kinds import KINDS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "hooks.md").read_text("utf-8")
 DOCUMENTED = dict(re.findall(r"^### `(\w+)`\n\n```text\n(.+)\n```$", PAGE, re.MULTILINE))
 SPECS = {name: value for name, value in vars(hookspecs).items() if name.startswith("twinkle_")}
 

@@ -67,33 +67,44 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
-def test_the_first_page_links_every_guide() -> None:
-    linked = {target for target, _ in LINK.findall((DOCS / "index.md").read_text("utf-8"))}
-    assert linked >= {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+@pytest.mark.parametrize(
+    ("name", "folders"),
+    [("index.md", ("start", "guides", "explanations")), ("reference/index.md", ("reference",))],
+)
+def test_an_index_links_every_page(name: str, folders: tuple[str, ...]) -> None:
+    index = DOCS / name
+    linked = {(index.parent / target).resolve() for target, _ in LINK.findall(index.read_text("utf-8")) if target}
+    pages = {found for folder in folders for found in (DOCS / folder).rglob("*.md")}
+    assert pages - linked - set((DOCS / "reference" / "api").glob("*.md")) - {index} == set()
+
+
+def test_every_page_is_in_a_folder_that_says_its_purpose() -> None:
+    folders = {"start", "guides/researcher", "guides/plugin-author", "guides/operator", "reference", "reference/api"}
+    found = {page.parent.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page.name != "index.md"}
+    assert found == folders | {"explanations", "decisions"}
 
 
 def test_the_readme_links_every_way_to_train() -> None:
     linked = {target for target, _ in LINK.findall((ROOT / "README.md").read_text("utf-8"))}
-    ways = (
-        "reinforcement-learning preference-and-distillation agents rewards-and-advantages sampling weight-sync serving"
-    )
-    assert linked >= {f"docs/{name}.md" for name in (*ways.split(), "write-your-own-algorithm", "index")}
+    ways = "reinforcement-learning preference-and-distillation agents rewards-and-advantages sampling weight-sync"
+    guides = {f"docs/guides/researcher/{name}.md" for name in (*ways.split(), "write-your-own-algorithm")}
+    assert linked >= guides | {"docs/guides/operator/serving.md", "docs/index.md", "docs/explanations/guarantees.md"}
 
 
-CONTINUED = "each goes on with the names of those above it"
+CONTINUED = "each block uses the names defined above it"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "agents",
-        "losses",
-        "preference-and-distillation",
-        "reinforcement-learning",
-        "rewards-and-advantages",
-        "sampling",
-        "weight-sync",
-        "write-your-own-algorithm",
+        "guides/researcher/agents",
+        "reference/losses",
+        "guides/researcher/preference-and-distillation",
+        "guides/researcher/reinforcement-learning",
+        "guides/researcher/rewards-and-advantages",
+        "guides/researcher/sampling",
+        "guides/researcher/weight-sync",
+        "guides/researcher/write-your-own-algorithm",
     ],
 )
 def test_a_block_runs_alone_unless_its_page_says_that_blocks_go_on(name: str) -> None:
@@ -124,9 +135,7 @@ def test_the_manifest_reference_names_every_key() -> None:
         "export": reading._EXPORT,
     }
     keys = {*reading._TOP} - {*tables} | {f"{table}.{name}" for table, names in tables.items() for name in names}
-    section = (
-        (DOCS / "plugin-authors.md").read_text("utf-8").partition("## Manifest reference")[2].partition("\n## ")[0]
-    )
+    section = (DOCS / "reference" / "manifest.md").read_text("utf-8").partition("## Keys")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)) == keys
 
 
@@ -136,7 +145,7 @@ def test_the_variables_that_the_code_reads_are_documented() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             if "tests" not in path.parts:
                 read |= set(re.findall(r"\"(TWINKLE_[A-Z_]+[A-Z])\"", path.read_text("utf-8")))
-    page = (DOCS / "concepts.md").read_text("utf-8")
+    page = (DOCS / "reference" / "settings.md").read_text("utf-8")
     assert {name for name in read if f"`{name}" not in page} == set()
 
 
@@ -146,7 +155,7 @@ def test_the_published_arguments_of_portability_exist() -> None:
     import twinkle
     from twinkle.model import TransformersModel
 
-    page = (DOCS / "portability.md").read_text("utf-8")
+    page = (DOCS / "explanations" / "portability.md").read_text("utf-8")
     for name in inspect.signature(twinkle.initialize).parameters:
         assert f"`{name}`" in page
     section = page.partition("## `TransformersModel`")[2].partition("\n## ")[0]
@@ -168,8 +177,8 @@ def test_the_curves_are_our_plots_of_the_metrics_beside_them(
     assert abs(ours - kept).mean() < 0.001, "run: python docs/tables.py"
 
 
-def test_the_figures_in_the_readme_are_those_of_the_kept_run() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_figures_of_the_quickstart_are_those_of_the_kept_run() -> None:
+    text = (DOCS / "start" / "install.md").read_text("utf-8")
     lines = [json.loads(line) for line in (ASSETS / "metrics.jsonl").read_text("utf-8").splitlines()]
     by_step = {line["step"]: line for line in lines}
     shown = re.findall(r"^step (\d+)/(\d+) loss=([\d.]+)(?: eval/loss=([\d.]+))?", text, re.MULTILINE)
@@ -197,7 +206,7 @@ def test_every_limit_of_the_service_is_on_its_page(tables: dict[str, Any]) -> No
 def test_times_in_the_words_of_the_services_page_are_those_of_the_service() -> None:
     from twinkle_server.settings import Times
 
-    page, times = (DOCS / "serving.md").read_text("utf-8"), Times()
+    page, times = (DOCS / "guides" / "operator" / "serving.md").read_text("utf-8"), Times()
     words = {300: "five minutes", 600: "ten minutes", 7 * 86400: "seven days"}
     assert f"after {words[int(times.session)]} without a heartbeat its session ends" in page
     assert f"after {words[int(times.deadline)]} the engine is started anew" in page
@@ -211,16 +220,16 @@ def test_the_versions_that_pages_name_are_those_that_the_tests_run() -> None:
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     sdk, cookbook = version("tinker"), version("tinker_cookbook")
     assert (sdk, cookbook) == (pinned["tinker"], pinned["tinker_cookbook"])
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert f"The unmodified Tinker SDK {sdk} and cookbook {cookbook} " in readme
-    for page in ("serving.md", "tinker-conformance.md"):
+    guarantees = (DOCS / "explanations" / "guarantees.md").read_text("utf-8")
+    assert f"The unmodified Tinker SDK {sdk} and cookbook {cookbook} " in guarantees
+    for page in ("guides/operator/serving.md", "reference/tinker-conformance.md"):
         text = " ".join((DOCS / page).read_text("utf-8").split())
         assert re.search(rf"unmodified SDK {re.escape(sdk)}(,| and) cookbook {re.escape(cookbook)}\b", text), page
     older = runpy.run_path(str(ROOT / "tests" / "conformance" / "test_older_sdks.py"))["VERSIONS"]
-    assert f"older SDKs {', '.join(older[:-1])} and {older[-1]}" in readme
+    assert f"older SDKs {', '.join(older[:-1])} and {older[-1]}" in guarantees
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert f"({older[0]} to {sdk})" in changes
-    assert f"older SDKs, from {older[0]} on" in (DOCS / "serving.md").read_text("utf-8")
+    assert f"older SDKs, from {older[0]} on" in (DOCS / "guides" / "operator" / "serving.md").read_text("utf-8")
 
 
 @pytest.mark.full
@@ -245,7 +254,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_figures_of_the_demo_are_those_of_all_kept_runs() -> None:
-    text = (DOCS / "reinforcement-learning.md").read_text("utf-8")
+    text = (DOCS / "guides" / "researcher" / "reinforcement-learning.md").read_text("utf-8")
     shown = re.findall(r"^\| seed (\d) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
     runs = sorted(ASSETS.glob("grpo-demo-seed*.jsonl"))
     assert [f"grpo-demo-seed{seed}" for seed, _, _ in shown] == [run.stem for run in runs]

@@ -6,7 +6,7 @@ import pytest
 
 from twinkle import registry
 
-PAGE = Path(__file__).parents[2] / "docs" / "preprocessors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "researcher" / "preprocessors.md"
 
 
 @pytest.mark.parametrize("kind", ["preprocessor", "filter", "loss_scale"])

@@ -21,7 +21,7 @@ from twinkle.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK leaves its first connection open
 
-TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial-first-loss.md"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "start" / "first-loss.md"
 
 
 STUCK = '''"""A loss that takes its time."""

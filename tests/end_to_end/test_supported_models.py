@@ -18,7 +18,7 @@ from twinkle.model import TransformersModel
 from twinkle.template import Template
 from twinkle.testing import tiny_tokenizer
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "researcher" / "models.md"
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text("utf-8").split("\n## ")}
 SUPPORTED, PARSERS, UNSUPPORTED = (
     SECTIONS[name] for name in ("Families", "Tool calls in generated text", "Not supported")

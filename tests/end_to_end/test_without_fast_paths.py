@@ -38,7 +38,8 @@ def test_every_demo_of_the_makefile_has_the_limit_that_the_documentation_states(
     [demo] = [line for line in lines if line.startswith("DEMO :=")]
     assert "TWINKLE_MEMORY_LIMIT=$(TWINKLE_MEMORY_LIMIT)" in demo
     number = stated().removesuffix("GB")
-    assert f"The demos of the Makefile set it to {number} GB" in (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/guides/researcher/recipes.md").read_text("utf-8")
+    assert f"The demos of the Makefile set it to {number} GB" in page
 
 
 @pytest.mark.soak

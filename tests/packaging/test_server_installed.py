@@ -18,7 +18,7 @@ from twinkle.testing import tiny_model
 
 pytestmark = pytest.mark.full
 
-PAGE = (ROOT / "docs" / "serving.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "guides" / "operator" / "serving.md").read_text("utf-8")
 WORKBENCH = "twinkle-workbench"
 FLOORS = ("twinkle-registry", "twinkle-core")
 
@@ -30,10 +30,11 @@ def block(language: str, holds: str) -> str:
 
 
 def installed_by_the_page() -> list[str]:
-    """Return what the page's line of pip names."""
+    """Return what the page's line of pip names; `.` is the meta distribution of the checkout, here from its wheel."""
     command, what, *names = shlex.split(block("bash", "pip install"))
     assert (command, what) == ("pip", "install")
-    return names
+    assert names[-2:] == ["-c", "constraints.txt"]
+    return [re.sub(r"^\.(?=\[|$)", WORKBENCH, name) for name in names[:-2]]
 
 
 def of_others(requirements: Iterable[str]) -> list[str]:

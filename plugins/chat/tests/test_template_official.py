@@ -26,7 +26,7 @@ SPECIAL = re.compile(
 )
 ENDS = ("<｜end▁of▁sentence｜>", "<|im_end|>", "<|eot_id|>", "<|return|>", "<turn|>", "<end_of_turn>", "<|end|>")
 
-# The families of docs/models.md that have an official chat template at hand: package and file, and the template that
+# The families of docs/guides/researcher/models.md that have an official chat template at hand: package and file, and the template that
 # reads them.
 FAMILIES = {
     "Qwen2.5": ("llama.cpp", "Qwen-Qwen2.5-7B-Instruct", "Qwen2_5Template"),

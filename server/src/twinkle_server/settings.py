@@ -1,4 +1,4 @@
-"""Every limit of the service, with the default of a small machine."""
+"""Settings and limits of the service, with defaults for a small machine."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,20 +10,20 @@ import orjson
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a body, a request and a tenant may be.
+    """Size limits of requests and tenants.
 
     Attributes:
-        body_bytes: of a request, as sent.
-        decompressed_bytes: of a request, after decompression.
-        inflight_bytes: of all bodies that are being read or wait for the log.
-        datums: rows of a pass.
-        request_tokens: tokens of all rows of a pass.
+        body_bytes: size of a request body, as sent.
+        decompressed_bytes: size of a request body after decompression.
+        inflight_bytes: total size of the request bodies that are being read or written to the log.
+        datums: rows of one forward-backward request.
+        request_tokens: tokens of all rows of one forward-backward request.
         samples: sequences of one sampling request.
-        queued: operations of one tenant that wait or run.
-        small_bytes: payloads and results up to this size live in the database, as those of a pass of 4,096 tokens do;
-            larger ones are files, which take longer and keep the database small.
-        loss_bytes: that the loss of a plugin may allocate in its worker process.
-        graph_seconds: that a loss graph of a client may take for all rows of one operation, backward included.
+        queued: pending operations of one tenant.
+        small_bytes: payloads and results up to this size (a pass of 4,096 tokens, for example) are stored in the
+            database. Larger ones are files, which take longer and keep the database small.
+        loss_bytes: memory that the loss of a plugin may allocate in its worker process.
+        graph_seconds: time of a client's loss graph for all rows of one operation, backward included.
     """
 
     body_bytes: int = 64 * 2**20
@@ -40,35 +40,36 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds.
+    """Time limits, in seconds.
 
     Attributes:
-        poll: a future's request is held so long before it answers `try_again`.
-        gap_pause: a missing number is told as the reason after this.
-        gap_fail: what waits for it fails after this, unless its request may still come: a slow upload of its tenant is
-            under way or has just ended, or a request of its tenant was turned away for the moment (see `resend`).
-        gap_limit: what waits for it fails after this at the latest.
-        resend: a client sends a request again within this time if it was answered with 408, 429 or 5xx, if its
-            connection broke, or if the service was started anew.
-        session: a session without heartbeat ends after this.
-        kept_run: the state of a model whose session ended is kept so long.
-        kept_result: a result that nobody has read is kept so long.
-        read_result: a result that was read is kept so long.
-        kept_record: sequences that were sampled with `record_stability_info` can be trained on for so long after they
-            were sampled or trained on last.
-        kept_audit: an entry of the audit log is kept so long.
-        deadline: a pass that takes longer is taken for hung, and the engine is started anew.
-        drain: SIGTERM waits so long for the pass that runs.
-        snapshot: a model that changed is snapshotted at least so often.
-        silent: an engine that gives no sign of life for so long is said not to respond (it was stopped, say).
-        stopped: an engine whose process is stopped (SIGSTOP) for so long is started anew if it owes an answer; where
-            there is no `/proc`, only `deadline` ends it.
-        start: the engine may take so long to load the model.
-        revocations: policy and revocation lists are read so often, and plugins that they forbid are dropped.
-        loss: the loss of a plugin may take so long for one operation, at most half of `deadline`.
-        loss_start: the import of such a plugin may take so long, likewise.
-        upkeep: checkpoints whose time is over, or that are more than a quota keeps, are removed at least so often.
-        trash: a checkpoint that was removed is kept so long in the trash.
+        poll: how long a request for a result waits before it answers `try_again`.
+        gap_pause: time after which a missing sequence number is reported as the reason for waiting.
+        gap_fail: time after which operations that wait for a missing number fail, unless its request may still
+            arrive: a slow upload of the tenant is in progress or has just ended, or a request of the tenant was
+            rejected temporarily (see `resend`).
+        gap_limit: time after which operations that wait for a missing number fail in any case.
+        resend: time within which a client repeats a request that was answered with 408, 429 or 5xx, whose connection
+            broke, or that was interrupted by a restart of the service.
+        session: time without a heartbeat after which a session ends.
+        kept_run: retention of the state of a model whose session ended.
+        kept_result: retention of a result that was not read.
+        read_result: retention of a result that was read.
+        kept_record: retention of sequences that were sampled with `record_stability_info`, after the last sampling or
+            training on them.
+        kept_audit: retention of audit log entries.
+        deadline: time after which a pass counts as hung and the engine restarts.
+        drain: time that SIGTERM waits for the running pass.
+        snapshot: time after which a changed model is snapshotted at the latest.
+        silent: time without a sign of life after which an engine is reported as not responding.
+        stopped: time after which an engine whose process is stopped (SIGSTOP) restarts if operations are pending.
+            Without `/proc`, only `deadline` restarts it.
+        start: time for the engine to load the model.
+        revocations: interval at which policy and revocation lists are read; plugins that they forbid are disabled.
+        loss: time of the loss of a plugin for one operation, at most half of `deadline`.
+        loss_start: time of the import of such a plugin, at most half of `deadline`.
+        upkeep: interval at which expired checkpoints, and those over a quota, are removed.
+        trash: retention of a removed checkpoint in the trash.
     """
 
     poll: float = 30.0
@@ -97,34 +98,34 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one service.
+    """Settings of one service.
 
     Attributes:
         model: folder or Hub id of the base model.
-        data: directory of the database, payloads, snapshots and checkpoints.
-        name: what clients call the model; by default `model` as given.
-        tokenizer: where clients find its tokenizer; None is the model's folder, for those on this machine.
-        host: to listen on.
-        port: to listen on; 0 takes a free one.
-        auth: False serves everybody; on loopback only.
-        max_pass_seconds: a decode step waits at most about so long for training, as far as passes are that short.
-        pass_tokens: tokens that go through the model at one time; None follows from the model's size. The same
-            operations give the same numbers only with the same value.
-        backend: the engine, a component of kind `engine` by name or reference; None is the only one installed.
+        data: directory for the database, payloads, snapshots and checkpoints.
+        name: name of the model for clients; by default `model`.
+        tokenizer: where clients load the tokenizer; None is the model folder, for clients on this machine.
+        host: address to listen on.
+        port: port to listen on; 0 uses a free one.
+        auth: False serves requests without keys; on loopback only.
+        max_pass_seconds: approximate time that a decode step waits for training, if passes are short enough.
+        pass_tokens: tokens per pass; None depends on the size of the model. The same operations give the same numbers
+            only with the same value.
+        backend: the engine, a component of kind `engine` by name or reference; None is the only installed one.
         snapshot_steps: optimizer steps of a model after which it is snapshotted.
-        losses: names of loss plugins beside the published ones that requests may use; None is every installed one that
-            says it is tenant-safe.
-        custom_losses: let clients register loss graphs.
-        strict_losses: refuse losses under a published name whose formula is not the published one.
-        loss_workers: compute the losses of plugins that do not ship with Twinkle in processes of their own.
-        in_process_losses: names of plugins whose losses are computed in the engine all the same.
-        local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Not where a
-            proxy on this machine forwards requests of others: they look like its own.
-        take_over: take the data directory from a service on another machine, which is dead.
-        accept_base: serve the model though the directory's adapters of that name were trained on another one.
-        limits: see `Limits`.
-        times: see `Times`.
-        extra: further options of the engine.
+        losses: names of loss plugins that requests may use in addition to the published losses; None is every
+            installed one that is tenant-safe.
+        custom_losses: allow clients to register loss graphs.
+        strict_losses: refuse losses with a published name whose formula is not the published one.
+        loss_workers: compute the losses of plugins that do not ship with Twinkle in separate processes.
+        in_process_losses: names of plugins whose losses are computed in the engine process.
+        local_metrics: answer `/metrics` and `/twinkle/status` to programs on this machine without a key. Do not use
+            it with a proxy on this machine, because forwarded requests look local.
+        take_over: take the data directory from a dead service on another machine.
+        accept_base: serve the model although the adapters in the directory were trained on another one.
+        limits: size limits, see `Limits`.
+        times: time limits, see `Times`.
+        extra: additional options of the engine.
     """
 
     model: str

@@ -16,10 +16,10 @@ from twinkle_scaffolds.baking import ask, bake, interactive, scaffolds
 @click.option(
     "--into", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Where to make the folder."
 )
-@click.option("--author", help="Who stands in the licence; by default git's user.name.")
+@click.option("--author", help="Author for the licence; by default git's user.name.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def new(kind: str | None, name: str | None, into: Path, author: str | None, as_json: bool) -> None:
-    """Make the project of a plugin of yours in the new folder NAME.
+    """Create the project of a new plugin in the new folder NAME.
 
     KIND is what you write, such as `loss` or `reward`, or `hub-repo` for a repository on a Hub; NAME is that of the
     distribution, such as `acme-focal`. Without them you are asked.

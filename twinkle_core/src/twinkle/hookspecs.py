@@ -173,19 +173,19 @@ def twinkle_step_end(run: "Run", step: int, metrics: Mapping[str, float]) -> Non
 
 @hookspec
 def twinkle_checkpoint_saved(run: "Run", path: Path, step: int) -> None:
-    """A checkpoint stands whole on disk at `path`."""
+    """A checkpoint has been written completely at `path`."""
 
 
 @hookspec
 def twinkle_run_error(run: "Run", error: BaseException) -> None:
-    """The run ends by `error` (KeyboardInterrupt included); called once, before `twinkle_run_end`."""
+    """The run ends with `error` (including KeyboardInterrupt); called once, before `twinkle_run_end`."""
 
 
 @hookspec
 def twinkle_run_end(run: "Run") -> None:
-    """The run is over, by success or error; release what was opened."""
+    """The run has ended, with success or error; release resources."""
 
 
 @hookspec
 def twinkle_server_routes(router: Any) -> None:
-    """Add routes to the server's `fastapi.APIRouter`, which stands behind its authentication."""
+    """Add routes to the server's `fastapi.APIRouter`, which requires authentication."""

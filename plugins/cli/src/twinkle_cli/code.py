@@ -40,7 +40,7 @@ def add(ctx: click.Context, references: tuple[str, ...], yes: bool, as_json: boo
 def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
     """Lock every installed plugin, and renew the entries of Hub repositories and local files.
 
-    What is new in a repository or a file is shown and asked for, as `add` does; what is declined stays as it is.
+    Changes in a repository or a file are shown for confirmation, as in `add`; declined entries stay unchanged.
     Exit code 1 if something was declined or could not be asked.
     """
     shown: list[Proposal] = []
@@ -51,8 +51,8 @@ def lock(ctx: click.Context, yes: bool, as_json: bool) -> None:
 
 
 @click.command(short_help="Check that everything in twinkle.lock is here, whole and allowed.")
-@click.option("--fetch", is_flag=True, help="Download Hub code that is not here, or not whole; it must be as locked.")
-@click.option("--online", is_flag=True, help="Ask each Hub whether its references still lead to what is locked.")
+@click.option("--fetch", is_flag=True, help="Download Hub code that is missing or incomplete; it must match the lock.")
+@click.option("--online", is_flag=True, help="Ask each Hub whether its references still resolve to the locked commits.")
 @_json
 @click.pass_context
 def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None:
@@ -75,7 +75,7 @@ def verify(ctx: click.Context, fetch: bool, online: bool, as_json: bool) -> None
 @click.argument("references", nargs=-1, required=True, metavar="REFERENCE...")
 @_json
 def remove(references: tuple[str, ...], as_json: bool) -> None:
-    """Take entries out of twinkle.lock.
+    """Remove entries from twinkle.lock.
 
     REFERENCE is what `add` took; `hf://org/repo` without a revision means all of them.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OWN = {
     "plugins": ("twinkle_cli.plugins:plugins", "List, explain and check plugins"),
     "run": ("twinkle_cli.run:run", "Run a recipe, for example `twinkle run sft`"),
-    "version": ("twinkle_cli.version:version", "Show versions of Twinkle, its plugins and what they stand on"),
+    "version": ("twinkle_cli.version:version", "Show the versions of Twinkle, its plugins and their dependencies"),
 }
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

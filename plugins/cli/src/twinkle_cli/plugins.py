@@ -63,7 +63,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
 @click.argument("name")
 @_json
 def info(name: str, as_json: bool) -> None:
-    """Explain a plugin or a component: what it is, where it is, what it takes and needs.
+    """Explain a plugin or a component: description, location, arguments and requirements.
 
     NAME is a plugin, a component, `plugin/component` or `kind:component`.
     """
@@ -81,9 +81,9 @@ def info(name: str, as_json: bool) -> None:
 @_json
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Look for everything that may go wrong; exit code 1 if something is found.
+    """Check the installation; exit code 1 if a problem is found.
 
-    An extra that is not installed is told of, and is no problem.
+    Missing optional dependencies are reported as warnings; they do not fail the check.
     """
     from dataclasses import asdict
 

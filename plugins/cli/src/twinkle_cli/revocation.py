@@ -21,7 +21,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
 def keygen(file: Path) -> None:
     """Write a new private key to FILE, which must not exist yet, and its public key to standard output.
 
-    The private key is PEM without a password, readable by you alone; the public key is what policies name.
+    The private key is PEM without a password, readable only by you; policies contain the public key.
     """
     import os
 
@@ -42,7 +42,7 @@ def keygen(file: Path) -> None:
 @click.argument("file", type=_file)
 @click.argument("code", nargs=-1, metavar="[CODE]...")
 @click.option("--key", type=_file, required=True, help="The private key that signs the list.")
-@click.option("--reason", default="", help="Why CODE must not run any more; users and tenants will read it.")
+@click.option("--reason", default="", help="Reason for revoking CODE; shown to users and tenants.")
 @click.option("--restore", multiple=True, metavar="CODE", help="Take CODE out of the list; may be repeated.")
 @click.option("--days", type=click.IntRange(1, 3650), default=30, show_default=True, help="Until the list expires.")
 @_json

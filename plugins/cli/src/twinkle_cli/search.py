@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 @click.pass_context
 def search(ctx: click.Context, words: tuple[str, ...], kind: str, as_json: bool) -> None:
-    """Look through the index of published components, without any network; exit code 1 if nothing is found.
+    """Search the index of published components, without a network; exit code 1 if nothing is found.
 
     WORDS must all occur, in any case, in name, kind, summary, author or place; without WORDS everything is shown.
     """

@@ -79,7 +79,7 @@ def trust(folder: Path, yes: bool, listing: bool, as_json: bool) -> None:
 @click.argument("folder", default=".", type=click.Path(path_type=Path))
 @_json
 def untrust(folder: Path, as_json: bool) -> None:
-    """Forget that FOLDER (by default this one) was trusted; it need not be there any more."""
+    """Stop trusting FOLDER (by default this one); it does not have to exist any more."""
     from twinkle.errors import ComponentNotFound
     from twinkle_registry.trust.folders import is_trusted_folder, untrust
 

@@ -13,7 +13,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "safetens
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def version(as_json: bool) -> None:
-    """Show versions of Twinkle, its plugins and what they stand on."""
+    """Show the versions of Twinkle, its plugins and their dependencies."""
     shown = versions()
     if as_json:
         echo_json(shown)

@@ -13,7 +13,7 @@ from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
 @click.command(short_help="List patches: what they change, and whether they fit what is installed.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def patches(as_json: bool) -> None:
-    """List every installed patch: what it changes, which versions it knows, when it is needed, whether it applies."""
+    """List every installed patch: changed symbols, supported versions, when it is needed, whether it applies."""
     from twinkle.cli import echo_json
 
     specs = [spec for found in registry().specs("patch").values() for spec in found]

@@ -34,7 +34,7 @@ _hours = click.option(
 @click.option("--files", is_flag=True, help="Also compare the files of checkpoints and snapshots with their digests.")
 @_json
 def check(data: Path, files: bool, as_json: bool) -> None:
-    """Check the database, and that every folder that it names is there; exit code 1 if something is wrong.
+    """Check the database and that all its folders exist; exit code 1 if something is wrong.
 
     Works while a service runs. Nothing is changed.
     """
@@ -61,7 +61,7 @@ def check(data: Path, files: bool, as_json: bool) -> None:
 @_data
 @_json
 def set_aside(data: Path, as_json: bool) -> None:
-    """Move everything in the folder aside, so that the next start begins with an empty one; nothing is removed."""
+    """Move everything in the folder aside, so that the next start uses an empty folder; nothing is deleted."""
     from twinkle_server.cli.problems import told
     from twinkle_server.cli.server import echo
     from twinkle_server.store.aside import set_aside as move
@@ -99,7 +99,7 @@ def list_trash(data: Path, as_json: bool) -> None:
 @_data
 @_json
 def restore_entry(entry: str, data: Path, as_json: bool) -> None:
-    """Restore ENTRY, a name of `list`.
+    """Restore ENTRY, a name from `list`.
 
     A checkpoint that is restored no longer expires by itself; a quota `--keep` still counts it.
     """
@@ -116,7 +116,7 @@ def restore_entry(entry: str, data: Path, as_json: bool) -> None:
 @_data
 @_json
 def empty(entries: tuple[str, ...], everything: bool, data: Path, as_json: bool) -> None:
-    """Remove ENTRIES, names of `list`, for good."""
+    """Remove ENTRIES (names from `list`) permanently."""
     from twinkle_server.checkpoints.trash import Trash
     from twinkle_server.cli.server import echo
 

@@ -11,29 +11,29 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 @click.argument("model")
 @click.option("--data", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for all state.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--name", help="What clients call the model; by default MODEL as given.")
-@click.option("--no-auth", is_flag=True, help="Ask for no keys; only where nobody but this machine can reach it.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 uses a free port.")
+@click.option("--name", help="Name of the model for clients; by default MODEL.")
+@click.option("--no-auth", is_flag=True, help="Serve without keys; only on the loopback interface.")
 @click.option(
     "--max-pass-ms",
     default=500.0,
     show_default=True,
     type=click.FloatRange(1),
-    help="How long a step of sampling may wait for training, about; a pass that began is not broken off.",
+    help="Approximate time that a sampling step may wait for training; a running pass is not interrupted.",
 )
 @click.option(
     "--pass-tokens",
     type=click.IntRange(1),
-    help="Tokens that go through the model at one time; a row is never cut. By default it follows from its size.",
+    help="Tokens per pass; rows are never split. The default depends on the size of the model.",
 )
 @click.option(
     "--loss",
     "losses",
     multiple=True,
     metavar="NAME",
-    help="A loss plugin that requests may use; may be repeated. By default every installed one that is tenant-safe.",
+    help="A loss plugin that requests may use; repeatable. By default every tenant-safe one.",
 )
-@click.option("--custom-losses", is_flag=True, help="Let clients register loss graphs.")
+@click.option("--custom-losses", is_flag=True, help="Allow clients to register loss graphs.")
 @click.option(
     "--strict-losses",
     is_flag=True,
@@ -43,28 +43,28 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
     "--loss-workers/--no-loss-workers",
     default=True,
     show_default=True,
-    help="Compute the losses of plugins in processes of their own; without, one that hangs or crashes stops everybody.",
+    help="Compute the losses of plugins in separate processes. Without them, a loss that hangs or crashes stops all.",
 )
 @click.option(
     "--loss-in-process",
     "in_process",
     multiple=True,
     metavar="PLUGIN",
-    help="A plugin whose losses are trusted with the engine's own process; may be repeated.",
+    help="A plugin whose losses run in the engine process; repeatable.",
 )
 @click.option(
     "--loss-seconds",
     default=10.0,
     show_default=True,
     type=click.FloatRange(0.1),
-    help="How long the loss of a plugin may take for one operation.",
+    help="Time limit for the loss of a plugin per operation.",
 )
 @click.option(
     "--loss-memory-mb",
     default=1024,
     show_default=True,
     type=click.IntRange(16),
-    help="How much memory the loss of a plugin may take.",
+    help="Memory limit for the loss of a plugin.",
 )
 @click.option(
     "--local-metrics",
@@ -74,31 +74,31 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 @click.option(
     "--take-over",
     is_flag=True,
-    help="Take the folder from a service on another machine, of which you know that it is dead.",
+    help="Take the folder from a service on another machine that you know to be dead.",
 )
 @click.option(
     "--accept-base",
     is_flag=True,
-    help="Serve MODEL though the folder's adapters of that name were trained on another model, or on other files.",
+    help="Serve MODEL although the adapters of that name in the folder were trained on another model or other files.",
 )
 @click.option(
     "--trash-hours",
     default=24.0,
     show_default=True,
     type=click.FloatRange(0),
-    help="How long checkpoints that were deleted or have expired are kept in the trash.",
+    help="Time that deleted and expired checkpoints are kept in the trash.",
 )
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
-    help="Of the lines on standard error; `debug` names every operation.",
+    help="Log level on standard error; `debug` logs every operation.",
 )
 @click.option(
     "--backend",
     metavar="NAME",
-    help="The engine that trains and samples (`twinkle plugins list engine`). By default the only one installed.",
+    help="The engine that trains and samples (`twinkle plugins list engine`). By default the only installed one.",
 )
 def main(
     model: str,

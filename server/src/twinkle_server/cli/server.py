@@ -44,9 +44,9 @@ def keys() -> None:
 @click.argument("name")
 @_data
 @click.option("--role", type=click.Choice(["user", "operator"]), default="user", show_default=True, help="What it may.")
-@click.option("--tenant", help="Who it speaks for: keys of one tenant see the same runs. By default NAME.")
-@click.option("--tokens-per-second", type=float, help="Limit of tokens, on average.")
-@click.option("--operations", type=int, help="Limit of operations that wait or run.")
+@click.option("--tenant", help="Tenant of the key: keys of one tenant see the same runs. By default NAME.")
+@click.option("--tokens-per-second", type=float, help="Average limit of tokens per second.")
+@click.option("--operations", type=int, help="Limit of pending operations.")
 @click.option("--adapters", type=int, help="Limit of models.")
 @click.option("--bytes", "stored", type=int, help="Limit of all checkpoints together.")
 @click.option("--keep", type=int, help="Newest checkpoints of a model and kind that are kept.")
@@ -63,7 +63,7 @@ def create(
     stored: int | None,
     keep: int | None,
 ) -> None:
-    """Make a key and print it, this once."""
+    """Create a key and print it once."""
     from twinkle_server.tenancy.issue import issue
 
     asked = {
@@ -84,7 +84,7 @@ def create(
 @click.option("--all", "revoked", is_flag=True, help="Revoked ones too.")
 @_json
 def list_keys(data: Path, revoked: bool, as_json: bool) -> None:
-    """List keys by name; the keys themselves are kept nowhere."""
+    """List keys by name; the keys themselves are not stored."""
     found = with_store(data, lambda store: store.keys.all(revoked=revoked))
     echo([_shown(key) for key in found], as_json, [_line(key) for key in found] or ["no keys"])
 
@@ -94,7 +94,7 @@ def list_keys(data: Path, revoked: bool, as_json: bool) -> None:
 @_data
 @_json
 def revoke(name: str, data: Path, as_json: bool) -> None:
-    """End a key; what its tenant made stays."""
+    """Revoke a key; the data of its tenant is kept."""
     from twinkle_server.tenancy.issue import revoke as end
 
     found = with_store(data, lambda store: end(store, name))
@@ -105,7 +105,7 @@ def revoke(name: str, data: Path, as_json: bool) -> None:
 @_data
 @_json
 def status(data: Path, as_json: bool) -> None:
-    """Show what the service does: asked of the server if one runs, else read from its folder."""
+    """Show the state of the service: from the server if one runs, otherwise from its folder."""
     from twinkle_server.cli.problems import told
     from twinkle_server.store.inspection import check_database, check_whole
     from twinkle_server.telemetry import presence

@@ -75,7 +75,7 @@ def check_component(thing: Any, kind: str, **example: Any) -> Report:
         thing: a class, an instance, a function, a `ComponentSpec` or any text that names a component.
         kind: its kind.
         **example: how to build it and what to give it: `kwargs` (arguments of its constructor), `skip`, and the keys of
-            the kind, see docs/contract-kit.md. They win over those that the manifest's `example` gives.
+            the kind, see docs/reference/contract-kit.md. They win over those that the manifest's `example` gives.
 
     Returns:
         the results. Checks that do not apply, and whole components that need what is not here, are skipped with the

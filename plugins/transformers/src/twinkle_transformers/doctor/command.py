@@ -22,7 +22,7 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
-    """Show what this machine computes fast and exactly, what it does not, and why.
+    """Show which fast paths are exact on this machine, which are not, and why.
 
     The fast paths are measured on MODEL, a folder or the id of one at a hub; by default on a tiny random Llama, which
     is made for this purpose. Plugins and their problems: `twinkle plugins doctor`.
