@@ -295,8 +295,8 @@ class Trainer:
 
 Program = Callable[[Trainer], Awaitable[None]]
 WORDS = (
-    ("train", 30), ("big", 3), ("step", 25), ("read", 12), ("save", 5), ("sample", 4), ("freeze", 3), ("inflight", 3),
-    ("load", 4), ("bad step", 2), ("bad row", 3), ("conflict", 2), ("repeat", 3), ("lose", 1), ("wait", 4),
+    ("train", 30), ("big", 3), ("step", 25), ("read", 12), ("save", 3), ("sample", 2), ("freeze", 1), ("inflight", 2),
+    ("load", 3), ("bad step", 2), ("bad row", 3), ("conflict", 2), ("repeat", 3), ("lose", 1), ("wait", 4),
 )  # fmt: skip
 
 

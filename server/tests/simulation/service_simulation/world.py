@@ -1,11 +1,13 @@
 """One simulation: the service's lives one after another, the network before it, and what goes wrong with both."""
 
 import asyncio
+import gc
 import hashlib
 import itertools
 import logging
 import random
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +31,7 @@ from twinkle_server.store.inspection import DATABASE
 MEMORY = Path("/dev/shm")
 """Where data directories are, if the system has it: a simulated disk needs no real one."""
 TIMES = Times(
-    poll=5.0, gap_pause=3.0, gap_fail=60.0, gap_limit=300.0, session=300.0, deadline=60.0, drain=20.0, snapshot=5.0,
+    poll=20.0, gap_pause=3.0, gap_fail=60.0, gap_limit=300.0, session=300.0, deadline=60.0, drain=20.0, snapshot=5.0,
     start=600.0, upkeep=120.0, trash=1e5, kept_result=1e7, read_result=1e7, kept_record=1e7, kept_audit=1e8, kept_run=1e7,
 )  # fmt: skip
 _templates: list[bytes] = []
@@ -384,16 +386,16 @@ class World:
             await self._up.wait()
             await asyncio.sleep(self._latency())
             raise Lost("nothing listens")
-        answering, ended = life.serve(call), asyncio.create_task(life.ended.wait())
+        answering = life.serve(call)
         self.requests += 1
-        await asyncio.wait([answering, ended], return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        if not answering.done() or answering.cancelled() or isinstance(answering.exception(), Killed):
+        await asyncio.wait([answering])  # the end of its process cancels it
+        if answering.cancelled() or isinstance(answering.exception(), Killed):
             raise Lost("the connection broke")
+        answer = answering.result()
+        self.note(f"{call.tenant} {call.path} {answer.status} {zlib.crc32(answer.body):08x}")
         if draw.random() < faults.lose:
             await asyncio.sleep(2.0)
             raise Lost("the answer was lost")
-        answer = answering.result()
         await asyncio.sleep(self._latency())
         return answer
 
@@ -463,6 +465,8 @@ def world_of(seed: int, trace: Callable[[str], None] | None = None) -> Iterator[
     structlog.configure(processors=[_drop])
     world.loop.set_exception_handler(lambda loop, context: _unhandled(world, context))
     asyncio.set_event_loop(world.loop)
+    collects = gc.isenabled()
+    gc.disable()  # so that nothing is destroyed at another moment than in another run of the seed
     try:
         with replaced_modules(world.clock, world.ids), mock.patch.object(database, "engine", shared_engine):
             yield world
@@ -477,6 +481,8 @@ def world_of(seed: int, trace: Callable[[str], None] | None = None) -> Iterator[
             opened.abandon()
         world.loop.close()
         asyncio.set_event_loop(None)
+        if collects:
+            gc.enable()
         remove(Path(folder))
 
 
