@@ -48,8 +48,8 @@ def check_directory(world: World, clients: "list[Client]") -> None:
         demand(not raw.execute("PRAGMA foreign_key_check").fetchall(), "rows name others that are not there")
         for client in clients:
             for trainer in client.models:
-                rows = {row["number"]: row for row in raw.execute("SELECT * FROM operations WHERE lane = ?", (trainer.id,))}
-                _check_rows(rows, trainer)
+                rows = raw.execute("SELECT * FROM operations WHERE lane = ?", (trainer.id,))
+                _check_rows({row["number"]: row for row in rows}, trainer)
 
 
 def _check_rows(rows: dict[int, Any], trainer: Any) -> None:

@@ -123,7 +123,8 @@ class Client:
     async def check_again(self) -> None:
         """Demand that futures that are over still say the same."""
         for request, before in self.draw.sample(self.over, min(5, len(self.over))):
-            again = await self.ask("/retrieve_future", {"request_id": request}, headers={"accept": "application/x-protobuf"})
+            headers = {"accept": "application/x-protobuf"}
+            again = await self.ask("/retrieve_future", {"request_id": request}, headers=headers)
             demand((again.status, again.body) == (200, before.body), f"future {request} changed: {again}")
 
 
@@ -190,7 +191,8 @@ class Trainer:
         """Save a checkpoint to go on from."""
         event = self._event("save")
         name = f"c{next(self._names)}"
-        await self._submit(event, "/save_weights", {"model_id": self.id, "seq_id": event.number, "path": name, **fields})
+        body = {"model_id": self.id, "seq_id": event.number, "path": name, **fields}
+        await self._submit(event, "/save_weights", body)
         if event.ending == "done":
             self.saved.append((f"tinker://{self.id}/weights/{name}", Source(self.history, event.number)))
 
@@ -208,9 +210,7 @@ class Trainer:
         event = self._event("save")
         number = self.client.next_sampler()
         fields = {"sampling_session_seq_id": number, "kind": kind}
-        await self._submit(
-            event, "/save_weights_for_sampler", {"model_id": self.id, "seq_id": event.number, **fields}
-        )
+        await self._submit(event, "/save_weights_for_sampler", {"model_id": self.id, "seq_id": event.number, **fields})
         if event.ending == "done":
             await self.check_sample(f"{self.client.session}:sample:{number}", event.number)
 

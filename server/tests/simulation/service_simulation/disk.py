@@ -1,4 +1,4 @@
-"""The disk: a database that commits without a thread, and what a crash or a power failure leaves of a data directory."""
+"""The disk: a database that commits without a thread, and what a crash leaves of a data directory."""
 
 import asyncio
 import random
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from service_simulation.virtual import PROCESS, Process, VirtualLoop
-
 from sqlalchemy import Engine
 
+from twinkle_server.operations import Outcome
 from twinkle_server.store import connections
 from twinkle_server.store.database import SqliteDatabase
 from twinkle_server.store.inspection import DATABASE
+from twinkle_server.store.writing import Finish
 
 LOG = f"{DATABASE}-wal"
 SECTOR = 512
@@ -31,12 +32,14 @@ class Disk:
         draw: gives delays, and what a power failure destroys.
         pages: of the write-ahead log, after which SQLite moves it into the database.
         databases: that are open, of the process that runs.
+        refuses: returns whether the end of an operation cannot be written.
     """
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         self.pages = draw.choice([8, 40, 1000])
         self.databases: list[SimulatedDatabase] = []
+        self.refuses: Callable[[Outcome], bool] = lambda outcome: False
 
     def delay(self) -> float:
         """Return the seconds that a commit takes, most of them few."""
@@ -72,6 +75,12 @@ class SimulatedDatabase(SqliteDatabase):
         self._process: Process | None = PROCESS.get()
         self._writer._raw.execute(f"PRAGMA wal_autocheckpoint = {self.disk.pages}")
 
+    def _put(self, job: Any) -> None:
+        work = job.work
+        if isinstance(work, Finish) and any(self.disk.refuses(outcome) for outcome, _ in work.outcomes):
+            job.work = _unwritable
+        super()._put(job)
+
     def _wake_writer(self, future: Any) -> None:
         if not isinstance(future, asyncio.Future):
             self._commit_all()
@@ -100,6 +109,14 @@ class SimulatedDatabase(SqliteDatabase):
         for connection in self._reading:
             connection.close()
         self._writer._connection.close()
+
+
+class Unwritable(Exception):
+    """What an operation ended with is nothing that the database can hold."""
+
+
+def _unwritable(_connection: Any) -> None:
+    raise Unwritable
 
 
 class Torn:

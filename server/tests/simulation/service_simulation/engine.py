@@ -4,14 +4,16 @@ import asyncio
 import concurrent.futures
 import contextvars
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ledger_engine import Faults, LedgerEngine
 from service_simulation.virtual import Killed, Process
 
-from twinkle.errors import EngineFault
+from twinkle.engine import AdapterRef
+from twinkle.errors import CapacityError, EngineFault
 from twinkle_server.engine import messages
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.host import Host
@@ -23,11 +25,28 @@ from twinkle_server.settings import Settings
 DIE, HANG, FATAL, ERROR, BREAK = range(101, 106)
 """First tokens of rows that do this to the engine; `ERROR` fails the row's operation alone, `BREAK` the whole pass."""
 _BEAT = 4.0
+_APART = 1e-6
+"""Seconds between two messages: timers that are due at the same time are called in any order."""
 _losses: list[Losses] = []
 
 
 class Hung(BaseException):
     """The engine never comes back from this call."""
+
+
+class SimulatedLedger(LedgerEngine):
+    """A ledger that lacks memory at times when an adapter is restored, too."""
+
+    def __init__(self, draw: random.Random, settings: Settings, scarce: int) -> None:
+        super().__init__("ledger", settings.pass_tokens)
+        self.faults = SimulatedFaults(memory_every=scarce, error=(ERROR,))
+        self._draw, self._scarce = draw, scarce
+
+    def restore(self, adapter: AdapterRef, folder: Path) -> None:
+        """See `Engine`."""
+        if self._scarce and self._draw.random() < 0.2:
+            raise CapacityError("there is no memory for an adapter") from MemoryError()
+        super().restore(adapter, folder)
 
 
 class SimulatedFaults(Faults):
@@ -112,8 +131,7 @@ class SimulatedEngine:
         """Begin; called as code of its process."""
         if not _losses:
             _losses.append(Losses())
-        engine = LedgerEngine("ledger", self._settings.pass_tokens, memory_every=self._scarce)
-        engine.faults = SimulatedFaults(memory_every=self._scarce, error=(ERROR,))
+        engine = SimulatedLedger(self.draw, self._settings, self._scarce)
         executor = Executor(engine, self._settings.served_name, _losses[0])
         self.host = Host(executor, _Link(self), self._settings, lambda number, name: Later(self))
         self.send(Message(messages.READY, {"info": asdict(executor.describe())}))
@@ -179,7 +197,7 @@ class SimulatedEngine:
             self.wake.set()
 
     def _soon(self, after: float) -> float:
-        return max(after, asyncio.get_running_loop().time()) + self.draw.random() ** 4 * 0.01
+        return max(after, asyncio.get_running_loop().time()) + self.draw.random() ** 4 * 0.01 + _APART
 
     async def _run(self) -> None:
         try:
@@ -213,8 +231,3 @@ def _copied(message: Message) -> Message:
     frame = message.pack()
     head, body = SIZES.unpack(frame[: SIZES.size])
     return Message.unpack(frame[SIZES.size :][:head], frame[SIZES.size + head :][:body])
-
-
-def counts(tokens: Sequence[int]) -> bool:
-    """Return whether rows that begin with these tokens reach the ledger."""
-    return not any(token in (DIE, HANG, FATAL, ERROR, BREAK) for token in tokens)

@@ -138,9 +138,7 @@ class Life:
     async def start(self) -> None:
         """Open the store and start the runtime, as `serve` does; called as code of the process."""
         settings = self.settings
-        self.store = open_store(
-            settings.data, limits=settings.limits, times=settings.times, database=SimulatedDatabase
-        )
+        self.store = open_store(settings.data, limits=settings.limits, times=settings.times, database=SimulatedDatabase)
         self.usage = UsageLog(self.store.usage)
         self.service = Service(settings, self.store, _Figures(self.usage), self._start_child)
         self.service.janitor.add("usage", _FLUSH, self.usage.flush)
@@ -152,7 +150,9 @@ class Life:
 
     async def stop(self) -> None:
         """End as after SIGTERM; called as code of the process."""
-        assert self.service is not None and self.store is not None and self.usage is not None
+        assert self.service is not None
+        assert self.store is not None
+        assert self.usage is not None
         await self.service.drain()
         self.answering = False
         await self.service.close()

@@ -10,19 +10,21 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import structlog
-from service_simulation.disk import Disk, SimulatedDatabase, Torn, crash, remove, shared_engine, use_disk
+from service_simulation.disk import Disk, SimulatedDatabase, Torn, Unwritable, crash, remove, shared_engine, use_disk
 from service_simulation.engine import SimulatedEngine
 from service_simulation.service import Answer, Call, Life
-from service_simulation.virtual import PROCESS, Clock, Killed, Process, VirtualLoop, replaced_modules, run_as
+from service_simulation.virtual import PROCESS, Clock, Killed, VirtualLoop, replaced_modules, run_as
 
 from twinkle_server import failpoints
 from twinkle_server.errors import Busy
+from twinkle_server.operations import Outcome
+from twinkle_server.runtime import core
 from twinkle_server.runtime.supervision import EngineFailed
 from twinkle_server.settings import Limits, Settings, Times
 from twinkle_server.store import database, open_store
@@ -31,8 +33,8 @@ from twinkle_server.store.inspection import DATABASE
 MEMORY = Path("/dev/shm")
 """Where data directories are, if the system has it: a simulated disk needs no real one."""
 TIMES = Times(
-    poll=20.0, gap_pause=3.0, gap_fail=60.0, gap_limit=300.0, session=300.0, deadline=60.0, drain=20.0, snapshot=5.0,
-    start=600.0, upkeep=120.0, trash=1e5, kept_result=1e7, read_result=1e7, kept_record=1e7, kept_audit=1e8, kept_run=1e7,
+    poll=20.0, gap_pause=3.0, gap_fail=60.0, gap_limit=300.0, session=300.0, deadline=60.0, drain=20.0, start=600.0,
+    upkeep=120.0, trash=1e5, kept_result=1e7, read_result=1e7, kept_record=1e7, kept_audit=1e8, kept_run=1e7,
 )  # fmt: skip
 _templates: list[bytes] = []
 
@@ -53,6 +55,8 @@ class Faults:
         jump: the wall clock is set, or everything stands still, at each such moment.
         scarce: every so many calls the engine has no memory; 0 is never.
         slow: seconds that a turn of the engine takes at most.
+        refuse: the result of a forward pass or a sampling request is nothing that the log can hold.
+        window: bytes that may be on their way to the engine.
         most: kills of the service, and as many of engines; a service that is killed for ever gets nothing done.
     """
 
@@ -67,6 +71,8 @@ class Faults:
     jump: float = 0.0
     scarce: int = 0
     slow: float = 0.01
+    refuse: float = 0.0
+    window: int = 2**26
     most: int = 0
 
     @classmethod
@@ -82,7 +88,7 @@ class Faults:
             kill_service=chance(0.0, 0.004, 0.02), kill_engine=chance(0.0, 0.004, 0.02), tear=draw.choice([0.3, 1.0]),
             full=chance(0.0, 0.0, 0.02), seconds=draw.choice([0.0, 2.0, 10.0]) if some else 0.0,
             jump=chance(0.0, 0.5), scarce=draw.choice([0, 0, 7]) if some else 0, slow=draw.choice([0.002, 0.05, 0.5]),
-            most=draw.choice([1, 3, 8]),
+            refuse=chance(0.0, 0.0, 0.05), window=draw.choice([1500, 6000, 2**26]), most=draw.choice([1, 3, 8]),
         )  # fmt: skip
 
 
@@ -104,6 +110,7 @@ class World:
         trainers: models of all clients.
         deaths: of engines, however they came.
         kills: of the service.
+        stops: of the service while clients worked.
         requests: that reached the service.
         problems: what must not be.
     """
@@ -115,21 +122,23 @@ class World:
         self.loop = VirtualLoop(self.clock, random.Random(f"threads {seed}"))
         self.ids = random.Random(f"ids {seed}")
         self.disk = Disk(random.Random(f"disk {seed}"))
+        self.disk.refuses = self.refuses
         self.network = random.Random(f"network {seed}")
         self.chance = random.Random(f"faults {seed}")
         self.engines = random.Random(f"engine {seed}")
         self.faults = Faults.drawn(draw)
         self.settings = Settings(
-            "ledger", root, name="ledger/model", snapshot_steps=draw.choice([1, 2, 20]), pass_tokens=draw.choice([16, 512]),
+            "ledger", root, name="ledger/model",
+            snapshot_steps=draw.choice([1, 2, 20]), pass_tokens=draw.choice([16, 512]),
             times=replace(TIMES, snapshot=draw.choice([0.5, 5.0, 1e4])),
-            limits=Limits(small_bytes=draw.choice([300, 1200, 10**6]), queued=10**6),
+            limits=Limits(small_bytes=draw.choice([300, 1200, 10**6]), queued=draw.choice([4, 4096])),
         )  # fmt: skip
         self.planned = self.faults
         self.trainers: list[Any] = []
         self._tokens = itertools.count(1000)
         self.life: Life | None = None
         self.engine: SimulatedEngine | None = None
-        self.deaths = self.kills = self.requests = self.starts = 0
+        self.deaths = self.kills = self.stops = self.requests = self.starts = 0
         self.problems: list[str] = []
         self._torn: Torn | None = None
         self._up = asyncio.Event()
@@ -220,10 +229,18 @@ class World:
             if life.process.alive:
                 raise
             return
+        except Busy:
+            if not self.planned.full:
+                raise
+            self.kill_service("the disk is full at the end")
+            return
         life.process.end()
 
     async def _start_engine(self, first: bool) -> SimulatedEngine:
-        engine = SimulatedEngine(self.settings_of_engine(), self.engines, self.faults.slow, self.faults.scarce, self._died)
+        if not first and self.chance.random() < self.faults.kill_engine:
+            raise OSError(12, "Cannot allocate memory")
+        faults, settings = self.faults, replace(self.settings, data=self._data)
+        engine = SimulatedEngine(settings, self.engines, faults.slow, faults.scarce, self._died)
         self.engine = engine
         await asyncio.sleep(self.engines.random())
         process = PROCESS.set(engine.process)
@@ -234,16 +251,14 @@ class World:
         self.note("engine starts")
         return engine
 
-    def settings_of_engine(self) -> Settings:
-        """Return the settings with the directory of this life."""
-        return replace(self.settings, data=self._data)
-
     @property
     def excuses(self) -> tuple[str, ...]:
         """Parts of error texts that are excused by what happened."""
         found = ("twice while", "died twice") if self.deaths >= 2 else ()
         if self.planned.full or self.planned.scarce:
-            found += ("The service's disk failed", "not enough memory")
+            found += ("The service's disk failed", "not enough memory", "there is no memory for this operation")
+        if self.planned.refuse:
+            found += ("its result could not be written",)
         return found
 
     def _died(self, why: str) -> None:
@@ -301,7 +316,7 @@ class World:
             self.note(f"no engine: {error}")
             await self.stop()
         except (Killed, asyncio.CancelledError):
-            if life.process.alive:
+            if life.process.alive and life.answering:
                 raise
 
     # What goes wrong
@@ -336,6 +351,15 @@ class World:
             self.note(f"disk full at {place}")
             raise OSError(28, "No space left on device")
 
+    def refuses(self, outcome: Outcome) -> bool:
+        """Return whether the log cannot hold the result of an operation that only reads; always the same ones."""
+        if outcome.result is None or outcome.result.startswith(b"{") or outcome.composition is not None:
+            return False
+        return zlib.crc32(f"{self.seed} {outcome.operation}".encode()) / 2**32 < self.faults.refuse
+
+    def _answers(self) -> bool:
+        return self.life is not None and self.life.answering
+
     def _may_kill(self, service: bool) -> bool:
         return (self.kills if service else self.deaths - self.kills) < self.faults.most
 
@@ -345,11 +369,11 @@ class World:
             await asyncio.sleep(self.chance.expovariate(1 / (self.faults.seconds or 5.0)))
             if self.chance.random() < self.faults.jump:
                 self._jump()
-            elif self.faults.seconds and (service := self.chance.random() < 0.5) is not None and self._may_kill(service):
-                if service:
-                    self.kill_service("at a random moment")
-                else:
-                    self.kill_engine("at a random moment")
+            elif self.chance.random() < 0.1 and self.stops < self.faults.most and self._answers():
+                self.stops += 1
+                await self.stop()
+            elif self.faults.seconds and self._may_kill(service := self.chance.random() < 0.5):
+                (self.kill_service if service else self.kill_engine)("at a random moment")
 
     def _jump(self) -> None:
         if self.chance.random() < 0.3:
@@ -443,9 +467,9 @@ def _is_expected(error: BaseException | None) -> bool:
     from twinkle.errors import CapacityError, EngineFault
 
     while error is not None:
-        if isinstance(error, OSError | Busy | CapacityError | EngineFault | MemoryError):
+        if isinstance(error, OSError | Busy | Unwritable | CapacityError | EngineFault | MemoryError):
             return True
-        if isinstance(error, RuntimeError) and "the ledger was told" in str(error) or "a row breaks" in str(error):
+        if (isinstance(error, RuntimeError) and "the ledger was told" in str(error)) or "a row breaks" in str(error):
             return True
         error = error.__cause__
     return False
@@ -468,7 +492,11 @@ def world_of(seed: int, trace: Callable[[str], None] | None = None) -> Iterator[
     collects = gc.isenabled()
     gc.disable()  # so that nothing is destroyed at another moment than in another run of the seed
     try:
-        with replaced_modules(world.clock, world.ids), mock.patch.object(database, "engine", shared_engine):
+        with (
+            replaced_modules(world.clock, world.ids),
+            mock.patch.object(database, "engine", shared_engine),
+            mock.patch.object(core, "_WINDOW", world.faults.window),
+        ):
             yield world
     finally:
         failpoints.watch(before)
