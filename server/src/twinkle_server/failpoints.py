@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Final
 
 ERRORS: Final = {"enospc": errno.ENOSPC, "eio": errno.EIO}
@@ -22,7 +23,9 @@ class _Failpoint:
             )
         self.lock = threading.Lock()
 
-    def visit(self) -> None:
+    def reach(self, name: str) -> None:
+        if name != self.name:
+            return
         with self.lock:
             self.left -= 1
             due = self.left == 0
@@ -33,7 +36,22 @@ class _Failpoint:
             raise OSError(number, f"{os.strerror(number)} (failpoint {self.name})")
 
 
-_wanted = _Failpoint(os.environ["FAILPOINT"]) if os.environ.get("FAILPOINT") else None
+Watcher = Callable[[str], None]
+_watcher: Watcher | None = _Failpoint(os.environ["FAILPOINT"]).reach if os.environ.get("FAILPOINT") else None
+
+
+def watch(watcher: Watcher | None) -> Watcher | None:
+    """Call a function at every failpoint of this process, with its name; it may raise.
+
+    Args:
+        watcher: the function; None watches nothing.
+
+    Returns:
+        The function that was called before.
+    """
+    global _watcher
+    before, _watcher = _watcher, watcher
+    return before
 
 
 def reach(name: str) -> None:
@@ -45,5 +63,5 @@ def reach(name: str) -> None:
     Raises:
         OSError: the environment asks for it, in this place, at this visit.
     """
-    if _wanted is not None and _wanted.name == name:
-        _wanted.visit()
+    if _watcher is not None:
+        _watcher(name)

@@ -169,7 +169,7 @@ def test_a_commit_that_fails_fails_all_that_share_it(
 ) -> None:
     async def main() -> list[Any]:
         await database.write(put("before"))
-        monkeypatch.setattr(failpoints, "_wanted", failpoints._Failpoint(f"{name}:2:{action}"))
+        monkeypatch.setattr(failpoints, "_watcher", failpoints._Failpoint(f"{name}:2:{action}").reach)
         return await together(database, put("a"), put("b"))
 
     results = asyncio.run(main())

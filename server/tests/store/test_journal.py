@@ -396,7 +396,7 @@ def test_a_large_result_of_an_operation_that_failed_after_all_is_removed(store: 
 def test_a_disk_that_fails_under_a_large_payload_leaves_nothing(
     store: Store, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, action: str
 ) -> None:
-    monkeypatch.setattr(failpoints, "_wanted", failpoints._Failpoint(f"{name}:1:{action}"))
+    monkeypatch.setattr(failpoints, "_watcher", failpoints._Failpoint(f"{name}:1:{action}").reach)
     with pytest.raises(Unavailable, match="try again"):
         run(store.journal.submit(step(0, LARGE)))
     assert files(store) == (0, 0)

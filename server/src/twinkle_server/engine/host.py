@@ -1,5 +1,6 @@
 """The engine's own thread: takes messages, alternates training and sampling, and keeps snapshots."""
 
+import concurrent.futures
 import contextlib
 import gc
 import logging
@@ -8,9 +9,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Protocol
 
 from twinkle.errors import EngineFault
 from twinkle_server.engine import messages
@@ -23,7 +25,7 @@ from twinkle_server.engine.runner import OperationRunner, Sources
 from twinkle_server.engine.sample_queue import Sampling
 from twinkle_server.engine.scheduler import Scheduler, TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
-from twinkle_server.link import BlockingLink, LinkClosed
+from twinkle_server.link import LinkClosed
 from twinkle_server.settings import Settings
 
 _PIECES = 4
@@ -35,6 +37,16 @@ _Item = Message | Callable[[], None]
 _log = logging.getLogger(__name__)
 
 
+class Link(Protocol):
+    """The engine's end of a link to the service; see `link.BlockingLink`."""
+
+    def send(self, message: Message) -> None:
+        """Send a message; any thread may."""
+
+    def __iter__(self) -> Iterator[Message]:
+        """Give messages until the other end is gone."""
+
+
 class Host:
     """Serves one service over a link until it is closed.
 
@@ -42,9 +54,16 @@ class Host:
         executor: executes operations.
         link: to the service.
         settings: of the service.
+        threads: makes the pools that write files, by number and name of their threads.
     """
 
-    def __init__(self, executor: Executor, link: BlockingLink, settings: Settings) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        link: Link,
+        settings: Settings,
+        threads: Callable[[int, str], concurrent.futures.Executor] = ThreadPoolExecutor,
+    ) -> None:
         self._executor, self._link = executor, link
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._backlog: deque[_Item] = deque()  # what was taken out of it, and is not done
@@ -62,6 +81,7 @@ class Host:
             begins=lambda: self._interleaving.begin(()),
             steps=settings.snapshot_steps,
             seconds=settings.times.snapshot,
+            thread=threads(1, "snapshots"),
         )
         self._sampling = Sampling(executor, sources, link.send)
         self._interleaving = TimeSharing(self._sampling, self._arrive, link.send, settings.max_pass_seconds)
@@ -74,7 +94,7 @@ class Host:
             interleaving=self._interleaving,
             report=link.send,
         )
-        self._threads = ThreadPoolExecutor(2, "files")
+        self._threads = threads(2, "files")
         self._behind = 0  # functions that run on threads
         executor.interrupt(self._interleaving.between)
         self._draining = False
@@ -116,6 +136,17 @@ class Host:
         elif training:
             self._interleaving.train(self._train)
 
+    def pause(self) -> float | None:
+        """Return for how many seconds `turn` waits if nothing arrives; None is until something does."""
+        if self._backlog or not self._inbox.empty():
+            return 0.0
+        busy = not self._draining and (bool(self._lanes) or len(self._sampling) > 0)
+        return 0.0 if busy else self._snapshots.next()
+
+    def receive(self, message: Message) -> None:
+        """Take a message of the service, for the next turn; any thread may call it."""
+        self._inbox.put(message)
+
     def _background(self, work: Callable[[], Published], then: Callable[[Published | Exception], None]) -> None:
         def end(future: Future[Published]) -> None:
             self._behind -= 1
@@ -129,7 +160,7 @@ class Host:
 
     def _read(self) -> None:
         for message in self._link:
-            self._inbox.put(message)
+            self.receive(message)
         os._exit(0)
 
     def _beat(self) -> None:
@@ -141,10 +172,10 @@ class Host:
 
     def _receive(self) -> None:
         """Take what arrived; wait for something if there is nothing else to do."""
-        busy = not self._draining and (bool(self._lanes) or len(self._sampling) > 0)
         with contextlib.suppress(queue.Empty):
             if not self._backlog:
-                self._backlog.append(self._inbox.get(not busy, None if busy else self._snapshots.next()))
+                pause = self.pause()
+                self._backlog.append(self._inbox.get(pause != 0.0, pause))
             while True:
                 self._backlog.append(self._inbox.get_nowait())
         while self._backlog:

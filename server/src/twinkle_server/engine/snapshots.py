@@ -4,14 +4,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from twinkle.engine import SavedAdapter
 from twinkle.errors import EngineFault
 from twinkle_server.engine import files, messages
-from twinkle_server.engine.executor import Executor
+from twinkle_server.engine.executor import Executor as OperationExecutor
 from twinkle_server.engine.messages import Message
 from twinkle_server.engine.queues import Task
 from twinkle_server.ids import new_id
@@ -47,11 +47,12 @@ class Snapshots:
         begins: called before a model is copied: if the process dies of that, no operation is to blame.
         steps: optimizer steps after which a snapshot is due.
         seconds: after which one is due for a model that changed.
+        thread: writes one snapshot after another; by default a thread of its own.
     """
 
     def __init__(
         self,
-        executor: Executor,
+        executor: OperationExecutor,
         data: Path,
         later: Callable[[Callable[[], None]], None],
         report: Callable[[Message], None],
@@ -59,12 +60,13 @@ class Snapshots:
         steps: int,
         seconds: float,
         begins: Callable[[], None] = lambda: None,
+        thread: Executor | None = None,
     ) -> None:
         self._begins = begins
         self._executor, self._data, self._later, self._report, self._left = executor, data, later, report, left
         self._steps, self._seconds = steps, seconds
         self._lanes: dict[str, _Lane] = {}
-        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._thread = thread or ThreadPoolExecutor(1, "snapshots")
         self._writing: str | None = None
         self._draining = False
         self._alarm = math.inf  # no snapshot is due before

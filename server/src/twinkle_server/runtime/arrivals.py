@@ -18,7 +18,7 @@ class Arrivals:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, resend: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, resend: float, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._resend = resend
         self._clock = clock
         self._numbers = itertools.count()

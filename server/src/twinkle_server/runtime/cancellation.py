@@ -14,6 +14,9 @@ from twinkle_server.runtime.outcomes import Outcomes
 from twinkle_server.runtime.queues import Gap, ModelQueue
 from twinkle_server.settings import Times
 
+_STOOD_STILL = 5.0
+"""Seconds between two looks at the gaps, after which this process was stopped, or the machine slept."""
+
 
 class Cancellation:
     """Ends operations.
@@ -42,6 +45,7 @@ class Cancellation:
         self._dispatcher = dispatcher
         self._journal = journal
         self._outcomes = outcomes
+        self._looked = time.monotonic()
 
     def cancel(self, operation: Operation) -> None:
         """Drop an operation that was not sent to the engine yet, or that samples; others run to their end."""
@@ -70,6 +74,9 @@ class Cancellation:
 
     async def give_up_gaps(self) -> None:
         """Fail what has waited too long for a number that never came, and let later ones run."""
+        if time.monotonic() - self._looked > max(_STOOD_STILL, self._times.gap_fail / 2):
+            self._arrivals.everybody_may_resend()  # what was sent while this process stood still is still to be read
+        self._looked = time.monotonic()
         for queue in list(self._dispatcher.queues.values()):
             for operation in queue.order.drop_far(self._farthest):  # submissions so far away were taken once
                 self._dispatcher.fail(operation, f"number {operation.number} is too far above those before it", "user")

@@ -344,10 +344,15 @@ class Runtime:
             self._figures.finished(operation.kind, ending, seconds, operation.tokens, operation.tenant)
 
     def _unwritten(self, operation: Operation) -> None:
-        """Let a model that has what the log does not know be made again from the log."""
+        """Restore a model from the log, which does not have the effect of an operation that the model has.
+
+        What was computed after the operation is computed again.
+        """
         queue = self.dispatcher.queues.get(operation.lane)
-        if queue is not None and queue.ordered:
-            self.dispatcher.postpone(queue, "the result of an operation could not be written")
+        if queue is not None and queue.ordered and queue.closed is None:
+            queue.distrust(operation.number)
+            again = self.outcomes.withdraw(operation.lane)
+            self.dispatcher.postpone(queue, "the result of an operation could not be written", again)
 
     def _never_made(self, operation: Operation, reason: str) -> None:
         queue = self.dispatcher.queues.get(operation.lane)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -395,23 +395,32 @@ class Dispatcher:
         elif todo == "detached":
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
 
-    def postpone(self, queue: ModelQueue, reason: str) -> None:
+    def postpone(self, queue: ModelQueue, reason: str, again: Sequence[Operation] = ()) -> None:
         """Take a model out of the engine because something is lacking; it is attached again after a pause.
 
         Without an engine there is nothing to take back, and the model is attached again anyway.
+
+        Args:
+            queue: of the model.
+            reason: shown to clients.
+            again: operations that the engine has answered and that must run again, before all others.
         """
         if self.child is None or (flights := queue.postpone(reason)) is None:
+            queue.put_back(again)
+            if self.child is None:
+                self._outcomes.then(queue.trust)
             return
         _log.warning("model %s is attached again later: %s", queue.name, reason)
         if (sender := self._senders.pop(queue, None)) is not None:
             sender.cancel()
         for flight in flights:
             self.land(flight.operation.id)
-        queue.put_back([flight.operation for flight in flights if not flight.replay])
+        queue.put_back([*again, *(flight.operation for flight in flights if not flight.replay)])
         self._forget(queue)
 
     def forgotten(self, queue: ModelQueue) -> None:
         """Begin the pause of a postponed model: the engine has forgotten it, and sends no more answers about it."""
+        self._outcomes.then(queue.trust)  # behind the snapshots that it reported before
         pause = PAUSES[min(queue.next_attempt(), len(PAUSES) - 1)]
         asyncio.get_running_loop().call_later(pause, self._resume, queue)
 
@@ -493,4 +502,6 @@ class Dispatcher:
             else:
                 again.append(operation)
         queue.put_back(again)
+        if queue.distrusts:
+            self._outcomes.then(queue.trust)
         self.release(queue)

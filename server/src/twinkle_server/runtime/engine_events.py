@@ -93,16 +93,21 @@ class EngineEvents:
         """Write that a snapshot is there, behind the outcomes of what it contains."""
         snapshot = Snapshot(**message.head)
         self.unrecorded.add(snapshot.folder)
+        agreed = self._agrees(snapshot)
 
         async def record() -> None:
-            queue = self._dispatcher.queues.get(snapshot.lane)
-            if queue is not None and queue.closed is not None:
+            if not (agreed and self._agrees(snapshot)):
                 await self._effects.remove([snapshot.folder])
             else:
                 await self._effects.remove(await self._journal.snapshotted(snapshot))
             self.unrecorded.discard(snapshot.folder)
 
         self._outcomes.then(record)
+
+    def _agrees(self, snapshot: Snapshot) -> bool:
+        """Return whether a snapshot is of a model that goes on, and contains nothing that is to be done again."""
+        queue = self._dispatcher.queues.get(snapshot.lane)
+        return queue is None or (queue.closed is None and queue.agrees_with(snapshot.number))
 
     def detached(self, message: Message) -> None:
         """Note that the engine let go of a model."""

@@ -17,7 +17,7 @@ _POLLS = 20_000
 @dataclass(slots=True)
 class _Open:
     operation: Operation
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
     over: asyncio.Event = field(default_factory=asyncio.Event)
     future: Future | None = None
 

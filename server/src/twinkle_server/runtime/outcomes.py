@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -43,7 +44,8 @@ class Outcomes:
         self._journal = journal
         self._written = written
         self._lost = lost
-        self._queue: list[Entry | Job] = []
+        self._queue: deque[Entry | Job] = deque()
+        self._batch: deque[Entry] = deque()  # what is being written one by one
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.trouble: str | None = None
@@ -61,6 +63,16 @@ class Outcomes:
         """Do something when all that came before is durable."""
         self._queue.append(job)
         self._wake.set()
+
+    def withdraw(self, queue: str) -> list[Operation]:
+        """Remove the results of a queue that are not written yet, and return their operations; failures stay."""
+        withdrawn: list[Operation] = []
+        for entries in (self._batch, self._queue):
+            for entry in list(entries):
+                if isinstance(entry, tuple) and entry[0].lane == queue and entry[1].error is None:
+                    entries.remove(entry)  # type: ignore[arg-type]
+                    withdrawn.append(entry[0])
+        return withdrawn
 
     async def flush(self) -> None:
         """Wait until all that was put so far is durable."""
@@ -91,19 +103,18 @@ class Outcomes:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            queue, self._queue = self._queue, []
-            await self._write(queue)
+            await self._write()
 
-    async def _write(self, queue: list[Entry | Job]) -> None:
-        batch: list[Entry] = []
-        for item in queue:
-            if isinstance(item, tuple):
-                batch.append(item)
-                continue
+    async def _write(self) -> None:
+        while self._queue:
+            batch: list[Entry] = []
+            while self._queue and isinstance(entry := self._queue[0], tuple):
+                batch.append(entry)
+                self._queue.popleft()
             await self._finish(batch)
-            batch = []
-            await self._job(item)
-        await self._finish(batch)
+            if self._queue and not isinstance(job := self._queue[0], tuple):
+                self._queue.popleft()
+                await self._job(job)
 
     async def _finish(self, batch: list[Entry]) -> None:
         if not batch:
@@ -118,7 +129,9 @@ class Outcomes:
         reach("outcomes.after_told")
 
     async def _one_by_one(self, batch: list[Entry]) -> None:
-        for operation, outcome in batch:
+        self._batch.extend(batch)
+        while self._batch:
+            operation, outcome = self._batch.popleft()
             written = await self._persist(lambda outcome=outcome: self._journal.finish([outcome]))  # type: ignore[misc]
             if written is None:
                 await self._fail(operation, outcome)

@@ -235,6 +235,7 @@ class ModelQueue:
         self._postponed = ""
         self._sending = False
         self._leaving = False
+        self._distrusted: int | None = None
 
     # What it is
 
@@ -326,6 +327,33 @@ class ModelQueue:
         flights = list(self.in_flight.values())
         self.in_flight.clear()
         return flights
+
+    # Snapshots
+
+    def distrust(self, number: int) -> None:
+        """Note that an operation failed whose effect is in the engine, and in every snapshot of it that contains it."""
+        self._distrusted = number if self._distrusted is None else min(self._distrusted, number)
+
+    @property
+    def distrusts(self) -> bool:
+        """Whether the engine may have such an effect."""
+        return self._distrusted is not None
+
+    async def trust(self) -> None:
+        """Note that the engine does not have that effect any more, and that its snapshots were recorded or removed."""
+        self._distrusted = None
+
+    def agrees_with(self, snapshot: int) -> bool:
+        """Return whether a snapshot contains what the log says is done, and nothing else.
+
+        Args:
+            snapshot: number of the last operation in it.
+        """
+        if self._distrusted is not None and snapshot >= self._distrusted:
+            return False
+        again = [flight.operation.number for flight in self.in_flight.values() if not flight.replay]
+        again += [operation.number for operation in self.order.ready]
+        return all(snapshot < number for number in again)
 
     # A task that sends
 

@@ -29,7 +29,7 @@ class LastPass:
         clock: seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
         self._turns: dict[str, set[bool]] = {}  # of the turns under way, by kind: whether there were such as worked
         self._failed: dict[str, float] = {}

@@ -123,19 +123,27 @@ class SqliteDatabase:
         with self._start:
             if self._closed:
                 raise _closed()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="twinkle-store-write", daemon=True)
-                self._thread.start()
             self._jobs.put(job)
+            self._wake_writer(job.future)
+
+    def _wake_writer(self, _future: "asyncio.Future[Any] | concurrent.futures.Future[Any]") -> None:
+        """Start the thread that commits, if it does not run; a simulation without threads commits in its own way."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="twinkle-store-write", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
-        last = False
-        while not last:
-            batch, last = self._gather()
-            if batch:
-                self.healthy = self._writer.commit(batch)
-                self.commits += 1
-                _deliver(batch)
+        while self._commit_next():
+            pass
+
+    def _commit_next(self) -> bool:
+        """Wait for jobs and commit them; return False if they were the last ones."""
+        batch, last = self._gather()
+        if batch:
+            self.healthy = self._writer.commit(batch)
+            self.commits += 1
+            _deliver(batch)
+        return not last
 
     def _gather(self) -> tuple[list[_Job], bool]:
         """Wait for a job, and take what waits behind it; also returns whether these are the last ones."""

@@ -37,7 +37,7 @@ class SqliteJournal:
         secret: bytes,
         epoch: int,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = lambda: time.time(),
     ) -> None:
         """Use a database.
 

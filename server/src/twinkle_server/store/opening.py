@@ -80,6 +80,7 @@ def open_store(
     times: Times | None = None,
     serve: bool = True,
     take_over: bool = False,
+    database: type[SqliteDatabase] = SqliteDatabase,
 ) -> Store:
     """Open a data directory; an empty or missing one is made (mode 0700).
 
@@ -90,6 +91,7 @@ def open_store(
         serve: take the lease, so that operations can be written; False opens it beside a running server, for keys and
             for looking.
         take_over: take the lease even from an owner on another machine, of which you know that it is dead.
+        database: the class that opens the file.
 
     Raises:
         StoreError: it is on a network file system, of a newer version, or served by another process; or its database is
@@ -97,14 +99,16 @@ def open_store(
     """
     try:
         _prepare_folder(data)
-        return _open(data, limits, times, serve, take_over)
+        return _open(data, limits, times, serve, take_over, database)
     except OSError as error:
         raise StoreError(f"{data} cannot be used: {error.strerror}; choose another --data") from error
 
 
-def _open(data: Path, limits: Limits | None, times: Times | None, serve: bool, take_over: bool) -> Store:
+def _open(
+    data: Path, limits: Limits | None, times: Times | None, serve: bool, take_over: bool, kind: type[SqliteDatabase]
+) -> Store:
     try:
-        database = SqliteDatabase(data / DATABASE)
+        database = kind(data / DATABASE)
     except StoreError:
         check_whole(data)  # which says more of a damaged one
         raise

@@ -69,7 +69,7 @@ class Meter:
         clock: seconds.
     """
 
-    def __init__(self, pending: Callable[[str], int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pending: Callable[[str], int], clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._pending = pending
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}

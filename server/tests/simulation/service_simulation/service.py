@@ -1,0 +1,225 @@
+"""The service's process: store, runtime and endpoints, from its start to its end; requests reach it without sockets."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+from service_simulation.disk import SimulatedDatabase
+from service_simulation.virtual import PROCESS, Process
+from starlette.requests import Request
+
+from twinkle_server.errors import Busy, ServiceError
+from twinkle_server.limits.middleware import ArrivalMiddleware
+from twinkle_server.runtime.service import Service
+from twinkle_server.runtime.supervision import StartChild
+from twinkle_server.settings import Settings
+from twinkle_server.store import Store, open_store
+from twinkle_server.tenancy.auth import CURRENT, Caller
+from twinkle_server.tenancy.limited import Limited
+from twinkle_server.tenancy.quotas import Meter
+from twinkle_server.tenancy.usage import UsageLog
+from twinkle_server.tinker.answers import answer
+from twinkle_server.tinker.app_state import AppState
+from twinkle_server.tinker.routes import PREFIX, tinker_routes
+
+_FLUSH = 10.0
+_endpoints: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a request.
+
+    Attributes:
+        status: of HTTP.
+        body: of the answer.
+        headers: names in lower case.
+    """
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def json(self) -> Any:
+        """Return the body."""
+        return orjson.loads(self.body)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the body is a protobuf."""
+        return "protobuf" in self.headers.get("content-type", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request.
+
+    Attributes:
+        tenant: who asks.
+        path: of the route, behind the prefix; `{name}` stands for a value.
+        body: bytes are a protobuf, everything else becomes JSON.
+        method: of HTTP.
+        values: of the path.
+        query: behind the path.
+        headers: names in lower case.
+        quotas: of the tenant's key.
+    """
+
+    tenant: str
+    path: str
+    body: Any = None
+    method: str = "POST"
+    values: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    quotas: Mapping[str, float] = field(default_factory=dict)
+
+
+class _Figures:
+    """Counts usage and nothing else."""
+
+    def __init__(self, usage: UsageLog) -> None:
+        self._usage = usage
+
+    def finished(self, kind: str, outcome: str, seconds: float, tokens: int, tenant: str) -> None:
+        if outcome == "done":
+            self._usage.add(kind, tokens, tenant)
+
+    def passed(self, head: Mapping[str, Any]) -> None:
+        pass
+
+    def restored(self) -> None:
+        pass
+
+    def detached(self) -> None:
+        pass
+
+    def replayed(self, count: int = 1) -> None:
+        pass
+
+    def restarted(self, reason: str) -> None:
+        pass
+
+    def snapshotted(self, size: int) -> None:
+        pass
+
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        pass
+
+
+class Life:
+    """One process of the service, on one data directory.
+
+    Args:
+        settings: of the service.
+        start_child: starts an engine.
+    """
+
+    def __init__(self, settings: Settings, start_child: StartChild) -> None:
+        self.process = Process("service")
+        self.settings = settings
+        self.answering = False
+        self.ended = asyncio.Event()
+        self.store: Store | None = None
+        self.service: Service | None = None
+        self.usage: UsageLog | None = None
+        self._start_child = start_child
+
+    @property
+    def data(self) -> Path:
+        """The data directory."""
+        return self.settings.data
+
+    async def start(self) -> None:
+        """Open the store and start the runtime, as `serve` does; called as code of the process."""
+        settings = self.settings
+        self.store = open_store(settings.data, limits=settings.limits, times=settings.times, database=SimulatedDatabase)
+        self.usage = UsageLog(self.store.usage)
+        self.service = Service(settings, self.store, _Figures(self.usage), self._start_child)
+        self.service.janitor.add("usage", _FLUSH, self.usage.flush)
+        await self.service.start()
+        state = AppState(Limited(self.service, Meter(self.service.queued)), self.store, settings)
+        self._application = _Application(state)
+        self._app = ArrivalMiddleware(self._endpoint, self.service.arrivals)
+        self.answering = True
+
+    async def stop(self) -> None:
+        """End as after SIGTERM; called as code of the process."""
+        assert self.service is not None
+        assert self.store is not None
+        assert self.usage is not None
+        await self.service.drain()
+        self.answering = False
+        await self.service.close()
+        await self.usage.flush()
+        self.store.close()
+        self.ended.set()
+
+    def serve(self, call: Call) -> "asyncio.Task[Answer]":
+        """Answer a request, as code of the process."""
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, self.process)
+        return context.run(asyncio.create_task, self._answer(call))
+
+    async def _answer(self, call: Call) -> Answer:
+        data = call.body if isinstance(call.body, bytes) else orjson.dumps({} if call.body is None else call.body)
+        kind = "application/x-protobuf" if isinstance(call.body, bytes) else "application/json"
+        headers = [(b"content-type", kind.encode())]
+        headers += [(name.encode(), value.encode()) for name, value in call.headers.items()]
+        who = Caller(call.tenant, call.tenant, quotas=call.quotas)
+        CURRENT.set(who)
+        scope = {
+            "type": "http", "method": call.method, "path": PREFIX + call.path, "headers": headers, "caller": who,
+            "query_string": urlencode(call.query).encode(), "app": self._application, "call": call,
+        }  # fmt: skip
+        parts: list[Any] = [{"type": "http.request", "body": data}]
+        got: list[Any] = []
+
+        async def receive() -> Any:
+            if not parts:
+                await asyncio.Event().wait()
+            return parts.pop()
+
+        async def send(message: Any) -> None:
+            got.append(message)
+
+        await self._app(scope, receive, send)
+        found = {name.decode().lower(): value.decode() for name, value in got[0]["headers"]}
+        return Answer(got[0]["status"], b"".join(part.get("body", b"") for part in got[1:]), found)
+
+    async def _endpoint(self, scope: Any, receive: Any, send: Any) -> None:
+        call: Call = scope["call"]
+        try:
+            response = await endpoints()[call.method, call.path](Request(scope, receive), **call.values, **call.query)
+        except ServiceError as error:
+            headers = {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else {}
+            response = answer({"detail": error.message}, error.status)
+            response.headers.update(headers)
+        await response(scope, receive, send)
+
+
+@dataclass(slots=True)
+class _Holder:
+    state: AppState
+
+
+class _Application:
+    """What a request calls its application."""
+
+    def __init__(self, state: AppState) -> None:
+        self.state = _Holder(state)
+
+
+def endpoints() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Return the functions that answer requests, by method and path of the route."""
+    if not _endpoints:
+        for route in tinker_routes().routes:
+            found: Any = route
+            for method in found.methods:
+                _endpoints[method, found.path.removeprefix(PREFIX)] = found.endpoint
+    return _endpoints
