@@ -89,15 +89,11 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
         yield f"{node.value} -> {not node.value}", _set(node, "value", None, not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         yield f"{node.value} -> {node.value + 1}", _set(node, "value", None, node.value + 1)
-    elif isinstance(node, ast.If):
-        yield "condition negated", _set(node, "test", None, ast.UnaryOp(ast.Not(), node.test))
-    elif isinstance(node, ast.While) and not isinstance(node.test, ast.Constant):
+    elif isinstance(node, ast.If) or (isinstance(node, ast.While) and not isinstance(node.test, ast.Constant)):
         yield "condition negated", _set(node, "test", None, ast.UnaryOp(ast.Not(), node.test))
     elif isinstance(node, ast.IfExp):
         yield "branches swapped", ("swap", node, None)
-    elif isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-        yield "statement deleted", ("replace", node, ast.Pass())
-    elif isinstance(node, ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break):
+    elif (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)) or isinstance(node, ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break):
         yield "statement deleted", ("replace", node, ast.Pass())
     elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
         yield "returns None", _set(node, "value", None, ast.Constant(None))

@@ -84,7 +84,25 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+HEAVY = {
+    "docs/guides/operator/serving.md",
+    "docs/guides/plugin-author/write-an-engine.md",
+    "docs/guides/researcher/preference-and-distillation.md",
+    "docs/guides/researcher/reinforcement-learning.md",
+    "docs/guides/researcher/torchrun.md",
+    "docs/guides/researcher/write-your-own-algorithm.md",
+    "docs/start/first-loss.md",
+    "docs/start/tutorial.md",
+    "examples/README.md",
+}
+"""Pages whose examples take longer than eight seconds of a core: `make test-all` runs them."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.full if name_of(page) in HEAVY else ()) for page in PAGES],
+    ids=name_of,
+)
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of the Tinker SDK, on the pages that serve
 def test_every_example_of_a_page_runs(page: Path, place: Path) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -267,3 +285,7 @@ def install(folder: Path) -> None:
     entries = "\n".join(f"{name} = {value}" for name, value in project["entry-points"]["twinkle"].items())
     (metadata / "entry_points.txt").write_text(f"[twinkle]\n{entries}\n", "utf-8")
     sys.path.insert(0, str(source))
+
+
+def test_the_heavy_pages_exist() -> None:
+    assert {name_of(page) for page in PAGES} >= HEAVY
