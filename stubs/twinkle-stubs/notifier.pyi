@@ -30,7 +30,7 @@ class Notifier(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Return what `from_dict` needs to build this notifier in another process.
 
-        Plain values (JSON), and the secrets are among them: whoever prints or stores it must know that. With a key
+        Plain values (JSON), and the secrets are among them: do not print or store it without removing them. With a key
         `type` (any text that names a notifier) `Notifier.from_dict` builds it; without one only its own class does.
         """
 
@@ -83,7 +83,7 @@ class Notifier(ABC):
 
 
 def secrets_of(notifier: Notifier) -> list[str]:
-    """Return the texts of a notifier that nobody may read, longest first; of an address, its long parts as well.
+    """Return the secret texts of a notifier, longest first; of an address, its long parts as well.
 
     Texts of under 4 letters are left out: they stand everywhere.
     """
