@@ -426,3 +426,16 @@ def test_packed_and_padding_free_rows_make_the_same_losses(values: dict[str, Any
 def test_recomputation_changes_no_number(values: dict[str, Any]) -> None:
     runs = [train(values, max_steps=2, model={"gradient_checkpointing": on})[0] for on in (False, True)]
     assert timeless(runs[0]) == timeless(runs[1])
+
+
+def test_a_checkpoint_without_a_step_is_continued_as_before(values: dict[str, Any]) -> None:
+    changes = {"gradient_accumulation_steps": 2, "save_every": 2, "max_steps": 4, "data": {"eval_fraction": 0.0}}
+    whole, _ = train(values, **changes)
+    checkpoint = whole / "checkpoints" / "step-2"
+    state = checkpoint / "trainer_state.json"
+    content = json.loads(state.read_text())
+    assert content.pop("loop") == {"step": 2}  # checkpoints of earlier releases do not have it
+    state.write_text(json.dumps(content))
+    (checkpoint / "digests.json").unlink()  # it has the digest of the file that was just changed
+    again, _ = train(values, **changes, resume_from=str(checkpoint))
+    assert timeless(again) == timeless(whole)[2:]

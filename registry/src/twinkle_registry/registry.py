@@ -323,8 +323,9 @@ class Registry:
         resolved = self._resolved  # `_plugins_changed` replaces it: what is resolved meanwhile goes to the old one
         if (kind, x) in resolved:
             return resolved[kind, x]
-        spec, asked = x, str(x)
-        if isinstance(x, str):
+        if isinstance(x, ComponentSpec):
+            spec, asked = x, str(x)
+        else:
             reference, asked = parse_reference(x, kind), f"{kind} {x!r}"
             if reference.form != "name":
                 return check_contract(component_from_reference(reference, x, kind, self), contract, asked=asked)

@@ -20,81 +20,6 @@ from twinkle_recipes.config import DataConfig, RunConfig, SFTConfig, parse_slice
 _ROW = re.compile(r"row (\d+): ")
 
 
-@contextmanager
-def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
-    """Give the row of an `EncodeError` within the block its number in the source, and its line in a jsonl file.
-
-    Args:
-        name: the data set.
-        rows: The rows that are encoded, in their order; None if they are not known.
-    """
-    try:
-        yield
-    except EncodeError as error:
-        match = _ROW.match(str(error))
-        if rows is None or match is None:
-            raise EncodeError(f"data set {name}: {error}") from error
-        number = rows[int(match[1])]
-        line = _line(Path(name).expanduser(), number)
-        raise EncodeError(f"data set {name}, {line or f'row {number}'}: {str(error)[match.end() :]}") from error
-
-
-def _line(path: Path, row: int) -> str:
-    """Return where a row stands in a jsonl file, whose empty lines are no rows; nothing for other sources."""
-    if path.suffix.lower() != ".jsonl" or not path.is_file():
-        return ""
-    with path.open(encoding="utf-8-sig") as file:
-        lines = (number for number, text in enumerate(file, start=1) if text.strip())
-        return next((f"row {row} (line {number})" for number in islice(lines, row, None)), "")
-
-
-def is_stream(config: RunConfig) -> bool:
-    """Return whether the configured class reads rows one after the other; it is imported, nothing is loaded."""
-    dataset: Any = config.component("dataset", config.data.type)
-    return issubclass(dataset, StreamLike) if isinstance(dataset, type) else isinstance(dataset, StreamLike)
-
-
-def check_stream(config: RunConfig) -> None:
-    """Refuse what has no meaning for a stream, and what has one for streams alone; and rows that the recipe cannot use.
-
-    Raises:
-        ConfigError: with all problems at once.
-    """
-    data = config.data
-    if not is_stream(config):
-        if data.shuffle_buffer is not None:
-            raise ConfigError(
-                f"data.shuffle_buffer is for streams, but data.type {data.type} is not a stream; leave it out"
-            )
-        if hasattr(config.component("dataset", data.type), "pack_dataset") and not config.takes_packs:
-            raise ConfigError(
-                f"data.type {data.type} puts several rows into one, and the recipe {config.recipe} needs each by "
-                "itself; use Dataset (data.padding_free true spares the padding)"
-            )
-        return
-    if not config.takes_streams:
-        raise ConfigError(
-            f"data.type {data.type} is a stream, and the recipe {config.recipe} needs rows with numbers; use Dataset"
-        )
-    problems = []
-    if config.max_steps is None:
-        problems.append("max_steps: give the number of optimizer steps; the stream begins again where it ends before")
-    if getattr(config, "epochs", 1) != 1:
-        problems.append("epochs: leave it out; max_steps says how long the run is")
-    if data.eval_fraction and not data.separate_eval:
-        problems.append(
-            "data.eval_fraction: no part of a stream can be held out; give evaluation rows of their own by "
-            "data.eval_id or data.eval_split, or data.eval_fraction 0"
-        )
-    if data.shuffle_buffer is not None and not data.shuffle:
-        problems.append("data.shuffle_buffer: it has no meaning without data.shuffle")
-    chosen = parse_slice(data.slice)
-    if any(part is not None and part < 0 for part in (chosen.start, chosen.stop, chosen.step)):
-        problems.append(f"data.slice {data.slice!r}: a stream goes forwards and has no known end; count from its start")
-    if problems:
-        raise ConfigError("\n  ".join([f"data.type {data.type} is a stream, whose length is unknown:", *problems]))
-
-
 Config = TypeVar("Config", bound=RunConfig)
 Wanted = list[int] | slice | None
 """Which rows of a data set: by number, of a stream a slice, or all."""
@@ -353,3 +278,78 @@ def _is_untrained(row: Any) -> bool:
 
 def _cause(data: DataConfig) -> str:
     return f"what would be trained may lie behind max_length {data.max_length} (truncation: {data.truncation})"
+
+
+def is_stream(config: RunConfig) -> bool:
+    """Return whether the configured class reads rows one after the other; it is imported, nothing is loaded."""
+    dataset: Any = config.component("dataset", config.data.type)
+    return issubclass(dataset, StreamLike) if isinstance(dataset, type) else isinstance(dataset, StreamLike)
+
+
+def check_stream(config: RunConfig) -> None:
+    """Refuse what has no meaning for a stream, and what has one for streams alone; and rows that the recipe cannot use.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    data = config.data
+    if not is_stream(config):
+        if data.shuffle_buffer is not None:
+            raise ConfigError(
+                f"data.shuffle_buffer is for streams, but data.type {data.type} is not a stream; leave it out"
+            )
+        if hasattr(config.component("dataset", data.type), "pack_dataset") and not config.takes_packs:
+            raise ConfigError(
+                f"data.type {data.type} puts several rows into one, and the recipe {config.recipe} needs each by "
+                "itself; use Dataset (data.padding_free true spares the padding)"
+            )
+        return
+    if not config.takes_streams:
+        raise ConfigError(
+            f"data.type {data.type} is a stream, and the recipe {config.recipe} needs rows with numbers; use Dataset"
+        )
+    problems = []
+    if config.max_steps is None:
+        problems.append("max_steps: give the number of optimizer steps; the stream begins again where it ends before")
+    if getattr(config, "epochs", 1) != 1:
+        problems.append("epochs: leave it out; max_steps says how long the run is")
+    if data.eval_fraction and not data.separate_eval:
+        problems.append(
+            "data.eval_fraction: no part of a stream can be held out; give evaluation rows of their own by "
+            "data.eval_id or data.eval_split, or data.eval_fraction 0"
+        )
+    if data.shuffle_buffer is not None and not data.shuffle:
+        problems.append("data.shuffle_buffer: it has no meaning without data.shuffle")
+    chosen = parse_slice(data.slice)
+    if any(part is not None and part < 0 for part in (chosen.start, chosen.stop, chosen.step)):
+        problems.append(f"data.slice {data.slice!r}: a stream goes forwards and has no known end; count from its start")
+    if problems:
+        raise ConfigError("\n  ".join([f"data.type {data.type} is a stream, whose length is unknown:", *problems]))
+
+
+@contextmanager
+def with_source_rows(name: str, rows: Sequence[int] | None) -> Iterator[None]:
+    """Give the row of an `EncodeError` within the block its number in the source, and its line in a jsonl file.
+
+    Args:
+        name: the data set.
+        rows: The rows that are encoded, in their order; None if they are not known.
+    """
+    try:
+        yield
+    except EncodeError as error:
+        match = _ROW.match(str(error))
+        if rows is None or match is None:
+            raise EncodeError(f"data set {name}: {error}") from error
+        number = rows[int(match[1])]
+        line = _line(Path(name).expanduser(), number)
+        raise EncodeError(f"data set {name}, {line or f'row {number}'}: {str(error)[match.end() :]}") from error
+
+
+def _line(path: Path, row: int) -> str:
+    """Return where a row stands in a jsonl file, whose empty lines are no rows; nothing for other sources."""
+    if path.suffix.lower() != ".jsonl" or not path.is_file():
+        return ""
+    with path.open(encoding="utf-8-sig") as file:
+        lines = (number for number, text in enumerate(file, start=1) if text.strip())
+        return next((f"row {row} (line {number})" for number in islice(lines, row, None)), "")

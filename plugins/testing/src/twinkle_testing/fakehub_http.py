@@ -65,6 +65,10 @@ class ServedHub(Protocol):
     store: Store
     requests: list[str]
 
+    @property
+    def url(self) -> str:
+        """Its address, without a slash at the end."""
+
     def fault(self, request: str) -> Fault | None:
         """Return the fault that this request is to suffer, if any."""
 

@@ -6,45 +6,6 @@ from typing import Any, Literal
 from twinkle.errors import ConfigError
 from twinkle_recipes.config import LoraConfig, ModelConfig, RunConfig
 
-
-def mixed_precision(asked: str) -> str:
-    """Return `asked`, or for `auto` bf16 where the device computes it natively, else `no`."""
-    if asked != "auto":
-        return asked
-    import torch
-
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    # torch has no public name for these two questions yet.
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return "bf16" if any(probe is not None and probe() for probe in probes) else "no"
-
-
-def check_tokens(config: RunConfig, other: str, called: str) -> None:
-    """Compare the tokens of the trained model with those of another one.
-
-    Args:
-        config: of the run.
-        other: id of the other model.
-        called: what the error calls it.
-
-    Raises:
-        ConfigError: they differ; names both sizes.
-    """
-    if other == config.model.id:
-        return
-    trained, others = (
-        config.build("template", config.data.template, model_id=model).tokenizer.get_vocab()
-        for model in (config.model.id, other)
-    )
-    if different := len(trained.items() ^ others.items()):
-        raise ConfigError(
-            f"the {called} {other} has a vocabulary of {len(others)} tokens and the trained model {config.model.id} "
-            f"one of {len(trained)}, and {different} entries differ; both need the same tokenizer, so choose "
-            f"a {called} of the same family"
-        )
-
-
 REFERENCE = "reference"
 """Name of the adapter that stays as it was."""
 
@@ -143,3 +104,41 @@ def adapter_config(lora: LoraConfig) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def mixed_precision(asked: str) -> str:
+    """Return `asked`, or for `auto` bf16 where the device computes it natively, else `no`."""
+    if asked != "auto":
+        return asked
+    import torch
+
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+    # torch has no public name for these two questions yet.
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return "bf16" if any(probe is not None and probe() for probe in probes) else "no"
+
+
+def check_tokens(config: RunConfig, other: str, called: str) -> None:
+    """Compare the tokens of the trained model with those of another one.
+
+    Args:
+        config: of the run.
+        other: id of the other model.
+        called: what the error calls it.
+
+    Raises:
+        ConfigError: they differ; names both sizes.
+    """
+    if other == config.model.id:
+        return
+    trained, others = (
+        config.build("template", config.data.template, model_id=model).tokenizer.get_vocab()
+        for model in (config.model.id, other)
+    )
+    if different := len(trained.items() ^ others.items()):
+        raise ConfigError(
+            f"the {called} {other} has a vocabulary of {len(others)} tokens and the trained model {config.model.id} "
+            f"one of {len(trained)}, and {different} entries differ; both need the same tokenizer, so choose "
+            f"a {called} of the same family"
+        )
