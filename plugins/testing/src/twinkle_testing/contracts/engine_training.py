@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def description(case: EngineCase) -> None:
-    """`describe` returns valid values; rows beyond its context or vocabulary are refused, rows at its limits accepted."""
+    """`describe` returns valid values; rows beyond its context or vocabulary are refused, rows at the limit pass."""
     info = case.info
     require(isinstance(info, EngineInfo), f"describe() gave {shown(info)}; return an EngineInfo")
     require(case.engine.describe() == info, "two calls of describe() differ")
