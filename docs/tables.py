@@ -145,7 +145,8 @@ def options_of_embedding() -> str:
 def _options_table(model: Any, beside: Any = None) -> str:
     from twinkle_cli.configuration import options_of
 
-    known = {o.name: (o.description, o.default) for o in options_of(beside)} if beside is not None else {}
+    others = [option for option in options_of(beside) if not option.group] if beside is not None else []
+    known = {option.name: (option.description, option.default) for option in others}
     found = [option for option in options_of(model) if option.group or _is_new(option, known)]
     used = {option.path[0] for option in found if not option.group}
     rows = []
@@ -157,7 +158,10 @@ def _options_table(model: Any, beside: Any = None) -> str:
         else:
             default = "" if option.required else f"`{_shown(option.default)}`"
             rows.append((f"`{option.name}`", f"`{option.type_text}`".replace("|", "\\|"), default, option.description))
-    return _table(("key", "type", "default", "meaning"), rows)
+    table = _table(("key", "type", "default", "meaning"), rows)
+    missing = sorted(known.keys() - {option.name for option in options_of(model)})
+    absent = f"Options of `sft` that this recipe does not have: {', '.join(f'`{name}`' for name in missing)}.\n\n"
+    return absent + table if missing else table
 
 
 def _is_new(option: Any, known: dict[str, Any]) -> bool:

@@ -26,8 +26,8 @@ SPECIAL = re.compile(
 )
 ENDS = ("<｜end▁of▁sentence｜>", "<|im_end|>", "<|eot_id|>", "<|return|>", "<turn|>", "<end_of_turn>", "<|end|>")
 
-# The families of docs/guides/researcher/models.md that have an official chat template at hand: package and file, and the template that
-# reads them.
+# The families of docs/guides/researcher/models.md with an available official chat template: package and file, and the
+# template that reads them.
 FAMILIES = {
     "Qwen2.5": ("llama.cpp", "Qwen-Qwen2.5-7B-Instruct", "Qwen2_5Template"),
     "Qwen2.5 of TRL": ("trl", "qwen2_5", "Qwen2_5Template"),

@@ -28,16 +28,16 @@ class ModelArgs:
 
     model_id: str | None = arg(None, "Folder, GGUF file or `scheme://` reference of the model", primary=True)
     model_cls: str | None = arg(None, "Class in transformers to load with; by default the configuration's")
-    tokenizer_id: str | None = arg(None, "Where the template's tokenizer lies, if not beside the model")
-    mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = arg("bf16", "Number type of the matrix products")
+    tokenizer_id: str | None = arg(None, "Source of the template's tokenizer, if it is not in the model folder")
+    mixed_precision: Literal["no", "fp8", "fp16", "bf16"] = arg("bf16", "Precision of the matrix products")
     strategy: Literal["accelerate", "native_fsdp", "megatron"] = arg(
-        "accelerate", "How the model is spread over devices; `megatron` is what `use_megatron` sets"
+        "accelerate", "How the model is distributed over devices; `use_megatron` sets `megatron`"
     )
-    memory_efficient_init: bool = arg(False, "Load on one rank and hand out the weights")
+    memory_efficient_init: bool = arg(False, "Load the weights on one rank and distribute them")
     gradient_checkpointing: bool | Literal["auto"] = arg(
-        "auto", "Recompute activations in the backward; `auto`: where memory needs it"
+        "auto", "Recompute activations in the backward pass; `auto`: if memory requires it"
     )
-    trust_remote_code: bool = arg(False, "Run Python code that lies in the model's folder")
+    trust_remote_code: bool = arg(False, "Run Python code in the model folder")
     load_weights: bool = arg(True, "Megatron: read the weights; off leaves them random")
     recompute_granularity: str | None = arg("full", "Megatron: what is recomputed, `full` or `selective`")
     recompute_method: str | None = arg("uniform", "Megatron: which layers are recomputed, `uniform` or `block`")

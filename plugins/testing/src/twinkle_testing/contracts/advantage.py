@@ -22,8 +22,8 @@ class AdvantageCase(Case):
     """An estimator and the rewards that it gets.
 
     Attributes:
-        rewards: one number a row.
-        num_generations: rows a group.
+        rewards: one number per row.
+        num_generations: rows per group.
         scales: those that the estimator has; the others it refuses.
         tokens: trained tokens of each row, if it gives one number a token.
         arguments: further keyword arguments of the call.
@@ -45,7 +45,7 @@ def call(case: AdvantageCase, rewards: Any, order: Sequence[int] | None = None, 
 
     Args:
         case: the estimator.
-        rewards: one number a row.
+        rewards: one number per row.
         order: the rows of the case that these are; by default the first ones.
         **options: further keyword arguments.
     """
@@ -146,7 +146,7 @@ def odd_sizes_refused(case: AdvantageCase) -> None:
 
 
 def deterministic(case: AdvantageCase) -> None:
-    """The same rewards give the same advantages, whatever the random generators say."""
+    """The same rewards give the same advantages, independent of the random generators."""
     import torch
 
     found = []

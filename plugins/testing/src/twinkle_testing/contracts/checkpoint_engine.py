@@ -104,7 +104,7 @@ def round_trip(case: CheckpointEngineCase) -> None:
 
 
 def repeated(case: CheckpointEngineCase) -> None:
-    """A second and a third transfer bring the new weights, and nothing of those before."""
+    """A second and a third transfer send the new weights only."""
     with case.sides() as (trainer, sampler):
         for seed in (1, 2, 3):
             compare(case, transfer(case, trainer, sampler, seed), seed, f"at transfer {seed}")
@@ -122,7 +122,7 @@ def finalized(case: CheckpointEngineCase) -> None:
 
 
 def killed_in_the_middle(case: CheckpointEngineCase) -> None:
-    """If the trainer is killed in the middle the sampler gets an error, never a part as if it were all."""
+    """If the trainer is killed during a transfer, the sampler gets an error and never a partial result."""
     with case.sides() as (trainer, sampler):
         sampler.tell("receive", None)
         trainer.tell("send_half_and_die", (1, case.bytes_a_weight))

@@ -15,7 +15,7 @@ def docstring(case: Case) -> None:
 
 
 def unknown_argument(case: Case) -> None:
-    """Its constructor refuses an argument that it does not know, by an error that names it."""
+    """Its constructor refuses unknown arguments with an error that names them."""
     if not case.is_class or getattr(case, "make", None) is not None:
         raise NotApplicable("the kit does not call its constructor")
     try:

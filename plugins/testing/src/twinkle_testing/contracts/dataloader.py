@@ -43,7 +43,7 @@ def epoch(loader: Any) -> list[list[str]]:
 
 
 def every_row_once(case: DataLoaderCase) -> None:
-    """An epoch holds every row exactly once, in any order, and so does the next."""
+    """Each epoch contains every row exactly once, in any order."""
     wanted = sorted(map(repr, case.rows))
     for loader in case.loaders():
         for number in (1, 2):
@@ -59,7 +59,7 @@ def length(case: DataLoaderCase) -> None:
 
 
 def repeatable(case: DataLoaderCase) -> None:
-    """Two loaders of the same arguments give the same epochs, whatever the random generators say."""
+    """Two loaders with the same arguments give the same epochs, independent of the random generators."""
     import torch
 
     for which in (0, -1):

@@ -76,7 +76,7 @@ def rows_by_number(case: DatasetCase) -> None:
 
 
 def ends(case: DatasetCase) -> None:
-    """A number beyond the end is an IndexError, so that a plain `for` loop ends."""
+    """An index beyond the end raises IndexError, so that a `for` loop ends."""
     dataset = case.sized()
     for number in (len(dataset), len(dataset) + 3):
         try:
@@ -87,7 +87,7 @@ def ends(case: DatasetCase) -> None:
 
 
 def same_again(case: DatasetCase) -> None:
-    """The same number gives the same row, in any order of reading."""
+    """The same index returns the same row, in any order of reading."""
     dataset = case.sized()
     length = len(dataset)
     forwards = [dataset[number] for number in range(length)]
@@ -96,7 +96,7 @@ def same_again(case: DatasetCase) -> None:
 
 
 def iterates(case: DatasetCase) -> None:
-    """Iterating gives every row once, in order, and again the next time."""
+    """Each iteration returns every row once, in order."""
     dataset = case.sized()
     rows = [dataset[number] for number in range(len(dataset))]
     for _ in range(2):

@@ -45,7 +45,7 @@ class EngineCase(Case):
 
     Attributes:
         model_id: folder of the base model; by default that of its arguments, or else a tiny random Llama.
-        precision: how far log-probabilities of the same row may be apart; updates likewise, relative to the largest.
+        precision: tolerance for log-probabilities of the same row, and for updates relative to the largest.
         optimizer: name of an optimizer with the options `lr`, `betas`, `eps` and `weight_decay` of AdamW.
         lr: learning rate of its steps.
         loss_inputs: for each name of `EngineInfo.losses` the arguments of an operation on one row of 9 tokens.

@@ -35,7 +35,7 @@ def versions(case: EngineCase) -> None:
 
 
 def read_versions(case: EngineCase) -> None:
-    """A version that was read from an export samples like the adapter's own."""
+    """A version that was read from an export samples like the adapter itself."""
     ref = case.trained()
     own, again = case.engine.version(ref), case.engine.read_version(case.exported(ref))
     one, two = (case.tokens(version, temperature=0, max_tokens=8) for version in (own, again))
@@ -67,7 +67,7 @@ def greedy(case: EngineCase) -> None:
 
 
 def probabilities(case: EngineCase) -> None:
-    """Tokens come as often as the model says at a temperature, and `top_k` and `top_p` cut the tail off."""
+    """Token frequencies match the model at a temperature, and `top_k` and `top_p` remove the tail."""
     draws, temperature = 200, 2.0
     chances = (case.table(None, PROMPT)[-1] / temperature).softmax(-1)
     drawn = [tokens[0] for tokens in case.tokens(max_tokens=1, num_samples=draws, temperature=temperature, seed=3)]
@@ -85,7 +85,7 @@ def probabilities(case: EngineCase) -> None:
 
 
 def lengths(case: EngineCase) -> None:
-    """It draws `max_tokens` tokens at most, none for 0, and ends at a stop token, which is the last one."""
+    """It samples at most `max_tokens` tokens, none for 0, and ends at a stop token, which is the last one."""
     for limit in (0, 1, 5):
         (sequence,) = case.sample(max_tokens=limit).sequences
         drawn, reason = len(sequence.tokens), sequence.stop_reason
@@ -101,7 +101,7 @@ def lengths(case: EngineCase) -> None:
 
 
 def seeds(case: EngineCase) -> None:
-    """A seed draws the same again beside any other request; another seed, and another sample, draw otherwise."""
+    """A seed gives the same tokens beside any other request; another seed or sample gives others."""
     params: dict[str, Any] = {"max_tokens": 8, "temperature": 1.5, "stop": [], "logprobs": None}
     alone = case.tokens(seed=5, **params)
     engine, submitted = case.engine, []
@@ -120,7 +120,7 @@ def seeds(case: EngineCase) -> None:
 
 
 def progress(case: EngineCase) -> None:
-    """The pieces of `progress` join to the tokens of `result`, each with its log-probability."""
+    """The parts from `progress` add up to the tokens of `result`, each with its log-probability."""
     params = {"max_tokens": 6, "logprobs": 1, "num_samples": 2, "seed": 2, "stop": []}
     request = case.engine.submit(list(PROMPT), params)
     require(not request.done, "a request is done before anything was decoded")
@@ -153,7 +153,7 @@ def progress(case: EngineCase) -> None:
 
 
 def cancellation(case: EngineCase) -> None:
-    """`cancel` ends a request with the reason "abort" and the tokens that it has, and leaves the others alone."""
+    """`cancel` ends a request with the reason "abort" and its current tokens, without effect on others."""
     params: dict[str, Any] = {"max_tokens": 40, "seed": 2, "stop": []}
     request, other = (case.engine.submit(list(PROMPT), {**params, "max_tokens": size}) for size in (40, 8))
     case.engine.decode()
@@ -176,7 +176,7 @@ def cancellation(case: EngineCase) -> None:
 
 
 def wrong_requests(case: EngineCase) -> None:
-    """Prompts and parameters that make no sense are refused when they are submitted."""
+    """Invalid prompts and parameters are refused when they are submitted."""
     info, good = case.info, list(PROMPT)
     prompts: dict[str, list[int]] = {"an empty prompt": [], "an id outside of the vocabulary": [1, info.vocabulary]}
     prompts |= {"a negative id": [1, -1]}

@@ -46,7 +46,7 @@ def snapshots(case: EngineCase) -> None:
 
 
 def folders(case: EngineCase) -> None:
-    """`read_spec` gives None for an empty folder and for an export."""
+    """`read_spec` returns None for an empty folder and for an export."""
     for what, folder in (("an empty folder", case.new_folder()), ("an export", case.exported(case.adapter()))):
         found = case.engine.read_spec(folder)
         require(found is None, f"read_spec() of {what} gave {shown(found)}; it must be None")
@@ -71,7 +71,7 @@ def exports(case: EngineCase) -> None:
 
 
 def damaged_files(case: EngineCase) -> None:
-    """A file that is missing, cut or of another rank is a `CheckpointError`, and the adapter is as it was."""
+    """A file that is missing, truncated or of another rank is a `CheckpointError`; the adapter stays unchanged."""
     ref, engine = case.trained(), case.engine
     case.backward(ref, case.rows(0))
     before = case.weights(ref)
@@ -98,7 +98,7 @@ def damaged_files(case: EngineCase) -> None:
 
 
 def paging(case: EngineCase) -> None:
-    """An adapter that was moved to host memory or disk trains on as if it had stayed; else `page` is `Unsupported`."""
+    """An adapter that was moved to host memory or disk continues unchanged; otherwise `page` is `Unsupported`."""
     moved_, stayed = case.trained(), case.trained()
     if not case.has("page"):
         with raises("page() of an engine without the feature", Unsupported):

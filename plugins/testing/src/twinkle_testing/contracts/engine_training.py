@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def description(case: EngineCase) -> None:
-    """`describe` has sane values, and rows beyond its context or vocabulary are refused, those at its bounds taken."""
+    """`describe` returns valid values; rows beyond its context or vocabulary are refused, rows at the limit pass."""
     info = case.info
     require(isinstance(info, EngineInfo), f"describe() gave {shown(info)}; return an EngineInfo")
     require(case.engine.describe() == info, "two calls of describe() differ")
@@ -73,7 +73,7 @@ def description(case: EngineCase) -> None:
 
 
 def adapters(case: EngineCase) -> None:
-    """A name is taken once; a reference is refused after `remove`, also when the name is in use again."""
+    """A name can be used once; a reference is refused after `remove`, also if the name is used again."""
     engine, spec = case.engine, case.spec()
     first = engine.add("kit-name", spec)
     fine = isinstance(first, AdapterRef) and first.name == "kit-name"
@@ -102,7 +102,7 @@ def adapters(case: EngineCase) -> None:
 
 
 def initial_weights(case: EngineCase) -> None:
-    """Weights follow from specification and seed; another seed gives others; rank 0 and no targets are refused."""
+    """Weights depend on specification and seed; another seed gives others; rank 0 and no targets are refused."""
     one, two, other = (case.weights(case.adapter(seed)) for seed in (7, 7, 8))
     require(same_bits(one, two), "two adapters of the same specification and seed have different weights")
     require(not same_bits(one, other), "adapters of the seeds 7 and 8 have the same weights")
@@ -113,7 +113,7 @@ def initial_weights(case: EngineCase) -> None:
 
 
 def base_model(case: EngineCase) -> None:
-    """The base model's log-probabilities are those of its folder, as transformers computes them in float64."""
+    """The log-probabilities of the base model equal those of transformers in float64."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -145,7 +145,7 @@ def fresh_adapter(case: EngineCase) -> None:
 
 
 def forward(case: EngineCase) -> None:
-    """A "forward" computes the loss and leaves no gradient; the base model has no "forward_backward"."""
+    """A "forward" computes the loss without a gradient; the base model refuses "forward_backward"."""
     ref, rows = case.adapter(), case.rows()
     (result,) = case.good(Operation(ref, "forward", rows, token_nll))
     total = -sum(float(read_logps(out, row)[:-1].sum()) for out, row in zip(result.outputs, rows, strict=True))
@@ -196,7 +196,7 @@ def gradients_add(case: EngineCase) -> None:
 
 
 def neighbours(case: EngineCase) -> None:
-    """The numbers and the update of an operation do not depend on operations beside it."""
+    """The numbers and the update of an operation do not depend on other operations of the call."""
     alone, beside, other = case.adapter(3, linear=True), case.adapter(3, linear=True), case.adapter(4, rank=8)
     before = case.weights(alone)
     one = case.backward(alone, case.rows(0, 1))
@@ -217,7 +217,7 @@ def neighbours(case: EngineCase) -> None:
 
 
 def failures(case: EngineCase) -> None:
-    """An operation whose loss raises fails alone, at its index, and its adapter's pending gradients stay."""
+    """An operation whose loss raises fails at its own index, and the pending gradients of its adapter stay."""
     hit, clean, other = case.adapter(), case.adapter(), case.adapter(2)
     for ref in (hit, clean):
         case.backward(ref, case.rows(0))
@@ -277,7 +277,7 @@ def norms(case: EngineCase) -> None:
 
 
 def missing_gradients(case: EngineCase) -> None:
-    """A step uses gradients up, and is refused without any, unless `zero_if_none`: then momentum goes on."""
+    """A step consumes gradients and is refused without any; with `zero_if_none`, momentum continues."""
     ref = case.adapter()
     case.refused_step(Step(ref), "a step without gradients")
     case.backward(ref, case.rows())
@@ -291,7 +291,7 @@ def missing_gradients(case: EngineCase) -> None:
 
 
 def optim_params(case: EngineCase) -> None:
-    """`optim_params` hold for a step and later ones; an unknown one is refused, and the gradient stays pending."""
+    """`optim_params` apply to a step and later ones; an unknown one is refused, and the gradient stays pending."""
     ref = case.adapter()
     before = case.weights(ref)
     case.backward(ref, case.rows())
@@ -312,7 +312,7 @@ def optim_params(case: EngineCase) -> None:
 
 
 def not_finite(case: EngineCase) -> None:
-    """A loss or a gradient of NaN is a `NonFiniteError` of its operation or step, and the weights stay."""
+    """A NaN loss or gradient is a `NonFiniteError` of its operation or step, and the weights stay unchanged."""
     ref, other = case.adapter(), case.adapter(2)
     before = case.weights(ref)
     results = case.run(
@@ -333,7 +333,7 @@ def not_finite(case: EngineCase) -> None:
 
 
 def composition(case: EngineCase) -> None:
-    """An operation that is run again with its `composition`, without its neighbours, gives the same bits."""
+    """An operation that is repeated with its `composition`, without its neighbours, gives the same bits."""
     import torch
 
     case.needs("composition")
@@ -353,7 +353,7 @@ def composition(case: EngineCase) -> None:
 
 
 def interrupts(case: EngineCase) -> None:
-    """`run` calls the function given to `interrupt` between passes; it may sample, and changes no number."""
+    """`run` calls the function of `interrupt` between passes; it may sample, and does not change results."""
     case.needs("interrupt")
     refs = [case.adapter(seed) for seed in range(3)]
     size = min(case.info.context, case.engine.pass_tokens)
@@ -383,7 +383,7 @@ def interrupts(case: EngineCase) -> None:
 
 
 def output_projection(case: EngineCase) -> None:
-    """An adapter of the output projection alone learns; without the feature it is `Unsupported`."""
+    """An adapter of only the output projection learns; without the feature it is `Unsupported`."""
     alone = {"train_attn": False, "train_mlp": False, "train_unembed": True}
     if not case.has("train_unembed"):
         with raises("an adapter of the output projection, without the feature,", Unsupported):

@@ -18,8 +18,8 @@ class EnvCase(Case):
     """An environment and what is done in it.
 
     Attributes:
-        actions: what to do in an episode, as (tool name, arguments); by default each tool once.
-        trajectory: what an episode begins with.
+        actions: actions of an episode, as (tool name, arguments); by default each tool once.
+        trajectory: start of an episode.
         seeded: whether equal actions lead to equal answers; False where the world is random.
     """
 
@@ -68,7 +68,7 @@ def begins_afresh(case: EnvCase) -> None:
 
 
 def worlds_apart(case: EnvCase) -> None:
-    """Two environments know nothing of each other, however their steps are interleaved."""
+    """Two environments are independent, also if their steps are interleaved."""
     if not case.seeded:
         raise NotApplicable("its example says seeded=False: the world is random")
     single, one, two = case.build(), case.build(), case.build()
@@ -81,7 +81,7 @@ def worlds_apart(case: EnvCase) -> None:
 
 
 def scores(case: EnvCase) -> None:
-    """`evaluate` gives a finite number for each trajectory, or says by NotImplementedError that it does not."""
+    """`evaluate` returns a finite number for each trajectory, or raises NotImplementedError."""
     rows = trajectories()
     try:
         found = case.build().evaluate(rows)
@@ -103,7 +103,7 @@ def arguments_left_alone(case: EnvCase) -> None:
 
 
 def closed(case: EnvCase) -> None:
-    """`close` may be called at any time, twice too."""
+    """`close` can be called at any time, also twice."""
     untouched, used = case.build(), case.build()
     case.episode(used)
     for env in (untouched, used):

@@ -55,7 +55,7 @@ def second_pass(case: FilterCase) -> None:
 
 
 def apart(case: FilterCase) -> None:
-    """Two filters know nothing of each other: what one has seen does not change the other's answers."""
+    """Two filters are independent: the rows that one has seen do not change the answers of the other."""
     alone = call(case.build(), case.rows)
     one, two = case.build(), case.build()
     call(one, case.rows)

@@ -16,7 +16,7 @@ class HubCase(Case):
     """A hub and references that it knows.
 
     Attributes:
-        scheme: what its references begin with, such as `hf`.
+        scheme: scheme of its references, such as `hf`.
         model: the reference of a model.
         dataset: the reference of a data set.
         options: further keyword arguments of `load_dataset`.
@@ -65,7 +65,7 @@ def model_files(case: HubCase) -> None:
 
 
 def unknown_reference(case: HubCase) -> None:
-    """What does not exist is an error of ours that names what was asked."""
+    """A missing object raises a TwinkleError that names it."""
     from twinkle.errors import TwinkleError
 
     hub, reference = case.build(), case.unknown()
@@ -83,7 +83,7 @@ def unknown_reference(case: HubCase) -> None:
 
 
 def unknown_keyword(case: HubCase) -> None:
-    """A keyword that it does not know is an error that names it."""
+    """An unknown keyword is an error that names it."""
     from twinkle.errors import TwinkleError
 
     hub, reference = case.build(), case.known("dataset")
@@ -96,7 +96,7 @@ def unknown_keyword(case: HubCase) -> None:
 
 
 def options_left_alone(case: HubCase) -> None:
-    """It does not change the options that it is given."""
+    """It does not change its options."""
     hub, reference = case.build(), case.known("dataset")
     left_alone(lambda options: hub.load_dataset(reference, **options), dict(case.options), "the options")
 

@@ -64,14 +64,14 @@ class KernelCase(Case):
 
 
 def numbers(case: KernelCase) -> None:
-    """It gives the numbers of what it replaces, in each dtype that it takes."""
+    """It computes the numbers of the replaced layer or function, in each supported dtype."""
     for dtype in case.dtypes:
         arguments = case.given(dtype)
         case.near(case.ready()(*arguments), _reference(case)(*case.given(dtype)), dtype, "the result")
 
 
 def gradients(case: KernelCase) -> None:
-    """Its gradients are those of what it replaces."""
+    """Its gradients equal those of the replaced layer or function."""
     import torch
 
     if not case.differentiable:

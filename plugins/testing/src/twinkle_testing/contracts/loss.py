@@ -169,7 +169,7 @@ def gradient(case: LossCase) -> None:
 
 
 def masked_positions(case: LossCase) -> None:
-    """What stands where the label is -100 changes neither sum nor denominator, and gets no gradient."""
+    """Values at labels of -100 change neither sum nor denominator, and get no gradient."""
     import torch
 
     batch = case.token_batch()
@@ -223,7 +223,7 @@ def token_zero(case: LossCase) -> None:
 
 
 def split(case: LossCase) -> None:
-    """Its sums and denominators over any split of the rows (between groups) add up to the whole's, gradients too."""
+    """Sums, denominators and gradients over any split of the rows (between groups) add up to those of the whole."""
     import torch
 
     loss = case.build()
@@ -260,7 +260,7 @@ def nothing_to_train(case: LossCase) -> None:
 
 
 def weight_zero(case: LossCase) -> None:
-    """If it says `skips_weight_zero`, positions of weight 0 need not have been scored."""
+    """With `skips_weight_zero`, positions with weight 0 do not have to be scored."""
     import torch
 
     loss = case.build()
@@ -284,7 +284,7 @@ def weight_zero(case: LossCase) -> None:
 
 
 def deterministic(case: LossCase) -> None:
-    """The same call gives the same numbers, whatever the random generators say."""
+    """The same call gives the same numbers, independent of the random generators."""
     import torch
 
     batch, found = case.batch(), []
@@ -315,7 +315,7 @@ def pickle(case: LossCase) -> None:
 
 
 def tenants(case: LossCase) -> None:
-    """Calls of another tenant in between change nothing: it keeps nothing from one call for the next."""
+    """Calls of another tenant in between change nothing: it keeps no state between calls."""
     first, second = case.batch(), case.batch(seed=7)
     alone = [numbers(call(case.build(), first)), numbers(call(case.build(), second))]
     loss, other = case.build(), case.build()

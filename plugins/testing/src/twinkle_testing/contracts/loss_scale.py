@@ -65,7 +65,7 @@ def messages_left_alone(case: LossScaleCase) -> None:
 
 
 def deterministic(case: LossScaleCase) -> None:
-    """The same conversation gets the same weights, whatever came before."""
+    """The same conversation gets the same weights, independent of earlier calls."""
     scale, messages = case.build(), list(case.messages)
     first = scale(messages)
     scale(messages[:2])

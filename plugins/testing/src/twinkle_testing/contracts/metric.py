@@ -113,7 +113,7 @@ def ranks(case: MetricCase) -> None:
 
 
 def starts_afresh(case: MetricCase) -> None:
-    """`calculate` and `reset` forget what was accumulated: the next step's numbers are its own."""
+    """`calculate` and `reset` clear the accumulated values."""
     first, second = case.parts(2)
     fresh, used, reset = case.build(), case.build(), case.build()
     for metric, forget in ((used, used.calculate), (reset, reset.reset)):
@@ -151,7 +151,7 @@ def batch_left_alone(case: MetricCase) -> None:
 
 
 def keeps_no_tensors(case: MetricCase) -> None:
-    """Between calls it holds no tensor with a graph, which would keep the whole forward in memory."""
+    """Between calls it keeps no tensor with a graph, which would keep the whole forward pass in memory."""
     import torch
 
     metric = case.build()

@@ -52,10 +52,10 @@ class ModelCase(Case):
     """A model backend; without `model_id` among its arguments it gets a tiny random Llama.
 
     Attributes:
-        prepare: called with each new model, to add an adapter, say.
+        prepare: called with each new model, for example to add an adapter.
         adapter: the adapter that every call names, for a model whose methods require one.
         lr: the learning rate of the updates that are compared.
-        precision: how far updates may be apart, relative and absolute.
+        precision: tolerance for updates, relative and absolute.
     """
 
     kind = "model"
@@ -147,7 +147,7 @@ def differs(one: Mapping[str, Any], two: Mapping[str, Any]) -> float:
 
 
 def forward_form(case: ModelCase) -> None:
-    """`forward_only` gives float32 `logps` `[B, T]` of the labels without graph, 0 where nothing is trained."""
+    """`forward_only` returns float32 `logps` `[B, T]` of the labels without a graph, 0 at untrained positions."""
     import torch
 
     model = case.ready()
@@ -164,7 +164,7 @@ def forward_form(case: ModelCase) -> None:
 
 
 def forward_repeats(case: ModelCase) -> None:
-    """Two evaluations give the same, and rows give alone what they give together."""
+    """Two evaluations are equal, and the result of a row does not depend on other rows."""
     model = case.ready()
     whole, again = (model.forward_only(inputs=rows())["logps"] for _ in range(2))
     require(same(whole, again), "two calls of forward_only() differ")
@@ -175,7 +175,7 @@ def forward_repeats(case: ModelCase) -> None:
 
 
 def steps_by_hand(case: ModelCase) -> None:
-    """`forward`, `calculate_loss` and `backward` give the loss and the update of `forward_backward`."""
+    """`forward`, `calculate_loss` and `backward` produce the loss and the update of `forward_backward`."""
     expected = update(case, [(rows(), {})])
     model = case.ready()
     model.forward(inputs=rows())
@@ -196,7 +196,7 @@ def micro_batches(case: ModelCase) -> None:
 
 
 def accumulation(case: ModelCase) -> None:
-    """Two accumulated backwards, of uneven parts, are the update of all rows at once."""
+    """Two accumulated backward passes with uneven parts equal the update of all rows at once."""
     expected = update(case, [(rows(), {})])
     for cut in (1, 2):
         far = differs(update(case, [(rows()[:cut], {}), (rows()[cut:], {})]), expected)
@@ -206,7 +206,7 @@ def accumulation(case: ModelCase) -> None:
 
 
 def acts_at_k(case: ModelCase) -> None:
-    """With `gradient_accumulation_steps=2` steps are made at backward 2 and 4, not 1 and 3; `flush` makes the rest."""
+    """With `gradient_accumulation_steps=2` updates occur at backward 2 and 4, not 1 and 3; `flush` does the last."""
     model, options = case.ready(), {"gradient_accumulation_steps": 2}
     before = parameters(model)
     for number in range(1, 5):
@@ -225,7 +225,7 @@ def acts_at_k(case: ModelCase) -> None:
 
 
 def clipping(case: ModelCase) -> None:
-    """`clip_grad_norm` returns the norm before it, for any cut; a bound that is not reached changes nothing."""
+    """`clip_grad_norm` returns the norm before clipping, for any split; an unreached bound changes nothing."""
     free, bounded = (update(case, [(rows(), {})], clip=clip) for clip in (False, True))
     far = differs(free, bounded)
     require(
@@ -253,7 +253,7 @@ def clipping(case: ModelCase) -> None:
 
 
 def zero_grad(case: ModelCase) -> None:
-    """`zero_grad` forgets the gradients and their denominators."""
+    """`zero_grad` clears the gradients and their denominators."""
     expected = update(case, [(rows()[:2], {})])
     model = case.ready()
     model.forward_backward(inputs=rows()[2:])
@@ -265,7 +265,7 @@ def zero_grad(case: ModelCase) -> None:
 
 
 def metrics(case: ModelCase) -> None:
-    """`calculate_metric` gives plain numbers of the calls since the last look, and then starts afresh."""
+    """`calculate_metric` returns plain numbers for the calls since its last call, and resets."""
     model = case.ready()
     model.add_metric(Tokens, is_training=True)
     counts = [sum(label != _IGNORED for label in row["labels"]) for row in rows()]
@@ -281,7 +281,7 @@ def metrics(case: ModelCase) -> None:
 
 
 def save_and_load(case: ModelCase) -> None:
-    """What `save` wrote, `load` brings back exactly, into this model and into a fresh one."""
+    """`load` restores exactly what `save` wrote, in this model and in a new one."""
     model = case.ready()
     _train(model, 1)
     place = model.save("saved", output_dir=str(case.folder / "one"))
@@ -296,7 +296,7 @@ def save_and_load(case: ModelCase) -> None:
 
 
 def resume(case: ModelCase) -> None:
-    """Resumed with its optimizer and scheduler, training goes on as if it had not been interrupted."""
+    """Training resumed with its optimizer and scheduler continues as if it had not been interrupted."""
     import torch
 
     def made() -> Any:
@@ -317,7 +317,7 @@ def resume(case: ModelCase) -> None:
 
 
 def unknown_arguments(case: ModelCase) -> None:
-    """A keyword that nobody knows is an ArgumentError that names it, in every method of the loop."""
+    """An unknown keyword raises an ArgumentError that names it, in every method of the loop."""
     from twinkle.errors import ArgumentError
 
     model = case.ready()
@@ -341,7 +341,7 @@ def unknown_arguments(case: ModelCase) -> None:
 
 
 def impossible_orders(case: ModelCase) -> None:
-    """Calls in an order that has no meaning are errors, and leave the parameters as they were."""
+    """Calls in an invalid order are errors and leave the parameters unchanged."""
     model = case.ready()
     before = parameters(model)
     with refusal("backward() without a forward"):

@@ -42,7 +42,7 @@ class NotifierCase(Case):
 
 
 def quiet(case: NotifierCase) -> None:
-    """No message makes it raise, also where nobody can be reached."""
+    """No message makes it raise an exception, also if the service cannot be reached."""
     notifier = case.build()
     for message in MESSAGES:
         try:
@@ -78,7 +78,7 @@ def round_trip(case: NotifierCase) -> None:
 
 
 def no_secret_shown(case: NotifierCase) -> None:
-    """Neither repr, nor the log, nor what it prints holds a secret, when it works and when it fails."""
+    """`repr`, log and output never contain a secret, in success and failure."""
     secrets = case.hidden()
     notifier = case.build()
     log, out = io.StringIO(), io.StringIO()

@@ -18,7 +18,7 @@ class OptimizerCase(Case):
     """An optimizer and the parameters that it updates.
 
     Attributes:
-        sparse: whether it needs sparse gradients (of an embedding).
+        sparse: whether it needs sparse gradients (such as those of an embedding).
         lr: the learning rate that the checks use.
         steps: steps within which the loss of a small least-squares problem must have fallen.
     """
@@ -104,7 +104,7 @@ def zero_grad(case: OptimizerCase) -> None:
 
 
 def round_trip(case: OptimizerCase) -> None:
-    """With its state loaded into a fresh one, training goes on bit for bit, also through a file."""
+    """With its state loaded into a new one, training continues bit for bit, also through a file."""
     import torch
 
     unbroken = case.module()
@@ -149,7 +149,7 @@ def learning_rate(case: OptimizerCase) -> None:
 
 
 def deterministic(case: OptimizerCase) -> None:
-    """Two runs from the same start end at the same parameters, whatever the random generators say."""
+    """Two runs from the same start end with the same parameters, independent of the random generators."""
     import torch
 
     ends = []

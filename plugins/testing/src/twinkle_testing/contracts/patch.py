@@ -101,7 +101,7 @@ def undone(case: PatchCase) -> None:
 
 
 def changes_something(case: PatchCase) -> None:
-    """It changes something, which is what the other checks are about."""
+    """It changes something."""
     module, patch = case.target(), case.build()
     before = snapshot(case, module)
     with applied(case, module, patch):
@@ -110,7 +110,7 @@ def changes_something(case: PatchCase) -> None:
 
 
 def twice_is_once(case: PatchCase) -> None:
-    """Applying it twice is applying it once: nothing changes the second time, and one undo takes it back."""
+    """Applying it twice has no further effect, and one undo reverts it."""
     module, patch = case.target(), case.build()
     before = snapshot(case, module)
     with applied(case, module, patch):
@@ -143,7 +143,7 @@ def undone_after_error(case: PatchCase) -> None:
 
 
 def numbers_kept(case: PatchCase) -> None:
-    """If its example says so, the patched forward gives the numbers of the unpatched one."""
+    """If its example requires it, the patched forward gives the numbers of the unpatched one."""
     if case.same_numbers is None:
         raise NotApplicable("its example does not say same_numbers=True or False")
     module, patch = case.target(), case.build()

@@ -85,7 +85,7 @@ def user_data(case: PreprocessorCase) -> None:
 
 
 def batches(case: PreprocessorCase) -> None:
-    """Where a batch ends changes nothing: row by row gives what all rows at once give."""
+    """The batch size does not matter: single rows give the same result as all rows at once."""
     component = case.build()
     whole = call(component, case.rows)
     count = len(next(iter(case.rows.values())))

@@ -91,7 +91,7 @@ def shapes(case: ProcessorCase) -> None:
 
 
 def tokens_kept(case: ProcessorCase) -> None:
-    """Every row's tokens, labels and weights stand in the batch, in order, and nothing is cut off."""
+    """The batch contains all tokens, labels and weights of every row, in order."""
     batch = case.call()
     masks = case.places(batch)
     for key in ("input_ids", "labels", "loss_scale"):
@@ -143,7 +143,7 @@ def any_container(case: ProcessorCase) -> None:
 
 
 def rides_along(case: ProcessorCase) -> None:
-    """What is no number stays a list with one entry a row."""
+    """Values that are not numbers stay a list with one entry per row."""
     batch = case.call()
     keys = [
         key for key, value in case.rows[0].items() if isinstance(value, list) and value and not _is_number(value[0])

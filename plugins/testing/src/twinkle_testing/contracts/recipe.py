@@ -54,7 +54,7 @@ def signature(case: RecipeCase) -> None:
 
 
 def configuration(case: RecipeCase) -> None:
-    """Its configuration is a pydantic model that says what each key means and refuses any other key."""
+    """Its configuration is a pydantic model that describes each key and refuses any other key."""
     from pydantic import BaseModel, ValidationError
 
     model = case.model()

@@ -72,12 +72,12 @@ def one_by_one(case: RewardCase) -> None:
 
 
 def no_trajectories(case: RewardCase) -> None:
-    """No trajectories give no scores."""
+    """An empty list of trajectories gives an empty list of scores."""
     call(case.build(), [], {name: [] for name in case.arguments})
 
 
 def any_text(case: RewardCase) -> None:
-    """Whatever a model writes gets a score: nothing at all, half a tag, broken JSON, very long text."""
+    """Every text gets a score: empty text, half a tag, broken JSON, very long text."""
     reward, row = case.build(), case.trajectories[0]
     arguments = {name: [values[0]] for name, values in case.arguments.items()}
     for text in ODD_TEXTS:
@@ -90,7 +90,7 @@ def any_text(case: RewardCase) -> None:
 
 
 def other_arguments(case: RewardCase) -> None:
-    """What callers have for other rewards besides is passed over, as the contract's `**kwargs` say."""
+    """Arguments for other rewards are ignored, as the `**kwargs` of the contract define."""
     more = {**case.arguments, "column_of_another_reward": [None] * len(case.trajectories)}
     call(case.build(), case.trajectories, more)
 

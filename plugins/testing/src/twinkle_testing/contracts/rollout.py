@@ -56,7 +56,7 @@ def finished(case: RolloutCase) -> None:
 
 
 def order(case: RolloutCase) -> None:
-    """They come back in the order in which they were given, with what rides along (`user_data`)."""
+    """They are returned in the given order, with their other keys (`user_data`)."""
     for rows in (list(case.trajectories), list(reversed(case.trajectories))):
         for given, found in zip(rows, call(case, rows), strict=True):
             first = found["messages"][: len(given["messages"])]
@@ -71,7 +71,7 @@ def order(case: RolloutCase) -> None:
 
 
 def no_trajectories(case: RolloutCase) -> None:
-    """No trajectories give none."""
+    """An empty list gives an empty list."""
     call(case, [])
 
 
@@ -83,7 +83,7 @@ def trajectories_left_alone(case: RolloutCase) -> None:
 
 
 def calls_apart(case: RolloutCase) -> None:
-    """A second call begins anew: nothing of the first one's turns is in it."""
+    """A second call starts from the beginning, without turns of the first one."""
     rollout = case.build()
     lengths = []
     for _ in range(2):

@@ -19,7 +19,7 @@ class RuntimeCase(Case):
     """A runtime in this process; never the current one.
 
     Attributes:
-        ranks: how many processes it has here.
+        ranks: number of processes.
     """
 
     kind = "runtime"
@@ -35,7 +35,7 @@ class RuntimeCase(Case):
 
 
 def begins_and_ends(case: RuntimeCase) -> None:
-    """It may be initialized again, shut down without a beginning, and shut down twice."""
+    """It can be initialized again, shut down without initialization, and shut down twice."""
     untouched = case.build()
     untouched.shutdown()
     runtime = case.build()

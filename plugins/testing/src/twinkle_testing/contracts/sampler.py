@@ -139,12 +139,12 @@ def responses(case: SamplerCase) -> None:
 
 
 def nothing_asked(case: SamplerCase) -> None:
-    """No inputs give no responses."""
+    """An empty input gives an empty response."""
     case.sample(prompts=())
 
 
 def greedy(case: SamplerCase) -> None:
-    """At temperature 0 it takes the model's most probable token each time, the same in every call."""
+    """At temperature 0 it selects the most probable token, the same in every call."""
     first, second = (tokens(case.sample(temperature=0, max_tokens=8)) for _ in range(2))
     require(first == second, f"two greedy calls gave {first} and {second}")
     for prompt, (drawn,) in zip(_PROMPTS, first, strict=True):
@@ -158,7 +158,7 @@ def greedy(case: SamplerCase) -> None:
 
 
 def logprobs(case: SamplerCase) -> None:
-    """The log-probabilities of what it drew are those of a trainer's forward, at any temperature."""
+    """The log-probabilities of sampled tokens equal those of a training forward, at any temperature."""
     for temperature in (1.0, 0.7):
         for prompt, response in zip(_PROMPTS, case.sample(temperature=temperature, seed=3), strict=True):
             (sequence,) = response.sequences
@@ -174,7 +174,7 @@ def logprobs(case: SamplerCase) -> None:
 
 
 def prompt_logprobs(case: SamplerCase) -> None:
-    """`max_tokens=0` draws nothing, and `prompt_logprobs` scores the prompt as a trainer does; its first is None."""
+    """`max_tokens=0` samples nothing, and `prompt_logprobs` scores the prompt like a trainer; its first is None."""
     for prompt, response in zip(_PROMPTS, case.sample(max_tokens=0, prompt_logprobs=1), strict=True):
         drawn = list(response.sequences[0].tokens)
         require(not drawn, f"with max_tokens=0 it drew {drawn}")
@@ -192,7 +192,7 @@ def prompt_logprobs(case: SamplerCase) -> None:
 
 
 def seeds(case: SamplerCase) -> None:
-    """The same seed draws the same, whatever else is in the call; another seed and another sample draw otherwise."""
+    """The same seed gives the same tokens in any call; another seed or another sample gives others."""
     first, second, other = (tokens(case.sample(seed=seed, num_samples=3, max_tokens=12)) for seed in (5, 5, 6))
     require(first == second, f"the seed 5 drew {shown(first)} and then {shown(second)}")
     require(first != other, "the seeds 5 and 6 draw the same")
@@ -212,7 +212,7 @@ def generators_left_alone(case: SamplerCase) -> None:
 
 
 def max_tokens(case: SamplerCase) -> None:
-    """It draws at most `max_tokens`, and says `length` where that ended it."""
+    """It samples at most `max_tokens` tokens, and reports `length` if this ended the sequence."""
     for limit in (1, 5):
         for response in case.sample(max_tokens=limit, seed=1):
             for sequence in response.sequences:
@@ -258,7 +258,7 @@ def stop_strings(case: SamplerCase) -> None:
 
 
 def trains(case: SamplerCase) -> None:
-    """A conversation becomes a row to train on: the prompt's tokens, then what was drawn, which alone has labels."""
+    """A conversation becomes a row for training: the prompt, then the sampled tokens; only these have labels."""
     asked = {"messages": [{"role": "user", "content": "Hello?"}]}
     (response,) = case.sampler.sample([asked], {"max_tokens": 5, "seed": 2})
     sequence = response.sequences[0]
@@ -279,7 +279,7 @@ def inputs_left_alone(case: SamplerCase) -> None:
 
 
 def bad_arguments(case: SamplerCase) -> None:
-    """An unknown sampling parameter and an unknown keyword are errors that name them, and an empty prompt is one."""
+    """Unknown sampling parameters and keywords are errors that name them; an empty prompt is an error."""
     row = [{"input_ids": list(_PROMPTS[0])}]
     calls: dict[str, Callable[[], Any]] = {
         "no_such_parameter": lambda: case.sampler.sample(row, {"no_such_parameter": 1}),
@@ -296,7 +296,7 @@ def bad_arguments(case: SamplerCase) -> None:
 
 
 def probabilities(case: SamplerCase) -> None:
-    """Tokens come as often as the model says: 400 draws of one token, within five standard deviations."""
+    """Token frequencies match the model: 400 samples of one token, within five standard deviations."""
     count, prompt = 400, _PROMPTS[1]
     chances = case.forward(prompt)[-1].double().softmax(-1)
     (response,) = case.sample([prompt], max_tokens=1, num_samples=count, seed=11)
@@ -311,7 +311,7 @@ def probabilities(case: SamplerCase) -> None:
 
 
 def prefixes(case: SamplerCase) -> None:
-    """`reset_prefix_cache` may be called at any time, and changes nothing while the weights are the same."""
+    """`reset_prefix_cache` can be called at any time and does not change results for the same weights."""
     before = tokens(case.sample(temperature=0))
     case.sampler.reset_prefix_cache()
     require(tokens(case.sample(temperature=0)) == before, "after reset_prefix_cache() it draws otherwise")

@@ -92,7 +92,7 @@ def expected_rates(case: SchedulerCase) -> None:
 
 
 def round_trip(case: SchedulerCase) -> None:
-    """With its state loaded into a fresh one, the rates go on as if nothing had happened, also through a file."""
+    """With its state loaded into a new one, the rates continue unchanged, also through a file."""
     import torch
 
     optimizer = case.base()

@@ -78,7 +78,7 @@ def labels_are_next_tokens(case: TemplateCase) -> None:
 
 
 def only_assistant_trained(case: TemplateCase) -> None:
-    """What is trained is what the assistant says, with what ends its turns, and nothing of others."""
+    """Only the text of the assistant and the ends of its turns are trained."""
     template = case.build()
     row = case.encode(template)
     trained = template.decode([label for label in row["labels"] if label != _IGNORED])
@@ -101,7 +101,7 @@ def text_comes_back(case: TemplateCase) -> None:
 
 
 def prompt(case: TemplateCase) -> None:
-    """A generation prompt is how the conversation with an answer begins, and trains nothing."""
+    """A generation prompt is the beginning of the conversation with an answer, and trains nothing."""
     template = case.build()
     messages = list(case.trajectory["messages"])
     asked = {**case.trajectory, "messages": messages[:2][:-1] if messages[1]["role"] == "assistant" else messages[:-1]}
@@ -141,7 +141,7 @@ def batches(case: TemplateCase) -> None:
 
 
 def rides_along(case: TemplateCase) -> None:
-    """The keys of the conversation ride along."""
+    """Other keys of the conversation are copied to the row."""
     row = case.encode(case.build())
     for key in case.trajectory:
         require(key in row, f"the encoded row has no {key}")

@@ -83,7 +83,7 @@ def answer(case: ToolCase) -> None:
 
 
 def arguments_left_alone(case: ToolCase) -> None:
-    """It does not change the arguments, which stand in the conversation."""
+    """It does not change the arguments, which are part of the conversation."""
     tool = case.build()
     name, arguments = case.call(tool)
     left_alone(lambda given: tool(name, given), arguments, "the arguments")

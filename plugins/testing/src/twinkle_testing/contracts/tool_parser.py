@@ -44,7 +44,7 @@ class ToolParserCase(Case):
 
 
 def markers(case: ToolParserCase) -> None:
-    """It says its name and the texts that begin and end a call."""
+    """It defines its name and the texts that start and end a call."""
     parser = case.build()
     for name in ("name", "open_marker", "close_marker"):
         value = getattr(parser, name, None)
@@ -99,7 +99,7 @@ def no_call(case: ToolParserCase) -> None:
 
 
 def broken(case: ToolParserCase) -> None:
-    """Calls cut off or damaged anywhere are left out, and never raise."""
+    """Truncated or damaged calls are ignored and never raise an exception."""
     parser = case.build()
     for text, calls in case.texts().items():
         wanted = [(name, dict(arguments)) for name, arguments in calls]

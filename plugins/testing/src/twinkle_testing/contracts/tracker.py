@@ -85,7 +85,7 @@ def whole_run(case: TrackerCase) -> None:
 
 
 def not_finite(case: TrackerCase) -> None:
-    """NaN and infinite numbers break nothing, and the steps after them are recorded."""
+    """NaN and infinite numbers cause no error, and later steps are recorded."""
     run = case.run()
     odd = {"loss": float("nan"), "grad_norm": float("inf"), "low": float("-inf"), "accuracy": 0.5}
     lifecycle(case.build(), run, {1: odd, 2: NUMBERS})
@@ -96,7 +96,7 @@ def not_finite(case: TrackerCase) -> None:
 
 
 def continued(case: TrackerCase) -> None:
-    """A run that goes on in its folder keeps the steps before it, and no step stands there twice."""
+    """A run that continues in its folder keeps earlier steps, and no step is recorded twice."""
     run = case.run()
     lifecycle(case.build(), run, {step: {"loss": float(step)} for step in (1, 2, 3, 4)})
     lifecycle(case.build(), run, {step: {"loss": 10.0 + step} for step in (3, 4, 5)})
@@ -106,7 +106,7 @@ def continued(case: TrackerCase) -> None:
 
 
 def failed_run(case: TrackerCase) -> None:
-    """A run that ends by an error, Ctrl-C or before its first step ends quietly, and may end twice."""
+    """A run that ends with an error, with Ctrl-C or before its first step causes no error, also if it ends twice."""
     for error in (ValueError("no"), KeyboardInterrupt()):
         run, tracker = case.run(), case.build()
         fire(tracker, "twinkle_run_start", run=run)
@@ -116,7 +116,7 @@ def failed_run(case: TrackerCase) -> None:
 
 
 def never_started(case: TrackerCase) -> None:
-    """An end without a beginning is quiet: another tracker's error may have come first."""
+    """An end without a start causes no error, because another tracker may have failed first."""
     fire(case.build(), "twinkle_run_end", run=case.run())
 
 
@@ -133,7 +133,7 @@ def steps_stand_at_once(case: TrackerCase) -> None:
 
 
 def metrics_left_alone(case: TrackerCase) -> None:
-    """It does not change the numbers, which other trackers get too."""
+    """It does not change the numbers."""
     run, tracker = case.run(), case.build()
     fire(tracker, "twinkle_run_start", run=run)
     try:
@@ -145,7 +145,7 @@ def metrics_left_alone(case: TrackerCase) -> None:
 
 
 def released(case: TrackerCase) -> None:
-    """At the end of a run it lets go of every file that it opened."""
+    """At the end of a run it closes every file that it opened."""
     import shutil
 
     run, tracker = case.run(), case.build()
