@@ -279,9 +279,9 @@ def test_an_interrupted_call_of_several_passes_does_each_operation_whole_or_not_
     [
         ({"adapter_name": None}, "adapter_name is required"),
         ({"adapter_name": ["a", "bb"]}, "no adapter 'bb'; did you mean 'b'"),
-        ({"adapter_name": ["a"]}, "1 names, inputs 2 rows"),
-        ({"adapter_name": ["a", "b", "c"]}, "3 names, inputs 2 rows"),
-        ({"adapter_name": ["a", 3]}, "holds a int"),
+        ({"adapter_name": ["a"]}, "1 names and 2 rows"),
+        ({"adapter_name": ["a", "b", "c"]}, "3 names and 2 rows"),
+        ({"adapter_name": ["a", 3]}, "got a int"),
         ({"adapter_name": "bb"}, "no adapter 'bb'"),
         ({"adapter_name": 3}, "adapter_name"),
         ({"adapter_name": ["a", "b"], "micro_batch_size": 0}, "micro_batch_size=0"),

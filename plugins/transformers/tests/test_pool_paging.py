@@ -186,7 +186,7 @@ def test_wrong_places_and_adapters_in_use_are_refused(folder: Path, tmp_path: Pa
         model.pool.page("a", "gpu")
     with pytest.raises(ArgumentError, match="folder= says where on disk, and to is 'host'"):
         model.pool.page("a", "host", tmp_path)
-    with pytest.raises(ArgumentError, match="adapter_memory must be a number of bytes .* or None, got -1"):
+    with pytest.raises(ArgumentError, match=r"adapter_memory must be a number of bytes .* or None, got -1"):
         open_pool(folder, adapter_memory=-1)
 
     def loss(inputs: Any, outputs: Any) -> Any:
