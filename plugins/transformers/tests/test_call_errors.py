@@ -62,10 +62,10 @@ def test_a_misspelt_option_of_the_model_finds_the_models_own(folder: Path) -> No
 def test_steps_are_counted_in_whole_numbers(
     model: TransformersModel, name: str, more: dict[str, int], wrong: Any
 ) -> None:
-    with pytest.raises(ArgumentError, match=r"num_warmup_steps=.* it must be a whole number of at least 0"):
+    with pytest.raises(ArgumentError, match=r"num_warmup_steps must be an integer of at least 0"):
         model.set_lr_scheduler(name, num_warmup_steps=wrong, **more)
     if more:
-        with pytest.raises(ArgumentError, match=r"num_training_steps=.* it must be a whole number of at least 1"):
+        with pytest.raises(ArgumentError, match=r"num_training_steps must be an integer of at least 1"):
             model.set_lr_scheduler(name, num_warmup_steps=1, num_training_steps=wrong)
 
 

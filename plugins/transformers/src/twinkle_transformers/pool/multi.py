@@ -267,8 +267,8 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
             temperature: divides the logits.
             return_logits: also return logits.
             task: as in `forward`.
-            **loss_kwargs: arguments of the losses; those with one entry a row are cut with the rows, and an entry of None
-                means that the row has none. `ref_logps="base"` (or "base" as entry of a row) computes the base model's
+            **loss_kwargs: arguments of the losses; those with one entry a row are cut with the rows, where None means
+                that the row has none. `ref_logps="base"` (or "base" as entry of a row) computes the base model's
                 log-probabilities of these rows in the same pass.
 
         Returns:
