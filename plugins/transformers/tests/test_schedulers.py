@@ -80,7 +80,7 @@ def test_a_restored_scheduler_goes_on_at_the_same_rate() -> None:
 
 
 def test_impossible_step_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_training_steps=0"):
+    with pytest.raises(ValueError, match="num_training_steps must be an integer of at least 1, got 0"):
         CosineWarmupScheduler(optimizer(), num_warmup_steps=0, num_training_steps=0)
 
 
