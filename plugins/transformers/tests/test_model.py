@@ -480,7 +480,7 @@ def test_wrong_names_and_keywords_name_the_nearest(model: TransformersModel) -> 
 
 
 def test_rows_that_cannot_be_used_are_named(model: TransformersModel) -> None:
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError, match="at least one row, got none"):
         model.forward_backward(inputs=[])
     with pytest.raises(DataError, match=r"row 1 has the keys \['text'\]"):
         model.forward_backward(inputs=[ROWS[0], {"text": "hello"}])
