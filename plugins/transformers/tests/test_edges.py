@@ -175,7 +175,7 @@ def test_values_that_make_no_sense_are_named(folder: Path, call: dict[str, Any],
 
 
 def test_inputs_that_are_no_rows_are_named(folder: Path) -> None:
-    with pytest.raises(DataError, match="inputs must be .* got a NoneType"):
+    with pytest.raises(DataError, match=r"inputs must be .* got a NoneType"):
         build(folder).forward_backward(inputs=None)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="target_modules"):
         build(folder).add_adapter_to_model("x", {"target_modulez": "all-linear"})

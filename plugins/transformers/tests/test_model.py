@@ -488,7 +488,7 @@ def test_rows_that_cannot_be_used_are_named(model: TransformersModel) -> None:
         model.forward_backward(inputs=["hello"])
     with pytest.raises(TrainingStateError, match="no `labels`"):
         model.forward_backward(inputs=[{"input_ids": [1, 2]}])
-    with pytest.raises(ArgumentError, match="micro_batch_size must be .* got 0"):
+    with pytest.raises(ArgumentError, match=r"micro_batch_size must be .* got 0"):
         model.forward_backward(inputs=ROWS, micro_batch_size=0)
 
 
@@ -510,7 +510,7 @@ def test_adapters_that_make_no_sense_are_refused(model: TransformersModel) -> No
         model.add_adapter_to_model("none", {"r": 2, "target_modules": ["no_such_layer"]})
     with pytest.raises(Unsupported, match="IA3Config is not supported"):
         model.add_adapter_to_model("ia3", peft.IA3Config())
-    with pytest.raises(ArgumentError, match="gradient_accumulation_steps must be .* got 0"):
+    with pytest.raises(ArgumentError, match=r"gradient_accumulation_steps must be .* got 0"):
         model.add_adapter_to_model("x", {"r": 2}, gradient_accumulation_steps=0)
 
 

@@ -68,7 +68,9 @@ def test_an_output_that_was_not_asked_for_is_named_with_the_way_to_get_it(
 
 def test_log_probabilities_of_a_forward_for_embeddings_are_explained(model: TransformersModel) -> None:
     model.set_loss(lambda inputs, outputs: LossOutput(outputs["logps"].sum(), 1))
-    with pytest.raises(ComponentTypeError, match=r"the forward computed embeddings.*For outputs.* for task='causal_lm'"):
+    with pytest.raises(
+        ComponentTypeError, match=r"the forward computed embeddings.*For outputs.* for task='causal_lm'"
+    ):
         model.forward_backward(inputs=ROWS, task="embedding")
 
 
