@@ -221,7 +221,7 @@ def test_numbers_of_completions_padded_to_the_longest_are_refused_however_the_ro
     padded = torch.zeros(len(rows), max(len(places(row)) for row in rows))
     for given in (padded, padded.tolist()):
         model = trained(folder, "GRPOLoss")
-        with pytest.raises(ArgumentError, match=r"old_logps of row \d has 10 values"):
+        with pytest.raises(ArgumentError, match=r"old_logps of row \d has 10 numbers"):
             model.forward_backward(inputs=rows, advantages=[1.0] * len(rows), old_logps=given, micro_batch_size=micro)
         assert all(parameter.grad is None for parameter in model.model.parameters())
 
