@@ -18,7 +18,7 @@ SUITES = (
     "plugins/torch/tests/test_numerics.py",
     "plugins/torch/tests/test_head.py",
     "plugins/torch/tests/test_head_targets.py",
-    "plugins/transformers/tests/test_single.py",
+    "plugins/transformers/tests/test_lora_linear.py",
     "plugins/transformers/tests/test_updates.py",
     "plugins/transformers/tests/test_packing_models.py",
     "plugins/transformers/tests/test_sampler_prefixes.py",

@@ -93,7 +93,9 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
         yield "condition negated", _set(node, "test", None, ast.UnaryOp(ast.Not(), node.test))
     elif isinstance(node, ast.IfExp):
         yield "branches swapped", ("swap", node, None)
-    elif (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)) or isinstance(node, ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break):
+    elif (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)) or isinstance(
+        node, ast.AugAssign | ast.Delete | ast.Raise | ast.Continue | ast.Break
+    ):
         yield "statement deleted", ("replace", node, ast.Pass())
     elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
         yield "returns None", _set(node, "value", None, ast.Constant(None))

@@ -29,9 +29,9 @@ def model(folder: Path) -> TransformersModel:
         (lambda m: m.clip_grad_and_step(max_grad=1), r"unknown argument 'max_grad', nearest: 'max_grad_norm'"),
         (lambda m: m.calculate_metric(), r"TransformersModel.calculate_metric: missing argument 'is_training'"),
         (lambda m: m.save(save_optimiser=True), r"'save_optimiser', nearest: 'save_optimizer'"),
-        (lambda m: m.set_optimizer("AdamW", lr="1e-3"), r"AdamW\(lr='1e-3'\); lr is a number"),
-        (lambda m: m.set_optimizer("SGD", lr=0.1, momentum="0.9"), r"momentum is a number"),
-        (lambda m: m.set_optimizer("Muon", lr="1e-3"), r"lr is a number"),
+        (lambda m: m.set_optimizer("AdamW", lr="1e-3"), r"lr of AdamW must be a number, got '1e-3'"),
+        (lambda m: m.set_optimizer("SGD", lr=0.1, momentum="0.9"), r"momentum of SGD must be a number"),
+        (lambda m: m.set_optimizer("Muon", lr="1e-3"), r"lr of Muon must be a number"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_told_by_name(
@@ -62,10 +62,10 @@ def test_a_misspelt_option_of_the_model_finds_the_models_own(folder: Path) -> No
 def test_steps_are_counted_in_whole_numbers(
     model: TransformersModel, name: str, more: dict[str, int], wrong: Any
 ) -> None:
-    with pytest.raises(ArgumentError, match=r"num_warmup_steps=.* it must be a whole number of at least 0"):
+    with pytest.raises(ArgumentError, match=r"num_warmup_steps must be an integer of at least 0"):
         model.set_lr_scheduler(name, num_warmup_steps=wrong, **more)
     if more:
-        with pytest.raises(ArgumentError, match=r"num_training_steps=.* it must be a whole number of at least 1"):
+        with pytest.raises(ArgumentError, match=r"num_training_steps must be an integer of at least 1"):
             model.set_lr_scheduler(name, num_warmup_steps=1, num_training_steps=wrong)
 
 

@@ -163,10 +163,10 @@ def test_an_ignore_index_of_its_own_does_not_make_padding_count(folder: Path) ->
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"temperature": 0.0}, r"temperature=0\.0"),
-        ({"temperature": -1.0}, r"temperature=-1\.0"),
-        ({"micro_batch_size": "2"}, "micro_batch_size='2'"),
-        ({"micro_batch_size": 1.5}, r"micro_batch_size=1\.5"),
+        ({"temperature": 0.0}, r"temperature must be .* got 0\.0"),
+        ({"temperature": -1.0}, r"temperature must be .* got -1\.0"),
+        ({"micro_batch_size": "2"}, "micro_batch_size must be .* got '2'"),
+        ({"micro_batch_size": 1.5}, r"micro_batch_size must be .* got 1\.5"),
     ],
 )
 def test_values_that_make_no_sense_are_named(folder: Path, call: dict[str, Any], message: str) -> None:
@@ -175,7 +175,7 @@ def test_values_that_make_no_sense_are_named(folder: Path, call: dict[str, Any],
 
 
 def test_inputs_that_are_no_rows_are_named(folder: Path) -> None:
-    with pytest.raises(DataError, match="inputs is a NoneType"):
+    with pytest.raises(DataError, match=r"inputs must be .* got a NoneType"):
         build(folder).forward_backward(inputs=None)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="target_modules"):
         build(folder).add_adapter_to_model("x", {"target_modulez": "all-linear"})
@@ -391,7 +391,7 @@ def test_nothing_that_is_no_checkpoint_is_replaced(folder: Path, tmp_path: Path)
     for name in (".", "../up", "/absolute"):
         with pytest.raises((ArgumentError, OutputError)):
             model.save(name, str(tmp_path))
-    with pytest.raises(ArgumentError, match="interval=0"):
+    with pytest.raises(ArgumentError, match="interval must be at least 1, got 0"):
         model.save("x", str(tmp_path), interval=0)
 
 

@@ -204,7 +204,7 @@ def test_another_number_of_tokens_and_experts_that_are_not_there_are_refused() -
     routing = Routing([], 4)
     with pytest.raises(Unsupported, match=r"sees tokens \[3\] of a pass of 4"):
         Dispatch(torch.zeros(3, 2, dtype=torch.long), EXPERTS, routing)
-    with pytest.raises(Unsupported, match="sent to expert 5 of 5"):
+    with pytest.raises(Unsupported, match="routed to expert 5 of 5"):
         Dispatch(torch.tensor([[0, 1], [2, 5], [0, 1], [0, 1]]), EXPERTS, routing)
 
 

@@ -103,5 +103,5 @@ def test_a_subclass_is_elementwise_when_it_says_so() -> None:
 
 
 def test_as_many_factors_as_tensors() -> None:
-    with pytest.raises(ArgumentError, match="1 factors for 2 tensors"):
+    with pytest.raises(ArgumentError, match="one factor for each tensor, got 1 for 2"):
         scale_([torch.zeros(1), torch.zeros(1)], [1.0])

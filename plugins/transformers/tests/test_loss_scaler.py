@@ -89,11 +89,11 @@ def test_the_scale_never_leaves_the_numbers_of_float32() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"init_scale": 0.0}, "init_scale=0.0; it must be a number above 0"),
-        ({"init_scale": float("inf")}, "init_scale=inf"),
-        ({"growth_factor": 1.0}, "growth_factor=1.0"),
-        ({"backoff_factor": 1.0}, "backoff_factor=1.0"),
-        ({"growth_interval": 0}, "growth_interval=0"),
+        ({"init_scale": 0.0}, "init_scale must be a number above 0, got 0.0"),
+        ({"init_scale": float("inf")}, "init_scale .* got inf"),
+        ({"growth_factor": 1.0}, "growth_factor .* got 1.0"),
+        ({"backoff_factor": 1.0}, "backoff_factor .* got 1.0"),
+        ({"growth_interval": 0}, "growth_interval .* got 0"),
         ({"init_scal": 1.0}, "init_scale"),
     ],
 )

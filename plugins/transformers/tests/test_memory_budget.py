@@ -143,7 +143,7 @@ def test_the_cut_is_logged_with_its_reason(folder: Path, caplog: pytest.LogCaptu
     set_free(model, of_short(max(needed(model, half, training=True) for half in (ROWS[:6], ROWS[6:]))))
     with caplog.at_level(logging.INFO):
         model.forward_backward(inputs=ROWS)
-    assert "12 rows are computed in 2 passes: more at a time would not fit into the memory that is free" in caplog.text
+    assert "12 rows are computed in 2 passes: more at a time would not fit into the free memory" in caplog.text
 
 
 def test_scores_without_a_graph_are_cut_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,7 +480,7 @@ def test_wrong_names_and_keywords_name_the_nearest(model: TransformersModel) -> 
 
 
 def test_rows_that_cannot_be_used_are_named(model: TransformersModel) -> None:
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError, match="at least one row, got none"):
         model.forward_backward(inputs=[])
     with pytest.raises(DataError, match=r"row 1 has the keys \['text'\]"):
         model.forward_backward(inputs=[ROWS[0], {"text": "hello"}])
@@ -488,7 +488,7 @@ def test_rows_that_cannot_be_used_are_named(model: TransformersModel) -> None:
         model.forward_backward(inputs=["hello"])
     with pytest.raises(TrainingStateError, match="no `labels`"):
         model.forward_backward(inputs=[{"input_ids": [1, 2]}])
-    with pytest.raises(ArgumentError, match="micro_batch_size=0"):
+    with pytest.raises(ArgumentError, match=r"micro_batch_size must be .* got 0"):
         model.forward_backward(inputs=ROWS, micro_batch_size=0)
 
 
@@ -502,15 +502,15 @@ def test_tokens_outside_the_vocabulary_are_named(model: TransformersModel) -> No
 def test_adapters_that_make_no_sense_are_refused(model: TransformersModel) -> None:
     with pytest.raises(ArgumentError, match="already exists"):
         model.add_adapter_to_model("default", {"r": 2})
-    with pytest.raises(ArgumentError, match="use letters"):
+    with pytest.raises(ArgumentError, match="must consist of letters"):
         model.add_adapter_to_model("a.b", {"r": 2})
-    with pytest.raises(ArgumentError, match="rank r=0"):
+    with pytest.raises(ArgumentError, match="rank r must be at least 1, got 0"):
         model.add_adapter_to_model("zero", peft.LoraConfig(r=0, target_modules="all-linear"))
     with pytest.raises(ArgumentError, match="does not fit the model"):
         model.add_adapter_to_model("none", {"r": 2, "target_modules": ["no_such_layer"]})
     with pytest.raises(Unsupported, match="IA3Config is not supported"):
         model.add_adapter_to_model("ia3", peft.IA3Config())
-    with pytest.raises(ArgumentError, match="gradient_accumulation_steps=0"):
+    with pytest.raises(ArgumentError, match=r"gradient_accumulation_steps must be .* got 0"):
         model.add_adapter_to_model("x", {"r": 2}, gradient_accumulation_steps=0)
 
 

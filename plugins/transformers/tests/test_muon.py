@@ -137,7 +137,7 @@ def test_rules_may_name_options_of_either_part() -> None:
 def test_other_names_may_go_to_adamw() -> None:
     optimizer = build_optimizer("Muon", toy(), lr=0.02, adamw_match="layers")
     assert [tuple(p.shape) for g in parts(optimizer)["muon"] for p in g["params"]] == [(6, 4), (6, 4)]
-    with pytest.raises(ArgumentError, match="no regular expression"):
+    with pytest.raises(ArgumentError, match="must be regular expressions"):
         build_optimizer("Muon", toy(), adamw_match="(")
 
 

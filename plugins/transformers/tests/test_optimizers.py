@@ -117,7 +117,7 @@ def test_a_resumed_run_equals_the_unbroken_one(folder: Path, tmp_path: Path, nam
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("LBFGS", "evaluates the loss inside its step"), ("SparseAdam", "takes sparse gradients alone")],
+    [("LBFGS", "evaluates the loss inside its step"), ("SparseAdam", "takes only sparse gradients")],
 )
 def test_an_optimizer_that_the_loop_cannot_serve_is_refused_by_name_and_as_an_instance(
     folder: Path, name: str, message: str
@@ -134,7 +134,7 @@ def test_an_instance_is_taken_if_it_is_over_what_is_trained(folder: Path) -> Non
     own = torch.optim.SGD([p for _, p in named(model)], lr=0.5)
     model.set_optimizer(own)
     assert optimizer_of(model) is own
-    with pytest.raises(ArgumentError, match=r"SGD is an instance; lr= goes to its constructor"):
+    with pytest.raises(ArgumentError, match=r"SGD is an instance, so lr= must be given to its constructor"):
         model.set_optimizer(own, lr=1.0)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.5)
     with pytest.raises(ArgumentError, match=r"a parameter of shape \[3\] that the model .* does not train \(1 such\)"):
@@ -215,15 +215,15 @@ def test_torchs_own_groups_and_bare_parameters_are_taken(folder: Path) -> None:
     ("params", "message"),
     [
         ([{"match": "lora_C"}], r"the rule 'lora_C' matches no trained parameter; names look like 'base_model"),
-        ([{"match": "lora"}, {"match": "lora_B"}], "'lora_B' gets nothing: earlier rules took all"),
-        ([{"match": "lora_["}], "no regular expression"),
-        ([{"match": 3}], "no regular expression"),
+        ([{"match": "lora"}, {"match": "lora_B"}], "'lora_B' applies to nothing: earlier rules match all"),
+        ([{"match": "lora_["}], "must be a regular expression"),
+        ([{"match": 3}], "must be a regular expression"),
         ([{"match": "lora_B", "learning_rate": 1.0}], "AdamW has no 'learning_rate' for a group"),
         ([{"match": "lora_B", "beta": 1.0}], "nearest: 'betas'"),
         ([{"match": "lora_B", "params": []}], "both 'params' and 'match'"),
         ([{"lr": 1.0}], "rules on saved names"),
         ([{"match": "lora_B"}, {"params": []}], "mixes rules"),
-        ([3], "holds a int"),
+        ([3], "contains a int"),
         ([], "params= is empty"),
         ([nn.Parameter(torch.zeros(2))], r"shape \[2\] that the model .* does not train"),
     ],

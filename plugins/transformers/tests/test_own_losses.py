@@ -49,9 +49,9 @@ def test_a_function_asks_for_logits_by_an_attribute(model: TransformersModel) ->
 @pytest.mark.parametrize(
     ("key", "way"),
     [
-        ("logits", r"say reads\.require_logits = True"),
-        ("entropies", r"say reads\.require_entropy = True"),
-        ("uniform_logps", r"say reads\.require_uniform_logps = True"),
+        ("logits", r"set reads\.require_logits = True"),
+        ("entropies", r"set reads\.require_entropy = True"),
+        ("uniform_logps", r"set reads\.require_uniform_logps = True"),
         ("embeddings", r"call forward_backward\(task='embedding'\)"),
     ],
 )
@@ -62,13 +62,15 @@ def test_an_output_that_was_not_asked_for_is_named_with_the_way_to_get_it(
         return LossOutput(outputs[key].sum(), 1)
 
     model.set_loss(reads)
-    with pytest.raises(ComponentTypeError, match=rf"the forward made logps, .*For outputs\['{key}'\]: {way}"):
+    with pytest.raises(ComponentTypeError, match=rf"the forward computed logps, .*For outputs\['{key}'\]: {way}"):
         model.forward_backward(inputs=ROWS)
 
 
 def test_log_probabilities_of_a_forward_for_embeddings_are_explained(model: TransformersModel) -> None:
     model.set_loss(lambda inputs, outputs: LossOutput(outputs["logps"].sum(), 1))
-    with pytest.raises(ComponentTypeError, match=r"the forward made embeddings.*For outputs.* for task='causal_lm'"):
+    with pytest.raises(
+        ComponentTypeError, match=r"the forward computed embeddings.*For outputs.* for task='causal_lm'"
+    ):
         model.forward_backward(inputs=ROWS, task="embedding")
 
 

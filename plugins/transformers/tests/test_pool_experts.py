@@ -405,8 +405,8 @@ def test_files_that_do_not_fit_are_refused_by_name_and_change_nothing() -> None:
     [
         ({"target_parameters": ["experts.gate_proj"]}, ArgumentError, "'experts.gate_proj' matches no parameter"),
         ({"target_parameters": ["mlp.gate.weight"]}, Unsupported, "means model.layers.0.mlp.gate.weight"),
-        ({"lora_dropout": 0.1}, ArgumentError, "lora_dropout=0.1 with target_parameters"),
-        ({"use_dora": True}, ArgumentError, "use_dora=True with target_parameters"),
+        ({"lora_dropout": 0.1}, ArgumentError, "lora_dropout=0.1 together with target_parameters"),
+        ({"use_dora": True}, ArgumentError, "use_dora=True together with target_parameters"),
     ],
 )
 def test_configurations_that_experts_cannot_have_are_refused(

@@ -75,7 +75,7 @@ def test_an_encoder_is_refused_when_the_model_is_made(tmp_path: Path) -> None:
 def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     t5 = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(Unsupported, match="T5ForConditionalGeneration is an encoder with a decoder"):
+    with pytest.raises(Unsupported, match="T5ForConditionalGeneration is an encoder-decoder model"):
         MultiLoraTransformersModel(model_id=saved(tmp_path, t5), model_cls="T5ForConditionalGeneration")
 
 
@@ -146,7 +146,7 @@ def test_layers_that_see_only_some_tokens_are_let_go(folder: Path, caplog: pytes
         model = MultiLoraTransformersModel(
             model_cls=Llama, model_id=saved(folder.parent / "odd", source), mixed_precision="no"
         )
-    assert "adapters cannot be on model.layers.*.mlp.experts.*, which see only some tokens" in caplog.text
+    assert "adapters cannot adapt model.layers.*.mlp.experts.*, which see only some tokens" in caplog.text
     model.add_adapter_to_model("a", EVERYWHERE)
     adapted = model.pool.tenants["a"].plan.layout.entries
     assert {name.rpartition(".")[2] for name in adapted} == {"q_proj", "k_proj", "v_proj", "o_proj"}

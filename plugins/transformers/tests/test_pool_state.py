@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_with_a_reason_and_changes_nothing(folder: 
         ("places", snapshot, r"another adapter than 'places': the snapshot adapts .*k_proj, the adapter not"),
         ("dropout", snapshot, r"its dropout is 0.25, here 0.0"),
         ("bare", snapshot, r"AdamW, and adapter 'bare' has no optimizer; call set_optimizer\('AdamW'"),
-        ("other", snapshot, r"holds the state of AdamW, the model has SGD"),
+        ("other", snapshot, r"contains the state of AdamW, the model has SGD"),
         ("b", short, r"weights is torch.float32 \[\d+\]; it should be"),
         ("b", lacking, r"weights is missing"),
         ("b", foreign, r"'exp_avg/nobody' of an optimizer"),

@@ -69,8 +69,8 @@ def test_a_step_that_cannot_be_made_costs_the_others_nothing(model: Any) -> None
     assert sorted(texts) == [1, 2, 3, 4]
     assert "there is no adapter 'nobody'" in texts[1]
     assert "'c' has no accumulated gradients" in texts[2]
-    assert "named twice" in texts[3]
-    assert "lr=-1.0" in texts[4]
+    assert "must be named once" in texts[3]
+    assert "lr must be a number of at least 0, got -1.0" in texts[4]
     moved = [name for name in "abc" if not torch.equal(before[name], weights(model, name))]
     assert moved == ["a"]
 

@@ -321,8 +321,8 @@ def test_a_row_of_broken_numbers_is_named_by_its_place_in_the_call(folders):
         ({}, "either model_id= .* or model="),
         ({"model_id": "a", "model": torch.nn.Linear(2, 2)}, "either model_id= .* or model="),
         ({"model": 3}, "model is a int"),
-        ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device belong"),
-        ({"model": torch.nn.Linear(2, 2), "attn_implementation": "eager"}, "attn_implementation belong"),
+        ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device cannot be set for a shared model"),
+        ({"model": torch.nn.Linear(2, 2), "attn_implementation": "eager"}, "attn_implementation cannot be set"),
         ({"model_id": "a", "max_batch_size": 0}, "max_batch_size is 0"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_stream_that_is_closed_stops_its_request(folder):
 
 def test_a_stream_takes_one_input_and_one_sample(folder):
     sampler = sampler_of(folder)
-    with pytest.raises(ArgumentError, match="num_samples is 2"):
+    with pytest.raises(ArgumentError, match="num_samples must be 1, got 2"):
         sampler.sample_stream(rows()[0], {"num_samples": 2})
     with pytest.raises(ArgumentError, match="one input, got 2"):
         sampler.submit(rows(PROMPTS[:2]))

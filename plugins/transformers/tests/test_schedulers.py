@@ -80,7 +80,7 @@ def test_a_restored_scheduler_goes_on_at_the_same_rate() -> None:
 
 
 def test_impossible_step_counts_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_training_steps=0"):
+    with pytest.raises(ValueError, match="num_training_steps must be an integer of at least 1, got 0"):
         CosineWarmupScheduler(optimizer(), num_warmup_steps=0, num_training_steps=0)
 
 
@@ -177,12 +177,24 @@ def test_a_factor_is_never_outside_0_and_1(warmup: int, training: int, steps: in
 @pytest.mark.parametrize(
     ("scheduler_cls", "arguments", "message"),
     [
-        (ConstantWarmupScheduler, {"num_warmup_steps": -1}, "num_warmup_steps=-1"),
+        (ConstantWarmupScheduler, {"num_warmup_steps": -1}, "num_warmup_steps must be .* got -1"),
         (ConstantWarmupScheduler, {"num_warmup_steps": 5, "num_training_steps": 4}, "ends before the warm-up of 5"),
-        (InverseSqrtWarmupScheduler, {"num_warmup_steps": 5, "timescale": 0}, "timescale=0"),
-        (CosineRestartsWarmupScheduler, {"num_warmup_steps": 0, "num_training_steps": 4, "num_cycles": 0}, "cycles=0"),
-        (PolynomialWarmupScheduler, {"num_warmup_steps": 0, "num_training_steps": 4, "power": 0}, "power=0"),
-        (PolynomialWarmupScheduler, {"num_warmup_steps": 0, "num_training_steps": 4, "min_lr_ratio": 2}, "fraction"),
+        (InverseSqrtWarmupScheduler, {"num_warmup_steps": 5, "timescale": 0}, "timescale must be at least 1, got 0"),
+        (
+            CosineRestartsWarmupScheduler,
+            {"num_warmup_steps": 0, "num_training_steps": 4, "num_cycles": 0},
+            "num_cycles must be at least 1, got 0",
+        ),
+        (
+            PolynomialWarmupScheduler,
+            {"num_warmup_steps": 0, "num_training_steps": 4, "power": 0},
+            "power must be above 0, got 0",
+        ),
+        (
+            PolynomialWarmupScheduler,
+            {"num_warmup_steps": 0, "num_training_steps": 4, "min_lr_ratio": 2},
+            "between 0 and 1",
+        ),
         (WSDScheduler, {"num_warmup_steps": 3, "num_training_steps": 4, "num_decay_steps": 2}, "do not fit"),
         (WSDScheduler, {"num_warmup_steps": 0, "num_training_steps": 4, "decay_type": "step"}, "'1-sqrt'"),
     ],

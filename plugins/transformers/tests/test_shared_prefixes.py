@@ -154,11 +154,11 @@ def test_rows_may_be_lists_arrays_and_tensors() -> None:
     [
         ([], "at least one row, got none"),
         ([[1], []], "row 1 is empty"),
-        ([[1.5]], "row 0 is no sequence of integers"),
-        ([["a"]], "row 0 is no sequence of integers"),
-        ([[[1]]], "row 0 is no sequence of integers"),
-        ([3], "row 0 is no sequence of integers"),
-        ([[2**63]], "row 0 is no sequence of integers"),
+        ([[1.5]], "row 0 must be a sequence of integers"),
+        ([["a"]], "row 0 must be a sequence of integers"),
+        ([[[1]]], "row 0 must be a sequence of integers"),
+        ([3], "row 0 must be a sequence of integers"),
+        ([[2**63]], "row 0 must be a sequence of integers"),
         ([torch.ones(2)], r"row 0 is float32 of shape \[2\]"),
         ([torch.ones(2, 2, dtype=torch.int64)], r"row 0 is int64 of shape \[2, 2\]"),
         ([torch.ones(0, dtype=torch.int64)], r"row 0 is int64 of shape \[0\].*one token at least"),
@@ -170,7 +170,7 @@ def test_what_is_no_row_is_refused(rows: Any, words: str) -> None:
 
 
 def test_least_is_a_number_of_tokens() -> None:
-    with pytest.raises(ArgumentError, match="least is 0"):
+    with pytest.raises(ArgumentError, match="least must be an integer of at least 1, got 0"):
         plan_prefixes([[1]], least=0)
 
 

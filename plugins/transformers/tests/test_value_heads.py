@@ -121,5 +121,5 @@ def test_other_missing_weights_stay_an_error(tmp_path: Path) -> None:
 
 
 def test_an_adapter_for_a_language_model_is_refused_by_name(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match="LlamaForSequenceClassification predicts no tokens; leave task_type out"):
+    with pytest.raises(ArgumentError, match="LlamaForSequenceClassification does not predict tokens; leave it out"):
         build(folder).add_adapter_to_model("default", {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"})

@@ -1,4 +1,4 @@
-"""What the contract kit builds optimizers, schedulers, models and engines with."""
+"""Examples with which the contract kit builds optimizers, schedulers, models and engines."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def sequential() -> dict[str, Any]:
 
 
 def chained() -> dict[str, Any]:
-    """Two that halve."""
+    """Two schedulers that halve the rate."""
     from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR
 
     def make(optimizer: Any) -> Any:

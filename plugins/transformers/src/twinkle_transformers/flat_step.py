@@ -1,7 +1,8 @@
-"""Clipping and stepping many optimizers at once, each over one flat buffer: the numbers of torch's own `step()`.
+"""Clips and steps many optimizers at once, each over one flat vector, with the results of torch's own `step()`.
 
-A tenant's trainable numbers are one flat parameter with one flat gradient, and an ordinary `torch.optim` object owns
-its moments and step count. Schedulers, `state_dict` and `load_state_dict` are therefore torch's own.
+The trainable weights of an adapter are one flat parameter with one flat gradient, so a step is a few operations on long
+vectors instead of hundreds on small matrices. An ordinary `torch.optim` object owns moments and step count, so
+schedulers, `state_dict` and `load_state_dict` are torch's own.
 """
 
 import math
@@ -21,16 +22,16 @@ _ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
 _ROW, _LONG = 1 << 12, 1 << 15
-"""The host sums float32 numbers with one running sum a lane, 3e-4 off at 10 M of them: long buffers go by rows."""
+"""torch's float32 sum on a CPU has a relative error of 3e-4 for 10 M numbers, so long vectors are summed by rows."""
 _TINY = 2.0**-126
 """The smallest normal float32."""
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:
-    """Say whether `cls` updates each number from its own history alone, so that one flat tensor equals its pieces.
+    """Return whether `cls` updates each number independently of others, so that a flat vector equals its matrices.
 
     Of torch's own classes these are ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop and SGD;
-    Adafactor and Muon look at whole matrices. A class from elsewhere (a subclass too) says so by `elementwise = True`.
+    Adafactor and Muon depend on whole matrices. Other classes (also subclasses) declare it with `elementwise = True`.
     """
     declared = vars(cls).get("elementwise")
     if declared is not None:
@@ -40,7 +41,7 @@ def is_elementwise(cls: type[Optimizer]) -> bool:
 
 @torch.no_grad()
 def measure(grads: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, without waiting for the device.
+    """Return the 2-norm of each tensor, without synchronizing the device.
 
     Args:
         grads: n dense tensors of one device and any shapes.
@@ -68,7 +69,7 @@ def scale_(grads: Sequence[Tensor], factors: Sequence[float] | Tensor) -> None:
         ArgumentError: not as many factors as tensors.
     """
     if len(factors) != len(grads):
-        raise ArgumentError(f"scale_: {len(factors)} factors for {len(grads)} tensors; give one each")
+        raise ArgumentError(f"scale_: there must be one factor for each tensor, got {len(factors)} for {len(grads)}")
     if not grads:
         return
     if isinstance(factors, Tensor):
@@ -88,17 +89,17 @@ def clip_and_step(optimizers: Sequence[Optimizer], denominators: Sequence[float]
     torch makes the state.
 
     Args:
-        optimizers: n different ones, whose gradients lie on one device. An optimizer without gradients does nothing.
-        denominators: what the losses counted; 0 or less is a zero gradient.
-        max_norms: bound of each norm; 0 or less measures only.
+        optimizers: n different optimizers with gradients on one device. One without gradients is not stepped.
+        denominators: denominators of the losses; 0 or less gives a zero gradient.
+        max_norms: maximum norms; 0 or less measures without clipping.
 
     Returns:
-        norms before clipping `[n]`, float32 (float64 where gradients are). Where one is not finite, the weights,
-        moments and step count of that optimizer are untouched; the gradients of the others hold what was applied.
+        norms before clipping `[n]`, float32 (float64 where gradients are). If one is not finite, the weights,
+        moments and step count of that optimizer are unchanged; the gradients of the others are those that were applied.
 
     Raises:
         ArgumentError: lists of different lengths, an optimizer named twice, a NaN bound, several devices.
-        ExceptionGroup: what an optimizer's own `step()` raised, with a note that names it; all others were stepped.
+        ExceptionGroup: errors of `step()` of single optimizers, with notes that name them; all others were stepped.
     """
     tenants = _tenants(optimizers, denominators, max_norms)
     if not tenants:
@@ -123,7 +124,7 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Norms `[n]` and divisors `[n]` on one device; a divisor belongs to a finite norm."""
+    """Norms `[n]` and divisors `[n]` on one device; a divisor is valid where the norm is finite."""
 
     norms: Tensor
     divisors: Tensor
@@ -149,30 +150,32 @@ class _Plan:
 def _tenants(
     optimizers: Sequence[Optimizer], denominators: Sequence[float], max_norms: Sequence[float]
 ) -> list[_Tenant]:
-    """Pair the arguments, or say what is wrong before anything has changed."""
+    """Validate and pair the arguments, before anything is changed."""
     counts = len(optimizers), len(denominators), len(max_norms)
     if len(set(counts)) > 1:
         raise ArgumentError(
             "clip_and_step: {} optimizers, {} denominators and {} max_norms; give one each".format(*counts)
         )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise ArgumentError("clip_and_step: an optimizer is named twice; its gradient would be divided twice")
+        raise ArgumentError(
+            "clip_and_step: each optimizer must be named once, got one named twice; its gradient would be divided twice"
+        )
     if odd := [bound for bound in max_norms if math.isnan(bound)]:
-        raise ArgumentError(f"clip_and_step: max_norm is {odd[0]}; it is a number, and 0 measures only")
+        raise ArgumentError(f"clip_and_step: max_norm must be a number (0 measures without clipping), got {odd[0]}")
     tenants = [
         _Tenant(optimizer, _gradients(optimizer), float(denominator), float(bound))
         for optimizer, denominator, bound in zip(optimizers, denominators, max_norms, strict=True)
     ]
     if len(devices := {grad.device for tenant in tenants for grad in tenant.grads}) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ArgumentError(f"clip_and_step: gradients lie on {names}; make one call for each device")
+        raise ArgumentError(f"clip_and_step: gradients are on {names}; make one call for each device")
     return tenants
 
 
 def _divisible(denominator: float) -> float:
-    """Return what float32 numbers can be divided by; NaN, so that the norm is no number, where there is none."""
+    """Return a divisor that float32 can represent; NaN, which makes the norm NaN, if there is none."""
     if denominator <= 0:
-        return 1.0  # the gradient is zero already
+        return 1.0  # the gradient is already zero
     return denominator if _TINY <= denominator < math.inf else math.nan
 
 
@@ -181,7 +184,7 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _joint(tenants: Sequence[_Tenant]) -> Tensor:
-    """Return the joint norm of each tenant's gradients, 0 where it has none."""
+    """Return the joint norm of each optimizer's gradients, 0 without gradients."""
     norms = measure([grad for tenant in tenants for grad in tenant.grads])
     counts = [len(tenant.grads) for tenant in tenants]
     if all(count == 1 for count in counts):
@@ -198,13 +201,13 @@ def _row_norms(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_device(rows: list[list[float]], dtype: torch.dtype, device: torch.device) -> Iterable[Tensor]:
-    """Copy numbers to the device; from pinned memory, since a copy from other memory may wait for the device."""
+    """Copy numbers to the device from pinned memory; a copy from pageable memory may synchronize."""
     host = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True).unbind()
 
 
 def _step_known(tenants: Sequence[_Tenant], plan: _Plan, indices: Sequence[int], fused: Sequence[int]) -> None:
-    """Step with norms that the host reads: one kernel call for all optimizers of the same options."""
+    """Step with norms on the host: one kernel call for all optimizers with equal options."""
     if not indices:
         return
     finite, divisors = torch.isfinite(plan.norms).tolist(), plan.divisors.tolist()
@@ -224,7 +227,7 @@ def _step_known(tenants: Sequence[_Tenant], plan: _Plan, indices: Sequence[int],
 
 
 def _step_alone(optimizers: Mapping[int, Optimizer]) -> None:
-    """Call each optimizer's own step; one that fails keeps none of the others from theirs."""
+    """Call each optimizer's own step; if one fails, the others are still stepped."""
     errors = []
     for index, optimizer in optimizers.items():
         try:
@@ -237,7 +240,7 @@ def _step_alone(optimizers: Mapping[int, Optimizer]) -> None:
 
 
 def _step_queued(tenants: Sequence[_Tenant], plan: _Plan, fused: Sequence[int]) -> None:
-    """Step with norms that only the device knows: the kernel divides, and leaves alone what is not finite."""
+    """Step with norms on the device: the kernel divides, and skips gradients that are not finite."""
     skipped = (~torch.isfinite(plan.norms)).float()
     divisors = plan.divisors.float()
     for index in fused:
@@ -245,7 +248,7 @@ def _step_queued(tenants: Sequence[_Tenant], plan: _Plan, fused: Sequence[int]) 
 
 
 def _update(tenants: Sequence[_Tenant], divisor: Tensor | None, skipped: Tensor | None) -> None:
-    """Call torch's fused kernel once for optimizers of the same options, the way their own `step()` does."""
+    """Call torch's fused kernel once for optimizers with equal options, as their own `step()` does."""
     optimizers = [tenant.optimizer for tenant in tenants]
     group = optimizers[0].param_groups[0]
     params = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
@@ -284,7 +287,7 @@ def _options(tenant: _Tenant) -> tuple[Any, ...]:
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
-    """Say whether the fused kernel may be called in place of `optimizer.step()`, and would do the same."""
+    """Return whether calling the fused kernel is equivalent to `optimizer.step()`."""
     groups = optimizer.param_groups
     if type(optimizer) not in _FUSED or len(groups) != 1 or len(groups[0]["params"]) != 1:
         return False

@@ -1,4 +1,4 @@
-"""The loss scale of float16: small gradients are kept from vanishing, and overflows lower the scale."""
+"""The loss scale of float16: it prevents small gradients from underflowing, and shrinks after overflows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,25 +11,25 @@ from twinkle_registry import check_keywords
 
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = 2.0**-14
-"""float16's smallest normal number: gradients that overflow even at this scale are not finite by themselves."""
+"""float16's smallest normal number: gradients that overflow even at this scale are not finite without it."""
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class LossScaler:
-    """The scale of `torch.amp.GradScaler` as a plain number: reading it never waits for the device.
+    """The scale of `torch.amp.GradScaler` as a plain number, which is read without synchronizing the device.
 
     The loop multiplies losses by it, divides gradients by `factor` together with their denominator, and reports
-    whether their norm was finite. The scale changes only in `update`, so it is one within a step.
+    whether their norm was finite. The scale changes only in `update`, so it is constant within a step.
 
     Args:
         init_scale: scale at the start.
-        growth_factor: what it is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: what it is multiplied by after a step that overflowed.
+        growth_factor: factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: factor of the scale after a step with overflow.
         growth_interval: steps without overflow until it grows.
-        enabled: False scales nothing.
+        enabled: False disables scaling.
 
     Raises:
-        ArgumentError: a value that makes no sense.
+        ArgumentError: a value is invalid.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None) -> "LossScaler":
-        """Build one from `grad_scaler_config`; a name that is none of the arguments is an error."""
+        """Build one from `grad_scaler_config`; an unknown name is an error."""
         options = dict(config or {})
         check_keywords(cls, options, what="grad_scaler_config")
         return cls(**options)
 
     @property
     def factor(self) -> float:
-        """What the pending gradients must be divided by."""
+        """Divisor of the pending gradients."""
         return self._scale if self.enabled else 1.0
 
     @property
     def exhausted(self) -> bool:
-        """Whether no smaller scale is left to try: gradients that are not finite are so by themselves."""
+        """Whether the scale is at its minimum: gradients that are not finite would not be so without it either."""
         return self._exhausted or not self.enabled
 
     def scale(self, loss_sum: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ class LossScaler:
         return loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32)) * self._scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of one step: lower the scale after an overflow, raise it after enough steps without one.
+        """Update after one step: lower the scale after an overflow, raise it after enough steps without one.
 
         Args:
-            overflow: whether a gradient of the step was not finite, so that it was left out.
+            overflow: whether a gradient of the step was not finite, so that the step was skipped.
         """
         if not self.enabled:
             return
@@ -98,7 +98,7 @@ class LossScaler:
         return dict(zip(_STATE, values, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of ours or of `torch.amp.GradScaler`.
+        """Load a state of this class or of `torch.amp.GradScaler`.
 
         Raises:
             CheckpointError: a value is missing, or the state is of a scaler that was not enabled.
@@ -116,4 +116,4 @@ class LossScaler:
 
 def _check(name: str, value: float, is_right: bool, wanted: str) -> None:
     if not is_right:
-        raise ArgumentError(f"grad_scaler_config: {name}={value!r}; it must be a number {wanted}")
+        raise ArgumentError(f"grad_scaler_config: {name} must be a number {wanted}, got {value!r}")

@@ -46,22 +46,22 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         device_mesh: by default the one given to `twinkle.initialize`.
         mixed_precision: "bf16" runs matrix products in bfloat16 with float32 trainable weights; "fp16" likewise in
             float16, with a loss scale; "no" computes in `dtype`.
-        strategy: both published names mean this backend's own; the mesh says how parameters lie.
-        ddp_config: for meshes without fsdp: `bucket_cap_mb` (64) of the flat buffers that gradients travel in. What
-            torch's wrapper needs to be told (`find_unused_parameters`, ...) is always so here.
+        strategy: both published names mean this backend's own; the mesh decides how parameters are distributed.
+        ddp_config: for meshes without fsdp: `bucket_cap_mb` (64) of the flat buffers in which gradients are summed.
+            Options of torch's wrapper that are not needed here (`find_unused_parameters`, ...) are accepted.
         fsdp_config: for meshes with fsdp: `reshard_after_forward` (True), `cpu_offload` (False), `reduce_dtype`
             ("float32"), `transformer_cls_names_to_wrap` (the model's `_no_split_modules`).
-        grad_scaler_config: for fp16, in the words of `torch.amp.GradScaler`.
-        memory_efficient_init: with fsdp, load on the first rank alone and send each layer to the others.
+        grad_scaler_config: for fp16, arguments of `torch.amp.GradScaler`.
+        memory_efficient_init: with fsdp, load only on the first rank and send each layer to the others.
         gradient_checkpointing: recompute activations in the backward: less memory, a third more time. "auto" does so
             when the activations of a pass would not fit.
-        on_nonfinite: "raise" stops at a loss or gradient norm that is not finite and keeps the batch in the error;
-            "skip" leaves the micro-batch (or the step) out and counts it in `nonfinite_skipped`.
-        share_prefixes: compute a prompt that several rows of a micro-batch begin with once; with dropout they have its
-            draws in common. True is an error on a model that cannot (one with a state along the row), at the first
-            batch with a shared prompt; "auto" computes rows whole there.
-        dtype: of the loaded weights; by default the checkpoint's own with mixed precision, else float32. Whatever is
-            trained is kept in float32 under mixed precision.
+        on_nonfinite: "raise" raises an error with the batch if a loss or gradient norm is not finite; "skip" leaves the
+            micro-batch (or the step) out and counts it in `nonfinite_skipped`.
+        share_prefixes: compute a prompt that several rows of a micro-batch begin with once; the rows then share its
+            dropout mask. True is an error on a model that does not support it (one with a state along the row), at the
+            first batch with a shared prompt; "auto" computes whole rows there.
+        dtype: dtype of the loaded weights; by default the checkpoint's with mixed precision, else float32. Trained
+            weights are kept in float32 under mixed precision.
         **kwargs: passed to `from_pretrained` (`attn_implementation`, `revision`, ...).
 
     Attributes:
@@ -153,7 +153,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
 
         Args:
             optimizer_cls: any form of component argument; every optimizer of `torch.optim` has its name there.
-            adapter_name: whose; by default the active one.
+            adapter_name: name of the adapter; by default the active one.
             **kwargs: `lr` (1e-5), `weight_decay` (0.01, matrices only), `params`, and the constructor's own.
         """
         self._adapters.set_optimizer(adapter_name, optimizer_cls, kwargs)
@@ -177,7 +177,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         self._training.add_metric(adapter_name, metric_cls, is_training, kwargs)
 
     def set_grad_scaler(self, *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set the loss scale of fp16; keyword arguments in the words of `torch.amp.GradScaler`."""
+        """Set the loss scale of fp16; keyword arguments are those of `torch.amp.GradScaler`."""
         self._training.set_grad_scaler(adapter_name, kwargs)
 
     def apply_patch(self, patch_cls: Any, **kwargs: Any) -> None:
@@ -198,7 +198,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         Args:
             adapter_name: letters, digits, `_` and `-`.
             config_or_dir: `peft.LoraConfig`, a dict of its fields, or the folder of a saved adapter.
-            is_trainable: False adds it for `forward_only` and sampling alone.
+            is_trainable: False adds it only for `forward_only` and sampling.
             gradient_accumulation_steps: backward calls for each update.
         """
         self._adapters.add(
@@ -224,11 +224,11 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             adapter_name: the adapter to train; by default the active one.
             temperature: divides the logits.
             return_logits: also return `[B, T, V]` logits.
-            task: "causal_lm" (or "fused_lm_ce", which is how it is computed anyway), or "embedding": one vector of
-                length 1 for each row, from its last token.
+            task: "causal_lm" (or "fused_lm_ce", which computes the same), or "embedding": one vector of length 1 for
+                each row, from its last token.
 
         Returns:
-            `logps` `[B, T]`, and `logits` if asked for; or `embeddings` `[B, H]`; with graph.
+            `logps` `[B, T]`, and `logits` on request; or `embeddings` `[B, H]`; with graph.
         """
         return self._passes.forward(adapter_name, inputs, temperature, return_logits, task)
 
@@ -247,9 +247,9 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
     ) -> ModelOutput:
         """Run in evaluation mode without a graph, in micro-batches of `micro_batch_size` rows.
 
-        `disable_lora=True` (or `adapter_name=""`) answers with the base model alone. `topk_logprobs=k` also gives the
-        k most probable tokens at each trained position, as `topk_logprobs` and `topk_indices` `[B, T, k]`, without
-        making whole logits. The other arguments are those of `forward`.
+        `disable_lora=True` (or `adapter_name=""`) uses the base model without adapters. `topk_logprobs=k` also returns
+        the k most probable tokens at each trained position, as `topk_logprobs` and `topk_indices` `[B, T, k]`, without
+        computing whole logits. The other arguments are those of `forward`.
         """
         return self._passes.forward_only(
             adapter_name, inputs, temperature, return_logits, task, micro_batch_size, disable_lora, topk_logprobs
@@ -288,7 +288,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         Args:
             inputs: rows, trajectories, or a collated batch.
             adapter_name: the adapter to train; by default the active one.
-            micro_batch_size: rows in the model at one time; the update does not depend on it.
+            micro_batch_size: maximum number of rows of a pass; the update does not depend on it.
             temperature: divides the logits.
             return_logits: also return `[B, T, V]` logits.
             task: as in `forward`.
@@ -298,8 +298,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             `loss` (a number, divided by this call's denominator), `num_tokens`, `logps` `[B, T]`; without graph.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite and `on_nonfinite="raise"`; weights and optimizer are as before,
-                the gradients of the unfinished step are gone (as after any error once a gradient was added).
+            NonFiniteError: the loss is NaN or infinite and `on_nonfinite="raise"`; weights and optimizer are unchanged,
+                the gradients of the unfinished step are discarded (as after any error once a gradient was added).
         """
         return self._passes.forward_backward(
             adapter_name, inputs, micro_batch_size, temperature, return_logits, task, loss_kwargs
@@ -322,7 +322,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         Returns 0 while an accumulation is unfinished (unless `flush`). `max_grad_norm` <= 0 measures only.
 
         Raises:
-            ArgumentError: `max_grad_norm` is no number, or `norm_type` none above 0.
+            ArgumentError: `max_grad_norm` is not a number, or `norm_type` is not above 0.
             NonFiniteError: the norm is not finite and `on_nonfinite="raise"`; nothing was updated.
         """
         return self._training.clip_grad_norm(adapter_name, max_grad_norm, norm_type, gradient_accumulation_steps, flush)
@@ -339,13 +339,13 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         """Update the parameters, if an accumulation is complete (or `flush`).
 
         Args:
-            optim_params: `lr`, `weight_decay`, `betas`, `eps` to overwrite from now on.
-            adapter_name: whose parameters; by default the active one.
+            optim_params: new values of `lr`, `weight_decay`, `betas`, `eps`, for this and later steps.
+            adapter_name: name of the adapter; by default the active one.
             gradient_accumulation_steps: change the number of backward calls a step.
             flush: update from an unfinished accumulation.
 
         Raises:
-            TrainingStateError: nothing was accumulated, or the last update's gradients are still there.
+            TrainingStateError: nothing was accumulated, or the gradients of the last update were not cleared.
         """
         self._training.step(adapter_name, optim_params, gradient_accumulation_steps, flush)
 
@@ -358,7 +358,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         gradient_accumulation_steps: int | None = None,
         flush: bool = False,
     ) -> None:
-        """Forget the gradients of a finished accumulation (of an unfinished one too with `flush`)."""
+        """Clear the gradients of a finished accumulation (of an unfinished one too with `flush`)."""
         self._training.zero_grad(adapter_name, set_to_none, gradient_accumulation_steps, flush)
 
     @remote_function()
@@ -372,8 +372,8 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
     ) -> None:
         """Advance the scheduler if an update was made since the last call.
 
-        `metrics` is the number that a scheduler such as `ReduceLROnPlateau` watches; by default the step's loss.
-        `flush` is that of `step`, which has made the update or has not.
+        `metrics` is the value for a scheduler such as `ReduceLROnPlateau`; by default the step's loss. `flush` is
+        accepted as in `step`, which decides whether there was an update.
         """
         self._training.lr_step(adapter_name, metrics, gradient_accumulation_steps)
 
@@ -381,7 +381,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
 
     @remote_function(collect="first")
     def calculate_metric(self, is_training: bool, *, adapter_name: str | None = None) -> dict[str, float]:
-        """Return the numbers of all metrics since the last call; each is a plain number of the steps it covers."""
+        """Return the values of all metrics since the last call, and reset them; each is a plain number."""
         return self._training.calculate_metric(adapter_name, is_training)
 
     def get_train_configs(self, *, adapter_name: str | None = None) -> str:
@@ -420,17 +420,17 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
             name: folder name, by default `checkpoint-step-<cur_step>`.
             output_dir: its parent, by default `output`.
             interval: save only when `cur_step` is a multiple; else return None.
-            adapter_name: which; by default the active one.
-            save_optimizer: also save what `resume_from_checkpoint` needs to go on bit for bit.
-            consumed_train_samples: kept in `trainer_state.json`, from `DataLoader.get_state()`.
-            loop_state: what else the loop needs to go on, as JSON can hold it; kept there under `loop`.
+            adapter_name: name of the adapter; by default the active one.
+            save_optimizer: also save the state that `resume_from_checkpoint` needs to continue bit for bit.
+            consumed_train_samples: number from `DataLoader.get_state()`, saved in `trainer_state.json`.
+            loop_state: further state of the loop as JSON data, saved there under `loop`.
 
         Returns:
-            the directory, which is absent or whole at every moment. An older checkpoint of that name is replaced.
+            the directory, which is written atomically. An older checkpoint of that name is replaced.
 
         Raises:
-            OutputError: it cannot be written, or something that is no checkpoint stands there.
-            ArgumentError: JSON cannot hold `loop_state`.
+            OutputError: it cannot be written, or something other than a checkpoint has this name.
+            ArgumentError: `loop_state` is not JSON data.
         """
         return self._checkpoints.save(
             adapter_name, name, output_dir, interval, save_optimizer=save_optimizer,
@@ -452,9 +452,9 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         Args:
             name: a checkpoint's folder, its name below `output_dir`, or its id on a hub.
             output_dir: parent of `name`.
-            adapter_name: which adapter to load into; by default the active one.
-            load_optimizer: as `resume_from_checkpoint`.
-            token: for a private repository of a hub.
+            adapter_name: adapter to load into; by default the active one.
+            load_optimizer: load as `resume_from_checkpoint` does.
+            token: access token for a private repository of a hub.
 
         Raises:
             CheckpointError: it is missing, incomplete, or belongs to another model; nothing is changed then.
@@ -471,7 +471,7 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         Args:
             checkpoint_dir: a folder that `save(save_optimizer=True)` wrote.
             resume_only_model: weights and counters only.
-            adapter_name: which adapter; by default the active one.
+            adapter_name: name of the adapter; by default the active one.
 
         Returns:
             `cur_step`, `consumed_train_samples`, `gradient_accumulation_steps`.
@@ -486,20 +486,20 @@ class TransformersModel(TwinkleModel, CheckpointEngineMixin):
         merge_and_sync: bool = False,
         model_keys: Sequence[str] | None = None,
     ) -> None:
-        """Send weights by the engine that a `CheckpointEngineManager` prepared, and wait until they were taken.
+        """Send weights with the engine that a `CheckpointEngineManager` prepared, and wait until they were received.
 
-        Weights of the base come under the names of the Hugging Face model, tied ones once; A and B of an adapter come
-        after them under PEFT's.
+        Weights of the base have the names of the Hugging Face model, tied ones are sent once; A and B of an adapter
+        follow under PEFT's names.
 
         Args:
-            adapter_name: which adapter; by default the active one. Where there is none, all weights are sent.
-            base_sync_done: send the adapter alone.
-            merge_and_sync: send the base with the adapter merged into it, and no adapter.
-            model_keys: names of the weights that the receiver has, to be compared before anything is computed.
+            adapter_name: name of the adapter; by default the active one. Without adapters all weights are sent.
+            base_sync_done: send only the adapter.
+            merge_and_sync: send the base with the merged adapter instead of the adapter.
+            model_keys: names of the weights of the receiver, compared before anything is computed.
 
         Raises:
             ArgumentError: the receiver lacks a weight, or `base_sync_done` with `merge_and_sync`.
-            Unsupported: the adapter cannot be merged, or not be sent alone, or the model is sharded.
+            Unsupported: the adapter cannot be merged, or cannot be sent alone, or the model is sharded.
         """
         weights = outgoing_weights(
             self._loaded, self._adapters, adapter_name, base_sync_done, merge_and_sync, model_keys

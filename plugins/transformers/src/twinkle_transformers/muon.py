@@ -22,9 +22,9 @@ _PARTS = ("muon", "adamw")
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan 2024, kellerjordan.github.io/posts/muon) with AdamW beside it.
 
-    Matrices go to `torch.optim.Muon`; embeddings, heads and whatever is no matrix (norms, biases, convolutions, experts
-    stacked in one tensor) go to `torch.optim.AdamW`. Each parameter group is one or the other, and says so under
-    `algorithm`. A group without names (bare parameters) is split by dimension alone.
+    `torch.optim.Muon` updates matrices; `torch.optim.AdamW` updates embeddings, heads and everything that is not a
+    matrix (norms, biases, convolutions, experts stacked in one tensor). The key `algorithm` of each parameter group
+    names its part. Groups without names (bare parameters) are split by dimension only.
 
     Args:
         params: as torch's: parameters, pairs of name and parameter, or groups of either with options of their own.
@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         adamw_weight_decay: weight decay of AdamW; groups without decay stay without.
         adamw_betas: of AdamW.
         adamw_eps: of AdamW.
-        adamw_match: regular expressions; a matrix whose name one of them finds goes to AdamW.
+        adamw_match: regular expressions; AdamW updates a matrix whose name matches one of them.
 
     Raises:
         ArgumentError: an option of a group that neither part has.
@@ -71,7 +71,9 @@ class Muon(torch.optim.Optimizer):
         try:
             self._match = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
         except re.error as error:
-            raise ArgumentError(f"Muon: adamw_match={adamw_match!r} is no regular expression: {error}") from error
+            raise ArgumentError(
+                f"Muon: adamw_match must be regular expressions, got {adamw_match!r}: {error}"
+            ) from error
         muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
                 "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn}  # fmt: skip
@@ -81,14 +83,14 @@ class Muon(torch.optim.Optimizer):
             "adamw": {key: value for key, value in adamw.items() if value is not None},
         }
         self._inner: dict[str, torch.optim.Optimizer] = {}
-        super().__init__(params, {})  # each group has all options of its own part already
+        super().__init__(params, {})  # each group already has all options of its part
         self.defaults = dict(muon)
         self._parts()
         counts = [sum(p.numel() for g in self._groups(part) for p in g["params"]) for part in _PARTS]
-        get_logger().info("Muon updates %d numbers, AdamW beside it %d", *counts)
+        get_logger().info("Muon updates %d numbers, AdamW %d", *counts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Split a group into what Muon updates and what AdamW does, and add both."""
+        """Split a group into the parameters of Muon and those of AdamW, and add both."""
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         pairs = [item if isinstance(item, tuple) else ("", item) for item in members]
@@ -108,7 +110,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part, inner in self._parts().items():
-            # What lives is ours: a checkpoint or load_state_dict() may have put other groups or another state here.
+            # Share groups and state with both parts: a checkpoint or load_state_dict() may have replaced them here.
             inner.param_groups, inner.state = self._groups(part), self.state
             inner.step()
         return loss

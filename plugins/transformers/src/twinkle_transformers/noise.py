@@ -1,8 +1,8 @@
-"""Random numbers that are pure functions of their counters: the same bits on every device, in any order and company.
+"""Random numbers that are pure functions of counters: the same bits on every device, in any order and batch.
 
-Counters are mixed in integers alone. Keys use the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014, with the
-constants of Stafford's variant 13); the elements of a mask use the 32-bit finaliser of MurmurHash3 (Appleby), into
-which the two halves of a token's key enter one before and one amid the rounds.
+Counters are mixed with integer operations only. Keys use the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014,
+with the constants of Stafford's variant 13); the elements of a mask use the 32-bit finaliser of MurmurHash3 (Appleby),
+into which the two halves of a token's key enter one before and one amid the rounds.
 """
 
 import operator
@@ -20,15 +20,15 @@ _MURMUR = ((16, 0x85EB_CA6B), (13, 0xC2B2_AE35))
 _GOLDEN_32 = 0x9E37_79B9
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 _BLOCK = 1 << 16
-"""Elements of a mask made at a time on the host, so that the passes over them stay in a core's cache."""
+"""Number of mask elements that are computed at a time on the host, to stay in a core's cache."""
 
 
 def uniform(seed: int, stream: int | Sequence[int], index: Tensor) -> Tensor:
-    """Return numbers in [0, 1), multiples of 2^-24, that depend on seed, stream and index alone.
+    """Return numbers in [0, 1), multiples of 2^-24, that depend only on seed, stream and index.
 
     Args:
-        seed: any integer; its lowest 64 bits count.
-        stream: one or several integers (lowest 64 bits each) that name what the numbers are for; order matters.
+        seed: any integer; its lowest 64 bits are used.
+        stream: one or several integers (lowest 64 bits each) that identify the purpose of the numbers, in order.
         index: int64, any shape: the counter of each number.
 
     Returns:
@@ -42,13 +42,13 @@ def uniform(seed: int, stream: int | Sequence[int], index: Tensor) -> Tensor:
 def token_keys(seed: int, operation: int, rows: Tensor, positions: Tensor) -> Tensor:
     """Return one 64-bit key a token, for `masks_from`.
 
-    Keys of several seeds may be concatenated: one call of `masks_from` then serves tokens of many adapters.
+    Keys of several seeds can be concatenated: one call of `masks_from` then serves tokens of many adapters.
 
     Args:
-        seed: the adapter's; any integer, its lowest 64 bits count.
-        operation: the number of the pass.
-        rows: int64 `[T]`, the row that each token is in.
-        positions: int64 `[T]`, its position there.
+        seed: seed of the adapter; any integer, its lowest 64 bits are used.
+        operation: number of the operation.
+        rows: int64 `[T]`, row of each token.
+        positions: int64 `[T]`, position of each token in its row.
 
     Returns:
         int64 `[T]` on their device.
@@ -71,7 +71,7 @@ def masks_from(
 
     Args:
         keys: int64 `[T]` of `token_keys`.
-        site: which dropout of the model this is; any integer.
+        site: identifies the layer; any integer.
         features: size of the last dimension.
         probability: from 0 to 1 inclusive; effective to 2^-24.
         dtype: a floating dtype.
@@ -156,12 +156,12 @@ def _mask(first: Tensor, second: Tensor, lanes: Tensor, probability: float) -> T
     words = first + lanes
     spare = torch.empty_like(words)
     _murmur_(words, second, spare)
-    numbers = spare.view(torch.float32).copy_(words)  # a third buffer would cost more than this pass
+    numbers = spare.view(torch.float32).copy_(words)  # a third buffer would be slower than this pass
     return numbers.ge_(probability * 2.0**32 - 2.0**31).mul_(1 / (1 - probability))
 
 
 def _murmur_(words: Tensor, second: Tensor, spare: Tensor) -> None:
-    """Mix int32 in place. The last shift of the published form stirs the low bits alone, which hardly decide a drop."""
+    """Mix int32 in place. The last shift of the published form affects only low bits, which hardly matter."""
     (shift, factor), (next_shift, next_factor) = _MURMUR
     torch.bitwise_right_shift(words, shift, out=spare)
     words.bitwise_xor_(spare.bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed_32(factor)).add_(second)

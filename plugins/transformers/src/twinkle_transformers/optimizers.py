@@ -31,7 +31,7 @@ def make_groups(named: Named, params: Any, decay: float | None, optimizer: Any) 
         named: the trained parameters by saved name.
         params: None for the two default groups; parameters; torch groups; or rules.
         decay: the optimizer's weight decay, None if it has none.
-        optimizer: the class (or function) that the groups are for; one of torch's own knows which options exist.
+        optimizer: the class (or function) of the optimizer; for torch's own, options of groups are checked.
 
     Raises:
         ArgumentError: a rule that matches nothing, a parameter that is not trained or given twice, an unknown option.
@@ -54,8 +54,8 @@ def make_groups(named: Named, params: Any, decay: float | None, optimizer: Any) 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], decay: float | None) -> list[dict[str, Any]]:
     """Return groups of named parameters: matrices with weight decay, biases and norms without.
 
-    A group without members is left out; with `decay` None (an optimizer that has none) there is one group. The key
-    `decays` says which is which, so that a later weight decay finds its group.
+    Empty groups are left out; with `decay` None (an optimizer without weight decay) there is one group. The key
+    `decays` marks the group with weight decay, so that a later change of it reaches this group.
     """
     named = list(named)
     if decay is None:
@@ -70,7 +70,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], decay: float | N
 
 
 def without_names(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with bare parameters; torch would keep the names in every checkpoint."""
+    """Return the groups without names, which torch would add to every checkpoint."""
     return [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
 
 
@@ -83,7 +83,11 @@ def _by_rules(named: Named, rules: Sequence[Mapping[str, Any]], decay: float | N
             taken = any(matches(name) for name, _ in named)
             raise ArgumentError(
                 f"set_optimizer: the rule {rule['match']!r} "
-                + ("gets nothing: earlier rules took all that it matches" if taken else "matches no trained parameter")
+                + (
+                    "applies to nothing: earlier rules match all of its parameters"
+                    if taken
+                    else "matches no trained parameter"
+                )
                 + f"; names look like {', '.join(repr(name) for name in _examples(named))}"
             )
         left = [pair for pair in left if not matches(pair[0])]
@@ -101,7 +105,7 @@ def _matcher(match: Any) -> Any:
         compiled = [re.compile(pattern) for pattern in patterns]
     except (re.error, TypeError) as error:
         raise ArgumentError(
-            f"set_optimizer: 'match' is {match!r}, which is no regular expression or list of them: {error}"
+            f"set_optimizer: 'match' must be a regular expression or a list of them, got {match!r}: {error}"
         ) from error
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
@@ -116,29 +120,33 @@ def _torch_groups(named: Named, given: Sequence[Mapping[str, Any]]) -> list[dict
         for item in [members] if isinstance(members, torch.Tensor) else members:
             parameter = item[1] if isinstance(item, tuple) else item
             if not isinstance(parameter, torch.Tensor):
-                raise ArgumentError(f"set_optimizer: params= holds a {type(parameter).__name__}; {_FORMS}")
+                raise ArgumentError(f"set_optimizer: params= contains a {type(parameter).__name__}; {_FORMS}")
             if id(parameter) not in name_of:
                 raise ArgumentError(
                     f"set_optimizer: params= holds a parameter of shape {list(parameter.shape)} that the model (or "
                     "this adapter) does not train; take them from what has requires_grad"
                 )
             if id(parameter) in seen:
-                raise ArgumentError(f"set_optimizer: params= holds {name_of[id(parameter)]} twice; give it one group")
+                raise ArgumentError(
+                    f"set_optimizer: params= contains {name_of[id(parameter)]} twice; put it into one group"
+                )
             seen.add(id(parameter))
             pairs.append((name_of[id(parameter)], parameter))
         groups.append({**group, "params": pairs})
     if len(seen) < len(named):
-        get_logger().info("set_optimizer: %d trained parameters are in no group and stay", len(named) - len(seen))
+        get_logger().info(
+            "set_optimizer: %d trained parameters are in no group and are not updated", len(named) - len(seen)
+        )
     return groups
 
 
 def _check_group(group: Any, optimizer: Any) -> None:
     if not isinstance(group, Mapping) or not any(key in group for key in _KEYS):
-        raise ArgumentError(f"set_optimizer: params= holds {group!r}; {_FORMS}")
+        raise ArgumentError(f"set_optimizer: params= contains {group!r}; {_FORMS}")
     if all(key in group for key in _KEYS):
         raise ArgumentError("set_optimizer: a group of params= has both 'params' and 'match'; give one of them")
     if not optimizer.__module__.startswith(("torch.optim", "twinkle_transformers")):
-        return  # a stranger's optimizer may read options of its own from its groups
+        return  # an optimizer of another package may read its own options from its groups
     known = [name for name in inspect.signature(optimizer).parameters if name != "params"]
     for key in group:
         if key not in known and key not in _KEYS:
@@ -176,14 +184,14 @@ def build_optimizer(
         lr: learning rate, by default 1e-5.
         weight_decay: by default 0.01 where the optimizer has it; biases and norms are never decayed.
         params: parameters, torch parameter groups, or rules `[{"match": "lora_B", "lr": 1e-3}, ...]`: regular
-            expressions (one or a list) searched in the saved names. The first rule that matches a parameter takes it;
-            what none matches keeps the options given here. A rule without `weight_decay` spares biases and norms.
+            expressions (one or a list) searched in the saved names. The first rule that matches a parameter applies to
+            it; others get the options given here. A rule without `weight_decay` does not decay biases and norms.
         **kwargs: further arguments of the optimizer's constructor.
 
     Raises:
         ArgumentError: an argument or a value that the optimizer does not take, a rule that matches nothing.
         TrainingStateError: nothing is trainable.
-        Unsupported: an optimizer that calls the loss itself (LBFGS) or wants sparse gradients (SparseAdam).
+        Unsupported: an optimizer that calls the loss itself (LBFGS) or requires sparse gradients (SparseAdam).
     """
     resolved = registry().resolve(optimizer, "optimizer")
     named = list(named_parameters)
@@ -199,7 +207,9 @@ def build_optimizer(
     check_keywords(resolved, {"params": None, **arguments}, what=f"the optimizer {name}")
     _refuse_texts(resolved, arguments, name)
     if arguments.get("differentiable"):
-        raise Unsupported(f"set_optimizer: {name}(differentiable=True) gives updates a gradient; training needs none")
+        raise Unsupported(
+            f"set_optimizer: {name}(differentiable=True) is not supported: updates need no gradient in training"
+        )
     groups = make_groups(named, params, arguments.get("weight_decay"), resolved)
     if not getattr(resolved, "splits_by_name", False):
         groups = without_names(groups)
@@ -208,12 +218,14 @@ def build_optimizer(
     except (ValueError, TypeError, RuntimeError) as error:
         raise ArgumentError(f"set_optimizer: {name} refuses its arguments: {error}") from error
     if not isinstance(built, torch.optim.Optimizer):
-        raise ArgumentError(f"set_optimizer: {optimizer!r} made a {type(built).__name__}, not a torch.optim.Optimizer")
+        raise ArgumentError(
+            f"set_optimizer: {optimizer!r} must return a torch.optim.Optimizer, got a {type(built).__name__}"
+        )
     return built
 
 
 def exchanged(params: Any, successors: Mapping[int, nn.Parameter]) -> Any:
-    """Return `params` of any published form with each parameter exchanged for its successor, by identity."""
+    """Return `params` of any published form with each parameter replaced by its successor, by identity."""
     if isinstance(params, torch.Tensor):
         return successors.get(id(params), params)
     if isinstance(params, Mapping):
@@ -229,7 +241,7 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
 
     Args:
         scheduler: any form of component argument.
-        optimizer: what it follows.
+        optimizer: the optimizer that it changes.
         **kwargs: arguments of its constructor. In `schedulers` (of `SequentialLR` and `ChainedScheduler`) each item may
             be an instance or a mapping `{"scheduler": "LinearLR", "total_iters": 10}`.
 
@@ -250,7 +262,7 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
             )
         return resolved
     if optimizer is None:
-        raise TrainingStateError("set_lr_scheduler: set the optimizer first; a scheduler is built on it")
+        raise TrainingStateError("set_lr_scheduler: set the optimizer first; the constructor of a scheduler takes it")
     name = _name_of(resolved)
     arguments = {"optimizer": optimizer, **kwargs}
     check_keywords(resolved, arguments, what=f"the scheduler {name}")
@@ -265,14 +277,16 @@ def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None, **k
 def override(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
     """Overwrite `lr`, `weight_decay`, `betas` or `eps` of every parameter group; norms and biases never decay.
 
-    An optimizer of two parts (`Muon`) says itself which groups an option such as `adamw_lr` is for.
+    An optimizer of two parts (`Muon`) decides itself which groups an option such as `adamw_lr` applies to.
 
     Raises:
-        ArgumentError: a name that the optimizer does not have, or a value that makes no sense; nothing is changed.
+        ArgumentError: the optimizer has no such option, or a value is invalid; nothing is changed.
     """
     key_of = getattr(optimizer, "key_of", _plain_key)
     changes: list[tuple[dict[str, Any], str, Any]] = []
-    for name in sorted(values, key=lambda name: name.startswith("adamw_")):  # the part's own value over the common one
+    for name in sorted(
+        values, key=lambda name: name.startswith("adamw_")
+    ):  # the option of a part has precedence over the common one
         places = [(group, key) for group in optimizer.param_groups if (key := key_of(group, name)) is not None]
         if not places:
             known = sorted({key for group in optimizer.param_groups for key in group} - _NOT_OPTIONS)
@@ -296,19 +310,19 @@ def _refuse_impossible(resolved: Any) -> None:
         )
     if issubclass(owner, torch.optim.SparseAdam):
         raise Unsupported(
-            f"set_optimizer: {owner.__name__} takes sparse gradients alone, and those of a language model are dense; "
+            f"set_optimizer: {owner.__name__} takes only sparse gradients, and those of a language model are dense; "
             "choose Adam or AdamW"
         )
 
 
 def _refuse_texts(resolved: Any, arguments: Mapping[str, Any], name: str) -> None:
-    """Refuse a text (or True) where a number belongs, as a configuration file that says "1e-3" would give it."""
+    """Refuse text (or True) in place of a number, such as "1e-3" from a configuration file."""
     parameters = inspect.signature(resolved).parameters
     for key, value in arguments.items():
         default = parameters[key].default if key in parameters else None
         number = key == "lr" or (isinstance(default, int | float) and not isinstance(default, bool))
         if number and isinstance(value, str | bool):
-            raise ArgumentError(f"set_optimizer: {name}({key}={value!r}); {key} is a number, so write it as one")
+            raise ArgumentError(f"set_optimizer: {key} of {name} must be a number, got {value!r}")
 
 
 def _taken_as_it_is(
@@ -316,7 +330,7 @@ def _taken_as_it_is(
 ) -> torch.optim.Optimizer:
     kind = type(optimizer).__name__
     if extra := sorted(name for name, value in given.items() if value is not None):
-        raise ArgumentError(f"set_optimizer: {kind} is an instance; {extra[0]}= goes to its constructor")
+        raise ArgumentError(f"set_optimizer: {kind} is an instance, so {extra[0]}= must be given to its constructor")
     trained = {id(parameter) for _, parameter in named}
     if odd := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in trained]:
         raise ArgumentError(
@@ -333,7 +347,7 @@ def _part(item: Any, optimizer: torch.optim.Optimizer, owner: str) -> Any:
     options = dict(item)
     if "scheduler" not in options:
         raise ArgumentError(
-            f"set_lr_scheduler: {owner}(schedulers=[...]) holds {item!r} without 'scheduler'; write "
+            f"set_lr_scheduler: {owner}(schedulers=[...]) contains {item!r} without 'scheduler'; write "
             "{'scheduler': 'LinearLR', 'total_iters': 10}"
         )
     return build_scheduler(options.pop("scheduler"), optimizer, **options)
@@ -347,7 +361,7 @@ def _checked(name: str, value: Any) -> Any:
     numbers = value if isinstance(value, list | tuple) else [value]
     for number in numbers:
         if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
-            raise ArgumentError(f"step(optim_params=...): {name}={value!r}; it must be a number of at least 0")
+            raise ArgumentError(f"step(optim_params=...): {name} must be a number of at least 0, got {value!r}")
     return tuple(value) if isinstance(value, list) else value
 
 

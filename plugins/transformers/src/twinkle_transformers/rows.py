@@ -160,7 +160,7 @@ class _Cut:
             return slice(width - self.length, None) if self.left else slice(0, self.length)
         if self.of_tokens and self.length < width:
             raise ArgumentError(
-                f"{self.name} of row {self.rows.start + row} has {width} values, more than the row has tokens; give "
+                f"{self.name} of row {self.rows.start + row} has {width} numbers, more than the row has tokens; give "
                 f"one for each trained token, or at least {self.longest}, the width of the batch"
             )
         return slice(None)

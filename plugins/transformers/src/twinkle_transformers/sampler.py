@@ -102,7 +102,7 @@ class TorchSampler(ReceivesWeights, Sampler):
         given = {"dtype": dtype != "auto", "device": device is not None, "adapter_path": adapter_path is not None}
         if surplus := [*kwargs, *(name for name, is_given in given.items() if is_given)]:
             raise ArgumentError(
-                f"TorchSampler: {', '.join(surplus)} require model_id=; they are not options of a shared model"
+                f"TorchSampler: {', '.join(surplus)} cannot be set for a shared model; give model_id= to load weights"
             )
         self._source = SharedModel(model)
         self._service = SamplingService(self._source, limits)

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class _Warmup(LRScheduler):
-    """A learning rate that is a factor of the number of steps made, so that a resume lands on the same value."""
+    """A learning rate with a factor that depends only on the number of steps, so that a resume gives the same value."""
 
     def __init__(self, optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> None:
         _check_counts(self, num_warmup_steps=num_warmup_steps)
@@ -112,7 +112,7 @@ class CosineRestartsWarmupScheduler(_WarmupDecay):
         last_epoch: int = -1,
     ) -> None:
         if num_cycles < 1:
-            raise ValueError(f"{type(self).__name__}: num_cycles={num_cycles}; it must be at least 1")
+            raise ValueError(f"{type(self).__name__}: num_cycles must be at least 1, got {num_cycles}")
         self.num_cycles = num_cycles
         super().__init__(optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
@@ -143,17 +143,17 @@ class PolynomialWarmupScheduler(_WarmupDecay):
         last_epoch: int = -1,
     ) -> None:
         if power <= 0:
-            raise ValueError(f"{type(self).__name__}: power={power}; it must be above 0")
+            raise ValueError(f"{type(self).__name__}: power must be above 0, got {power}")
         self.power, self.min_lr_ratio = power, _fraction(self, "min_lr_ratio", min_lr_ratio)
         super().__init__(optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
     def decay(self, progress: float) -> float:
-        """Return the power of what is left."""
+        """Return the power of the remaining progress."""
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * float((1.0 - progress) ** self.power)
 
 
 class ConstantWarmupScheduler(_Warmup):
-    """Linear warm-up from 0, then the full learning rate for ever.
+    """Linear warm-up from 0, then the full learning rate.
 
     Args:
         optimizer: whose learning rates are changed.
@@ -199,7 +199,7 @@ class InverseSqrtWarmupScheduler(_Warmup):
     ) -> None:
         _check_end(self, num_warmup_steps, num_training_steps)
         if timescale is not None and timescale < 1:
-            raise ValueError(f"{type(self).__name__}: timescale={timescale}; it must be at least 1")
+            raise ValueError(f"{type(self).__name__}: timescale must be at least 1, got {timescale}")
         self.timescale = timescale or num_warmup_steps or 10_000
         super().__init__(optimizer, num_warmup_steps, last_epoch)
 
@@ -233,7 +233,7 @@ class WSDScheduler(_Warmup):
         last_epoch: int = -1,
     ) -> None:
         if decay_type not in ("linear", "cosine", "1-sqrt"):
-            raise ValueError(f"WSDScheduler: decay_type={decay_type!r}; choose 'linear', 'cosine' or '1-sqrt'")
+            raise ValueError(f"WSDScheduler: decay_type must be 'linear', 'cosine' or '1-sqrt', got {decay_type!r}")
         _check_counts(
             self,
             num_warmup_steps=num_warmup_steps,
@@ -251,7 +251,7 @@ class WSDScheduler(_Warmup):
         super().__init__(optimizer, num_warmup_steps, last_epoch)
 
     def after(self, step: int) -> float:
-        """Return 1, and within the decay its form."""
+        """Return 1 before the decay, and its curve in the decay."""
         left = self.num_training_steps - self.num_warmup_steps - step
         if left > self.num_decay_steps:
             return 1.0
@@ -265,12 +265,12 @@ class WSDScheduler(_Warmup):
 
 
 def _check_counts(scheduler: object, **counts: Any) -> None:
-    """Refuse a number of steps that is none; None stands for one that was not given."""
+    """Refuse invalid numbers of steps; None means that a number was not given."""
     for name, value in counts.items():
         least = 1 if name == "num_training_steps" else 0
         if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < least):
             raise ValueError(
-                f"{type(scheduler).__name__}: {name}={value!r}; it must be a whole number of at least {least}"
+                f"{type(scheduler).__name__}: {name} must be an integer of at least {least}, got {value!r}"
             )
 
 
@@ -285,5 +285,5 @@ def _check_end(scheduler: object, num_warmup_steps: int, num_training_steps: int
 
 def _fraction(scheduler: object, name: str, value: float) -> float:
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{type(scheduler).__name__}: {name}={value}; it must be a fraction from 0 to 1")
+        raise ValueError(f"{type(scheduler).__name__}: {name} must be between 0 and 1, got {value}")
     return value

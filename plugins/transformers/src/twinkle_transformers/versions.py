@@ -1,4 +1,4 @@
-"""Weights of an adapter at one moment, which nobody changes any more."""
+"""Immutable versions of an adapter's weights, for sampling."""
 
 from dataclasses import dataclass, field
 
@@ -13,9 +13,9 @@ class AdapterVersion:
     """The weights of an adapter at one time.
 
     Attributes:
-        layout: where the matrices lie.
-        flat: `[P]`; whoever makes a version gives its weights away, or a copy.
-        key: says which weights these are: two versions of one key are the same.
+        layout: offsets of the matrices.
+        flat: `[P]`; nothing else may refer to it.
+        key: identifies the weights: versions with equal keys are equal.
     """
 
     layout: Layout
@@ -29,7 +29,7 @@ class AdapterVersion:
         return self.flat.numel() * self.flat.element_size()
 
     def check(self) -> None:
-        """Refuse weights that are not finite: in a product they could reach rows of others.
+        """Refuse weights that are not finite: in a grouped product they could affect rows of other adapters.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite.

@@ -66,7 +66,7 @@ def test_what_is_switched_off_has_no_parameters(bench, switch):
 
 
 def test_nothing_to_train_is_the_clients_error(bench):
-    with pytest.raises(UserError, match="nothing is left"):
+    with pytest.raises(UserError, match="at least one of train_attn"):
         bench.create("a", train_attn=False, train_mlp=False, train_unembed=False)
 
 

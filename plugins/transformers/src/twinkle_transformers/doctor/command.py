@@ -24,8 +24,8 @@ import click
 def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
     """Show which fast paths are exact on this machine, which are not, and why.
 
-    The fast paths are measured on MODEL, a folder or the id of one at a hub; by default on a tiny random Llama, which
-    is made for this purpose. Plugins and their problems: `twinkle plugins doctor`.
+    The fast paths are measured on MODEL, a folder or the id of a model at a hub; by default on a tiny random Llama,
+    which is created for this purpose. Plugins and their problems: `twinkle plugins doctor`.
     """
     with _errors_alone():
         report = examine(model, dtypes or ("float32", "bfloat16"))
@@ -38,7 +38,7 @@ def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
 
 @contextmanager
 def _errors_alone() -> Iterator[None]:
-    """Log errors alone inside, unless a level was asked for: what models warn of is in the report."""
+    """Log only errors inside, unless a level was set: the report contains the warnings of models."""
     from twinkle.logging import LEVEL_VARIABLE, get_logger
 
     logger = get_logger()

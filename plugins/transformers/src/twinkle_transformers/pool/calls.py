@@ -185,9 +185,9 @@ class PoolCalls:
         rows = rows_by_adapter(names)
         tenants = {name: self._adapters.tenant(name) for name in rows if name is not None}
         losses: dict[str | None, Any] = {}
-        for name, tenant in tenants.items() if training else ():
-            self._training.prepare(name, training=True)
-            losses[name] = tenant.group.loss()
+        for trained, tenant in tenants.items() if training else ():
+            self._training.prepare(trained, training=True)
+            losses[trained] = tenant.group.loss()
         shares = split_arguments(loss_kwargs, losses, rows) if loss_kwargs else {}
         operations: list[Operation | OperationError] = []
         for name, indices in rows.items():
@@ -218,7 +218,7 @@ def _joined_or_raised(group: OptimizerGroup, result: OperationResult | Operation
 
 
 def rows_by_adapter(names: Sequence[str | None]) -> dict[str | None, list[int]]:
-    """Return the numbers of each adapter's rows, adapters in the order in which they first come."""
+    """Return the indices of each adapter's rows, with adapters in the order of their first row."""
     rows: dict[str | None, list[int]] = {}
     for row, name in enumerate(names):
         rows.setdefault(name, []).append(row)
@@ -229,7 +229,7 @@ def check_names(names: Any, inputs: Any) -> list[str | None]:
     """Check that there is one name for each row.
 
     Raises:
-        ArgumentError: the names are no list, or there is another number of rows.
+        ArgumentError: the names are not a list, or not as many as the rows.
     """
     if not isinstance(names, list | tuple):
         raise ArgumentError(f"adapter_name is a {type(names).__name__}; give a name, or a list with one name a row")
@@ -239,9 +239,11 @@ def check_names(names: Any, inputs: Any) -> list[str | None]:
         )
     names = list(names)
     if len(names) != len(inputs):
-        raise ArgumentError(f"adapter_name has {len(names)} names, inputs {len(inputs)} rows; give one name a row")
+        raise ArgumentError(f"adapter_name must have one name a row, got {len(names)} names and {len(inputs)} rows")
     if odd := [name for name in names if not isinstance(name, str | None)]:
-        raise ArgumentError(f"adapter_name holds a {type(odd[0]).__name__}; give names, or None for the base model")
+        raise ArgumentError(
+            f"adapter_name must contain names, or None for the base model, got a {type(odd[0]).__name__}"
+        )
     checked: list[str | None] = names
     return checked
 
@@ -269,8 +271,8 @@ def split_arguments(
 ) -> dict[str | None, dict[str, Any]]:
     """Return each adapter's share of a call's loss arguments.
 
-    What has one entry a row is cut; entries of None mean that these rows have none. The rest goes whole to every loss
-    that takes it.
+    Arguments with one entry a row are cut; None as an entry means that the row has none. Other arguments go to every
+    loss that takes them.
 
     Raises:
         ArgumentError: an argument that no loss takes, or with another number of entries than rows.
@@ -342,7 +344,7 @@ def _rows_of(value: Any, rows: list[int], what: str) -> Any:
 def outputs_by_row(
     rows: Mapping[str | None, list[int]], results: Sequence[OperationResult | OperationError], total: int
 ) -> list[ModelOutput]:
-    """Return one output a row, in the caller's order.
+    """Return one output a row, in the order of the call.
 
     Raises:
         OperationsFailed: an operation failed; the outputs of the others are in its `outputs`.

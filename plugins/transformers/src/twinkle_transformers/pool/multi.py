@@ -33,28 +33,29 @@ Names = str | Sequence[str | None]
 
 @remote_class()
 class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
-    """One frozen base model and many LoRA adapters, each with everything that a training of its own has.
+    """One frozen base model and many LoRA adapters, each with its own optimizer, loss, template, processor and metrics.
 
     Every method takes `adapter_name=`, which is required. `forward_backward`, `forward_only` and `clip_grad_and_step`
-    also take a list: rows of several adapters then go through the model together, and what each adapter gets is what
-    it would have got alone. The base model sees its own dropout switched off; adapters have theirs.
+    also take a list: rows of several adapters then run through the model together, and each adapter gets the results
+    that it would get alone. Dropout of the base model is off; adapters have their own.
 
     Args:
-        lora_config: fields that an adapter given as a mapping has unless it says otherwise.
-        max_loras: refuse more adapters than this; by default memory is the only limit.
-        max_r: refuse higher ranks; by default there is no limit.
-        max_length: refuse longer rows; by default the model's context is the limit.
-        target_modules: what adapters may adapt: "all-linear", or last names of layers.
-        tokens_per_pass: rows are computed so many tokens at a time; the update does not depend on it.
+        lora_config: default fields of adapters that are given as mappings.
+        max_loras: maximum number of adapters; by default memory is the only limit.
+        max_r: maximum rank; by default there is no limit.
+        max_length: maximum length of rows; by default the model's context is the limit.
+        target_modules: layers that adapters may adapt: "all-linear", or last names of layers.
+        tokens_per_pass: maximum number of tokens of a pass; the update does not depend on it.
         share_prefixes: compute a prompt that several rows of an adapter begin with once. True is an error on a model
-            that cannot; "auto" computes rows whole there.
-        adapter_memory: bytes that adapters may take where the model is, beyond which those that were idle longest wait
-            in host memory; by default 40 % of what is free.
-        host_memory: bytes that those may take there, beyond which they wait on disk; by default 25 % of what is free.
-        **kwargs: those of `TransformersModel`.
+            that does not support it; "auto" computes whole rows there.
+        adapter_memory: maximum number of bytes of adapters on the device, beyond which those idle longest move to host
+            memory; by default 40 % of the free memory.
+        host_memory: maximum number of bytes of adapters there, beyond which they move to disk; by default 25 % of the
+            free memory.
+        **kwargs: arguments of `TransformersModel`.
 
     Raises:
-        Unsupported: the mesh shards the model, or the model cannot see several sequences in one row.
+        Unsupported: the mesh shards the model, or the model cannot carry adapters.
     """
 
     default_metrics = DEFAULT_METRICS
@@ -82,7 +83,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
             raise Unsupported(
                 f"MultiLoraTransformersModel: mixed_precision must be 'bf16' or 'no', got {mixed_precision!r}"
             )
-        share_prefixes = check_sharing(share_prefixes)
+        check_sharing(share_prefixes)
         limits = PoolLimits(max_loras, max_r, max_length, target_modules)
         loaded = LoadedModel(model_cls, model_id, config, device_mesh, mixed_precision, **kwargs)
         if loaded.parallel.in_lockstep:
@@ -138,10 +139,10 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         self._training.set_loss(adapter_name, loss_cls, kwargs)
 
     def set_optimizer(self, optimizer_cls: Any = "AdamW", *, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """Set an adapter's optimizer; arguments as those of `TransformersModel`.
+        """Set an adapter's optimizer; the arguments are those of `TransformersModel.set_optimizer`.
 
-        One that updates each number by itself (AdamW, SGD, ...) runs over all of them as one vector; others, and
-        `params=` with rules, get the matrices A and B by PEFT's names.
+        An elementwise optimizer (AdamW, SGD, ...) updates all weights as one vector; others, and `params=` with rules,
+        get the matrices A and B by PEFT's names.
         """
         self._adapters.set_optimizer(adapter_name, optimizer_cls, kwargs)
 
@@ -202,21 +203,21 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
             config_or_dir: `peft.LoraConfig`; a mapping of its fields and of `seed`, `train_attn`, `train_mlp`,
                 `train_unembed`; or the folder (or hub id) of a saved adapter.
             gradient_accumulation_steps: backward calls for each update.
-            seed: of first weights and dropout; by default of torch's seed and the name.
+            seed: seed of first weights and dropout; by default a function of torch's seed and the name.
 
         Raises:
-            ArgumentError: the name is taken, a value is wrong, nothing matches, or a limit is passed.
-            Unsupported: a field that adapters on a shared base model cannot have.
+            ArgumentError: the name is taken, a value is invalid, nothing matches, or a limit is exceeded.
+            Unsupported: a field that is not supported for adapters on a shared base model.
         """
         self._adapters.add(adapter_name, config_or_dir, accumulation=gradient_accumulation_steps, seed=seed)
 
     def remove_adapter(self, adapter_name: str) -> None:
-        """Remove an adapter with its optimizer and gradients; its name is free again."""
+        """Remove an adapter with its optimizer and gradients; the name can be used again."""
         self._adapters.remove(adapter_name)
         self._calls.forget(adapter_name)
 
     def sampler_version(self, adapter_name: str) -> AdapterVersion:
-        """Return an adapter's weights as they are now, which training does not change; see `LoraPool.version`."""
+        """Return the present weights of an adapter; training does not change the result. See `LoraPool.version`."""
         return self.pool.version(adapter_name)
 
     # Forward and backward
@@ -231,7 +232,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         return_logits: bool = False,
         task: str = "causal_lm",
     ) -> ModelOutput:
-        """Run a batch of one adapter in training mode and keep its graph; arguments as those of `TransformersModel`."""
+        """Run a batch of one adapter in training mode and keep its graph; see `TransformersModel.forward`."""
         options = {"temperature": temperature, "return_logits": return_logits, "task": task}
         return self._calls.forward(adapter_name, inputs, options)
 
@@ -262,20 +263,20 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         Args:
             inputs: rows, trajectories, or a collated batch; with several adapters a list of rows or trajectories.
             adapter_name: one name, or one a row (None is the base model, which only goes forward).
-            micro_batch_size: rows of an adapter in the model at one time; the update does not depend on it.
+            micro_batch_size: maximum number of rows of an adapter in a pass; the update does not depend on it.
             temperature: divides the logits.
             return_logits: also return logits.
             task: as in `forward`.
-            **loss_kwargs: arguments of the losses; what has one entry a row is cut with the rows, and an entry of None
-                means that its row has none. `ref_logps="base"` (or "base" as entry of a row) computes the base model's
+            **loss_kwargs: arguments of the losses; those with one entry a row are cut with the rows, where None means
+                that the row has none. `ref_logps="base"` (or "base" as entry of a row) computes the base model's
                 log-probabilities of these rows in the same pass.
 
         Returns:
-            for one name `loss`, `num_tokens` and `logps` `[B, T]`; for a list one output a row, in order: `logps`
+            for one name, `loss`, `num_tokens` and `logps` `[B, T]`; for a list, one output a row, in order: `logps`
             `[T]`, and the `loss` and `num_tokens` of its adapter's rows.
 
         Raises:
-            OperationsFailed: with a list, if the operation of an adapter failed; the others are done.
+            OperationsFailed: with a list, the operation of an adapter failed; the others were completed.
         """
         options = {"temperature": temperature, "return_logits": return_logits, "task": task}
         return self._calls.forward_backward(adapter_name, inputs, micro_batch_size, options, loss_kwargs)
@@ -293,7 +294,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         disable_lora: bool = False,
         topk_logprobs: int | None = None,
     ) -> Any:
-        """Run rows of one adapter or of several without a graph; `disable_lora=True` sees the base model alone.
+        """Run rows of one adapter or of several without a graph; `disable_lora=True` uses only the base model.
 
         Arguments and results are those of `forward_backward`, without a loss; `topk_logprobs` is that of
         `TransformersModel`.
@@ -366,7 +367,7 @@ class MultiLoraTransformersModel(TwinkleModel, CheckpointEngineMixin):
         """`clip_grad_norm`, `step`, `zero_grad` and `lr_step` of one adapter, or of a list of them in one call.
 
         Returns:
-            for a list the norm of each adapter's gradient before clipping (0 where an accumulation is unfinished).
+            for a list, the norm of each adapter's gradient before clipping (0 if an accumulation is unfinished).
         """
         return self._calls.clip_grad_and_step(
             adapter_name, max_grad_norm, norm_type, gradient_accumulation_steps, flush

@@ -17,13 +17,13 @@ Weights = Iterator[tuple[str, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One transfer: what the sender offers, and the receiver's word that it has all."""
+    """One transfer: the offered weights, and the receiver's confirmation."""
 
     offered: "Future[Weights]" = field(default_factory=Future)
     taken: "Future[None]" = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
-        """Tell whoever waits."""
+        """Raise an error in threads that wait for the other side."""
         for future in (self.offered, self.taken):
             if not future.done():
                 future.set_exception(error)
@@ -31,17 +31,17 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Channel:
-    """What both sides hold: the transfer that is next, or under way."""
+    """State shared by both sides: the next or current transfer."""
 
     transfer: _Transfer = field(default_factory=_Transfer)
 
 
 class InProcessCheckpointEngine(CheckpointEngine):
-    """Gives the receiver the sender's own tensors, one by one as it asks for them; nothing is copied on the way.
+    """Passes the sender's tensors to the receiver one by one on request, without copies.
 
-    What the sender computes as it is asked (a merged weight, say) is computed by the receiver. The sender must leave
-    its tensors alone until the receiver has used them. Sender and receiver wait for each other, so they run in two
-    threads, or as two tasks of one event loop.
+    Tensors that are computed on request (for example merged weights) are computed in the receiver's thread. The sender
+    must not change its tensors until the receiver has used them. Sender and receiver wait for each other, so they run
+    in two threads, or as two tasks of one event loop.
     """
 
     reuses_memory = False
@@ -78,11 +78,11 @@ class InProcessCheckpointEngine(CheckpointEngine):
         return {"channel": [channel]}, {"channel": [channel]}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """Take the channel that `build_topology` made."""
+        """Join the channel that `build_topology` created."""
         self._channel = kwargs["channel"]
 
     def finalize(self) -> None:
-        """Leave the channel; whoever waits at its other end is told."""
+        """Leave the channel; a waiting other side gets an error."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.transfer.fail(TrainingStateError("the other side left before the weights were transferred"))
@@ -95,7 +95,7 @@ class InProcessCheckpointEngine(CheckpointEngine):
         """
         transfer = self._joined().transfer
         if transfer.offered.done():
-            transfer.offered.result()  # raises where the other side has left
+            transfer.offered.result()  # raises an error if the other side has left
             raise TrainingStateError("send_weights: the transfer before this one is not over")
         transfer.offered.set_result(iter(weights))
         await asyncio.wrap_future(transfer.taken)
@@ -114,7 +114,7 @@ class InProcessCheckpointEngine(CheckpointEngine):
             for item in weights:
                 yield item
             error = None
-        except Exception as failure:  # of the sender's own making: it is told what it raised here
+        except Exception as failure:  # raised by the sender's iterator: the sender gets it too
             error = failure
             raise
         finally:

@@ -1,4 +1,4 @@
-"""The side of a sampler: weights that have arrived are compared with its own, and then written all together."""
+"""The receiving side of a weight transfer: a sampler validates all received weights before it writes the first."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ Arrived = dict[str, Tensor]
 
 
 class ReceivesWeights(CheckpointEngineMixin):
-    """What a sampler adds to `CheckpointEngineMixin`: it takes weights, all of them or none."""
+    """Receives weights for a sampler, either all of them or none."""
 
     _source: Source
     _service: SamplingService
@@ -37,7 +37,7 @@ class ReceivesWeights(CheckpointEngineMixin):
         return sorted(base_weights(self._source.base))
 
     def count_base_writes(self) -> int:
-        """Return how often the base was written; who knows the number knows whether somebody else has done it."""
+        """Return how often the base weights were written, so that a caller can detect writes by others."""
         return self._base_writes
 
     @remote_function(dispatch="all")
@@ -48,19 +48,19 @@ class ReceivesWeights(CheckpointEngineMixin):
         *,
         adapter_name: str | None = None,
     ) -> None:
-        """Take weights from the engine that a `CheckpointEngineManager` prepared, and sample with them from now on.
+        """Receive weights from the engine that a `CheckpointEngineManager` prepared, and sample with them from now on.
 
-        All of them are compared with the sampler's own before the first is written. Where the base is written,
-        requests that run are first served to their end, and those that come meanwhile wait; an adapter alone is put
-        beside the one before it, with which running requests go on.
+        All weights are compared with the sampler's own before the first is written. Before the base is written, running
+        requests are completed, and new ones wait. A new adapter does not replace the old one for running requests,
+        which finish on the weights they started with.
 
         Args:
-            base_sync_done: an adapter comes alone.
-            peft_config: of the adapter that comes; None where none does, and rows then have none by default.
-            adapter_name: also the adapter's name here, beside being the default one.
+            base_sync_done: only an adapter is transferred.
+            peft_config: configuration of the adapter; None without an adapter, and requests then use none by default.
+            adapter_name: additional name of the adapter, which also becomes the default.
 
         Raises:
-            ArgumentError: a weight is missing, strange, or of another shape or kind.
+            ArgumentError: a weight is missing, unexpected, or has another shape or dtype.
             CheckpointError: the adapter belongs to another model.
             Unsupported: the sampler shares the weights of a live model.
         """
@@ -69,7 +69,7 @@ class ReceivesWeights(CheckpointEngineMixin):
         if bool(adapter) != (peft_config is not None) or (base_sync_done and base):
             raise ArgumentError(
                 f"receive_weights: {len(base)} weights of the base and {len(adapter)} of an adapter arrived, which "
-                f"does not go with base_sync_done={base_sync_done} and {'a' if peft_config else 'no'} peft_config"
+                f"contradicts base_sync_done={base_sync_done} and {'a' if peft_config else 'no'} peft_config"
             )
         pairs = [] if base_sync_done else pair(source.base, base)
         version = self._version(adapter, peft_config, adapter_name) if adapter else None
@@ -84,17 +84,17 @@ class ReceivesWeights(CheckpointEngineMixin):
         self.reset_prefix_cache()
 
     def shares_weights(self, model: Any) -> bool:
-        """Say whether this sampler samples from the module that `model` trains."""
+        """Return whether this sampler samples from the module that `model` trains."""
         return isinstance(self._source, SharedModel) and self._source.base is SharedModel(model).base
 
     def publish_adapter(self, adapter_name: str | None = None) -> None:
-        """Sample with an adapter of the shared model as it is now, until it is published again.
+        """Sample with the present weights of an adapter of the shared model, until it is published again.
 
-        It is what rows have by default and by its name; adapters that were never published are followed as they are
-        trained. A full model without adapters is always followed.
+        The adapter becomes the default, and is used under its name. Adapters that were never published, and a full
+        model without adapters, are sampled with their current weights during training.
 
         Args:
-            adapter_name: by default the model's active one; needed where many share a model.
+            adapter_name: by default the model's active one; required if several adapters share the model.
 
         Raises:
             ArgumentError: there is no such adapter, or the sampler has weights of its own.
@@ -102,7 +102,7 @@ class ReceivesWeights(CheckpointEngineMixin):
         """
         if not isinstance(self._source, SharedModel):
             raise ArgumentError(
-                "publish_adapter: this sampler has weights of its own; send it the model's by "
+                "publish_adapter: this sampler has its own weights; send it the model's with "
                 "CheckpointEngineManager(model, sampler).sync_weights()"
             )
         with self._service.gate:
@@ -113,8 +113,8 @@ class ReceivesWeights(CheckpointEngineMixin):
         if isinstance(self._source, OwnWeights):
             return self._source
         raise Unsupported(
-            "receive_weights: this sampler shares the weights of a live model, which belong to its training; give it "
-            "weights of its own (model_id=), or sync it with that model, which publishes an adapter"
+            "receive_weights: this sampler shares the weights of a live model, which only its training may change; "
+            "give it its own weights (model_id=), or sync it with that model, which publishes an adapter"
         )
 
     def _version(self, adapter: Arrived, config: Mapping[str, Any] | None, adapter_name: str | None) -> AdapterVersion:
@@ -133,25 +133,25 @@ def collect(engine: CheckpointEngine) -> Arrived:
             async for name, tensor in arriving:
                 arrived[name] = tensor.clone() if engine.reuses_memory else tensor
 
-    asyncio.run(take())  # which would write a text of whatever is returned
+    asyncio.run(take())  # asyncio's debug mode would format a returned value
     return arrived
 
 
 def split(arrived: Arrived) -> tuple[Arrived, Arrived]:
-    """Return the base's weights, and the adapter's."""
+    """Return the weights of the base, and those of the adapter."""
     adapter = {name: tensor for name, tensor in arrived.items() if name.startswith(ADAPTER)}
     return {name: tensor for name, tensor in arrived.items() if name not in adapter}, adapter
 
 
 def pair(causal: Any, arrived: Arrived) -> list[tuple[Tensor, Tensor]]:
-    """Return each weight of a model with what is to be written there.
+    """Return pairs of a weight of a model and its new value.
 
     Args:
         causal: the Hugging Face model, perhaps with PEFT's layers inside.
-        arrived: by name; of tied weights one.
+        arrived: new values by name; one of several tied weights.
 
     Raises:
-        ArgumentError: a weight is missing, has no place, or has another shape or kind of numbers.
+        ArgumentError: a weight is missing, unknown, or has another shape or dtype.
     """
     own = base_weights(causal)
     tied = ties(own)
@@ -170,12 +170,12 @@ def pair(causal: Any, arrived: Arrived) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def write(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write what was compared; numbers are rounded to the dtype that is there."""
+    """Copy new values into the weights; they are rounded to the dtype of the weights."""
     for target, tensor in pairs:
         target.copy_(tensor)
 
 
-_WAY = "make the sampler of the model that is trained (model_id=)"
+_WAY = "create the sampler from the model that is trained (model_id=)"
 
 
 def _check_names(

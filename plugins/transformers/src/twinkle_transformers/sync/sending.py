@@ -44,7 +44,7 @@ def outgoing_weights(
 
 
 def _base(base: dict[str, Tensor], changes: Changes, adapter: str) -> Weights:
-    """Yield the base, each weight that the adapter changes as it is with it; a merged one when it is asked for."""
+    """Return the weights of the base with the adapter merged; each is merged when it is requested, to save memory."""
     tied = ties(base)
     changed = changes.adapted(base)
     for name in changed:

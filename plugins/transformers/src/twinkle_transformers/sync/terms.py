@@ -1,4 +1,4 @@
-"""What an adapter changes of its base model, as low-rank terms; and the weights of the base by their plain names."""
+"""The changes of an adapter to its base model, as low-rank terms; and the weights of the base by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,28 +29,28 @@ def plain(path: str) -> str:
 
 
 def base_weights(causal: Any) -> dict[str, Tensor]:
-    """Return parameters and saved buffers of a Hugging Face model, adapters left out; tied ones under each name."""
+    """Return parameters and saved buffers of a Hugging Face model without adapters; tied weights under each name."""
     state: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
     return {plain(key): tensor for key, tensor in state.items() if not any(part in key for part in _ADAPTERS)}
 
 
 def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the first name of each weight that has several, by its other names."""
+    """Return the first name of each tied weight, by its other names."""
     first: dict[int, str] = {}
     return {name: first[id(t)] for name, t in weights.items() if first.setdefault(id(t), name) != name}
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What an adapter adds to one weight W `[out, in]`: scale * B A.
+    """The term scale * B A that an adapter adds to one weight W `[out, in]`.
 
     Attributes:
         down: A, `[r, in]`.
         up: B, `[out, r]`.
         scale: factor of the product.
-        transposed: the weight lies as `[in, out]` (GPT-2's layers, embeddings).
-        magnitude: of DoRA (arXiv:2402.09353), `[out]`: the length of each row of the sum; None without.
-        bias: what is added to the layer's bias, `[out]`, scaled already.
+        transposed: the shape of the weight is `[in, out]` (GPT-2's layers, embeddings).
+        magnitude: magnitudes of DoRA (arXiv:2402.09353), `[out]`: the length of each row of the sum; None without DoRA.
+        bias: scaled term of the layer's bias, `[out]`.
     """
 
     down: Tensor
@@ -73,12 +73,12 @@ class Term:
 
 @dataclass(slots=True)
 class Changes:
-    """All that an adapter changes.
+    """All changes of an adapter.
 
     Attributes:
-        terms: by the name of the layer, as it is without PEFT's wrappers.
-        weights: what stands in place of weights of the base, by their names.
-        beyond: what there is beside low-rank terms of linear layers; None if those are all.
+        terms: low-rank terms by the name of the layer without PEFT's wrappers.
+        weights: replacements of weights of the base by name.
+        beyond: description of changes other than low-rank terms of linear layers; None without such changes.
     """
 
     terms: dict[str, Term] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Changes:
     beyond: str | None = None
 
     def adapted(self, base: Mapping[str, Tensor]) -> dict[str, Tensor | Term]:
-        """Return what becomes of each weight that is changed, by its name in the base."""
+        """Return the replacement or term of each changed weight, by its name in the base."""
         weights: dict[str, Tensor | Term] = dict(self.weights)
         for place, term in self.terms.items():
             weights[f"{place}.weight"] = term
@@ -96,14 +96,14 @@ class Changes:
 
 
 def changes_of(model: PeftModel, name: str) -> Changes:
-    """Return what an adapter of a module that PEFT wraps changes.
+    """Return the changes of an adapter of a module that PEFT wraps.
 
     Args:
         model: the wrapped module.
-        name: of the adapter.
+        name: name of the adapter.
 
     Raises:
-        Unsupported: it changes more than the weights of layers, or how is not known.
+        Unsupported: the adapter changes more than weights of layers, or in an unknown way.
     """
     changes = Changes()
     for place, module in tuned_places(model.get_base_model()):
@@ -119,7 +119,7 @@ def changes_of(model: PeftModel, name: str) -> Changes:
 
 
 def terms_of(version: AdapterVersion, sites: Mapping[str, Site]) -> dict[str, Term]:
-    """Return what a version of a pool's adapter adds to the linear layers of its model."""
+    """Return the terms that a version of a pool's adapter adds to linear layers."""
     terms = {}
     for name, shape in version.layout.shapes.items():
         entry = version.layout.entries[name]
@@ -129,7 +129,7 @@ def terms_of(version: AdapterVersion, sites: Mapping[str, Site]) -> dict[str, Te
 
 
 def _add_saved(changes: Changes, place: str, module: Any, name: str) -> None:
-    """Note a module that was trained whole beside the adapter."""
+    """Add a fully trained module (`modules_to_save`) to the changes."""
     if isinstance(module, ModulesToSaveWrapper):
         if name in module.modules_to_save:
             trained = module.modules_to_save[name].state_dict(keep_vars=True)
@@ -149,19 +149,19 @@ def _kind(layer: object) -> str:
 def _term(place: str, layer: Any, name: str) -> Term:
     kind, variant = _kind(layer), type(layer.lora_variant.get(name)).__name__
     if kind not in ("Linear", "Embedding") or not isinstance(layer, LoraLayer):
-        raise Unsupported(f"adapter {name!r} adapts {place}, a {kind}, which is not known how to merge or send")
+        raise Unsupported(f"adapter {name!r} adapts {place}, a {kind}, which cannot be merged or sent")
     if layer.merged:
-        raise Unsupported(f"adapter {name!r} is merged into {place} already; unmerge it first")
+        raise Unsupported(f"adapter {name!r} is already merged into {place}; unmerge it first")
     if variant not in ("NoneType", "DoraLinearVariant"):
-        raise Unsupported(f"adapter {name!r} is a {variant} at {place}, which is not known how to merge or send")
+        raise Unsupported(f"adapter {name!r} is a {variant} at {place}, which cannot be merged or sent")
     if kind == "Embedding":
         down, up = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
         return Term(down.detach(), up.detach(), float(layer.scaling[name]), transposed=True)
-    # Read from dictionaries: asking some thousand modules for attributes takes longer than copying the adapter.
+    # Read from `_modules`: attribute access of some thousand modules takes longer than copying the adapter.
     a, b = (layer._modules[matrix]._modules[name]._parameters for matrix in ("lora_A", "lora_B"))
     down, up, bias, scale = a["weight"], b["weight"], b["bias"], float(layer.scaling[name])
     if bias is not None and variant != "NoneType":
-        raise Unsupported(f"adapter {name!r} is a DoRA with lora_bias at {place}, which is not known how to merge")
+        raise Unsupported(f"adapter {name!r} is a DoRA with lora_bias at {place}, which cannot be merged")
     if bias is not None and layer.get_base_layer().bias is None:
         raise Unsupported(f"adapter {name!r} has a bias at {place}, where the base has none to merge it into")
     return Term(
