@@ -207,7 +207,8 @@ async def let_rot(world: World, clients: list[Client], draw: random.Random) -> N
     (world.data / folder / "ledger.json").write_text("{}")
     trainer.history.excuses = (*trainer.history.excuses, "cannot be made again")
     await trainer.read()
-    event = trainer.history.events[max(trainer.history.events)]
+    while (event := trainer.history.events[trainer.following - 1]).ending == "cancelled":
+        await trainer.read()
     demand(event.ending == "failed", f"{trainer.id} was restored from a damaged snapshot")
     good = [path for path in trainer.paths if "/weights/" in path]
     last = event.error.rpartition("its last good checkpoint is ")[2]
