@@ -259,7 +259,12 @@ class Dispatcher:
         self.release(queue)
 
     async def _send_when_possible(self, child: Child, queue: ModelQueue, operation: Operation) -> None:
-        payload = await self._payload(operation)
+        try:
+            payload = await self._payload(operation)
+        except Corrupted:
+            if queue.head is operation:
+                raise
+            return  # it was cancelled meanwhile, which drops its payload
         if operation.kind == "sample":
             payload = await self._with_source(queue, operation, payload)
         await self._window.take(operation.tenant, len(payload))

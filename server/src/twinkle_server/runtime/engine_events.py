@@ -11,7 +11,7 @@ from twinkle_server.operations import Operation, Outcome, Snapshot
 from twinkle_server.ports import Effects, Journal
 from twinkle_server.runtime.dispatch import NEVER_CREATED, Dispatcher
 from twinkle_server.runtime.outcomes import Outcomes
-from twinkle_server.runtime.queues import Closed, ModelQueue
+from twinkle_server.runtime.queues import Closed, ModelQueue, State
 
 _log = logging.getLogger(__name__)
 _LACKING = "memory or descriptors are lacking"
@@ -93,7 +93,9 @@ class EngineEvents:
         """Write that a snapshot is there, behind the outcomes of what it contains."""
         snapshot = Snapshot(**message.head)
         self.unrecorded.add(snapshot.folder)
-        agreed = self._agrees(snapshot)
+        queue = self._dispatcher.queues.get(snapshot.lane)
+        late = queue is not None and queue.state in (State.POSTPONED, State.ATTACHING)  # of a model that was taken back
+        agreed = not late and self._agrees(snapshot)
 
         async def record() -> None:
             if not (agreed and self._agrees(snapshot)):

@@ -39,6 +39,7 @@ class Client:
         self.world, self.tenant, self.name, self.draw = world, tenant, name, draw
         self.session = ""
         self.models: list[Trainer] = []
+        self.copies: set[str] = set()
         self.finished = False
         self.over: list[tuple[str, Answer]] = []
         self._samplers = itertools.count()
@@ -59,6 +60,10 @@ class Client:
             pause = min(2.0, 2 * pause)
         raise Violation(f"{path} {body!r:.200} was not answered within {PATIENCE} s")
 
+    async def ask_once(self, path: str, body: Any) -> Answer:
+        """Send a request, and return whatever is answered."""
+        return await self.world.transmit(Call(self.tenant, path, body))
+
     async def post(self, path: str, body: Any = None, **options: Any) -> Any:
         """Send, and demand a good answer."""
         answer = await self.ask(path, body, **options)
@@ -75,6 +80,12 @@ class Client:
             if answer.is_message or answer.json().get("type") != "try_again":
                 self.over.append((request, answer))
                 return answer
+            found = answer.json()
+            demand(
+                found["request_id"] == request
+                and (found["queue_state"] == "active" or bool(found.get("queue_state_reason"))),
+                f"future {request} waits: {found}",
+            )
         raise Violation(f"future {request} was not over within {PATIENCE} s")
 
     async def open(self) -> "Client":
@@ -88,6 +99,8 @@ class Client:
         """Say that the session lives, until it ends."""
         while not self.finished:
             await asyncio.sleep(20.0)
+            if self.finished:
+                return
             answer = await self.ask("/session_heartbeat", {"session_id": self.session})
             demand(answer.status == 200 or self.finished, f"heartbeat: {answer.status} {answer.body!r}")
 
@@ -99,17 +112,21 @@ class Client:
 
     async def sample(self, sampler: str, count: int = 1, most: int = 12) -> list[list[int]] | None:
         """Sample; None if the engine failed at it for a reason that is not the service's."""
-        body = {
-            "num_samples": count, "prompt": {"chunks": [{"tokens": [7, 8], "type": "encoded_text"}]},
-            "sampling_params": {"max_tokens": most}, "sampling_session_id": sampler, "seq_id": next(self._numbers),
-        }  # fmt: skip
-        made = await self.post("/asample", body)
-        answer = await self.result(made["request_id"])
+        answer = await self.result(await self.submit_sample(sampler, count, most))
         if answer.is_message:
             return sampled_tokens(answer.body)
         error = answer.json()["error"]
         demand(any(word in error for word in self.world.excuses), f"a sample failed: {error}")
         return None
+
+    async def submit_sample(self, sampler: str, count: int = 1, most: int = 2, record: bool = False) -> str:
+        """Submit a sampling request, and return the id of its future."""
+        body = {
+            "num_samples": count, "prompt": {"chunks": [{"tokens": [7, 8], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": most}, "sampling_session_id": sampler, "seq_id": next(self._numbers),
+            "record_stability_info": record,
+        }  # fmt: skip
+        return str((await self.post("/asample", body))["request_id"])
 
     async def sampler_of(self, path: str) -> str:
         """Create a sampling session on a checkpoint."""
@@ -142,11 +159,22 @@ class Trainer:
         self.history = History(self.id, client.tenant)
         self.gone = False
         self.saved: list[tuple[str, Source]] = []
+        self.paths: set[str] = set()
         self._number = number
         self._following = 1
         self._gate = asyncio.Semaphore(client.draw.choice([1, 4, 16]))
         self._names = itertools.count()
         client.models.append(self)
+
+    @property
+    def following(self) -> int:
+        """The next number."""
+        return self._following
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was done with it."""
+        return any(event.ending == "done" for event in self.history.events.values())
 
     # Operations
 
@@ -195,6 +223,7 @@ class Trainer:
         await self._submit(event, "/save_weights", body)
         if event.ending == "done":
             self.saved.append((f"tinker://{self.id}/weights/{name}", Source(self.history, event.number)))
+            self.paths.add(self.saved[-1][0])
 
     async def save_sampler(self) -> None:
         """Save weights to sample from, under a name, and sample from them."""
@@ -202,7 +231,9 @@ class Trainer:
         body = {"model_id": self.id, "seq_id": event.number, "path": f"s{next(self._names)}"}
         await self._submit(event, "/save_weights_for_sampler", body)
         if event.ending == "done":
-            sampler = await self.client.sampler_of(f"tinker://{self.id}/sampler_weights/{body['path']}")
+            path = f"tinker://{self.id}/sampler_weights/{body['path']}"
+            self.paths.add(path)
+            sampler = await self.client.sampler_of(path)
             await self.check_sample(sampler, event.number)
 
     async def freeze(self, kind: str) -> None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from service_simulation.acts import ACTS, look_at_status
 from service_simulation.checks import check_directory, check_idle
 from service_simulation.clients import Client, Trainer, follow
 from service_simulation.reference import Violation, demand
@@ -69,6 +70,7 @@ class _Simulation:
         self._world, self._size = world, size
         self._draw = random.Random(f"clients {world.seed}")
         self._clients: list[Client] = []
+        self._beating: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Let it all happen."""
@@ -84,12 +86,16 @@ class _Simulation:
             await self._first(asyncio.create_task(self._settle()), alive)
             for trainer in world.trainers:
                 trainer.history.check(world.excuses)
+            await self._first(asyncio.create_task(self._act()), alive)
             await self._first(asyncio.create_task(self._again()), alive)
+            for beating in self._beating:
+                if beating.done():
+                    beating.result()
             alive.cancel()
             await world.stop()
             check_directory(world, self._clients)
         finally:
-            for task in (alive, disturbing, working):
+            for task in (alive, disturbing, working, *self._beating):
                 task.cancel()
 
     async def _first(self, wanted: "asyncio.Task[None]", *others: "asyncio.Task[None]") -> None:
@@ -112,15 +118,11 @@ class _Simulation:
 
     async def _session(self, client: Client) -> None:
         await client.open()
-        beating = asyncio.create_task(client.beat())
-        try:
-            count = client.draw.choice([1, 1, 2, 3])
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(count):
-                    tasks.create_task(self._model(Trainer(client, number)))
-            await client.check_again()
-        finally:
-            beating.cancel()
+        self._beating.append(asyncio.create_task(client.beat()))
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(client.draw.choice([1, 1, 2, 3])):
+                tasks.create_task(self._model(Trainer(client, number)))
+        await client.check_again()
 
     async def _model(self, trainer: Trainer) -> None:
         self._world.trainers.append(trainer)
@@ -135,10 +137,18 @@ class _Simulation:
                     await trainer.read()
             await client.check_again()
 
+    async def _act(self) -> None:
+        """Do some of the things that need calm."""
+        chosen = self._draw.sample(range(len(ACTS)), self._draw.choice([1, 2, 3]))
+        for place in sorted(chosen):
+            self._world.note(f"act {ACTS[place].__name__}")
+            await ACTS[place](self._world, self._clients, self._draw)
+
     async def _again(self) -> None:
         """End the service, start it anew from the disk alone, and read every model once more."""
         world = self._world
         await check_idle(world)
+        await look_at_status(world, self._clients, self._draw)
         await world.stop()
         await self._settle()
         for trainer in world.trainers:
