@@ -120,7 +120,7 @@ CAPACITY = 1 / 50e-6
 """Tokens a second that the engine of `OVERLOAD` computes."""
 LENGTHS = (250, 500, 500, 1000)
 """Tokens of a pass of each of four tenants, who are equal and want different things."""
-LANES = 3
+QUEUES = 3
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Lane:
 
     async def insist(self, until: float) -> None:
         """Ask ten times as often as its share of the engine allows."""
-        pause = 4 * LANES * self.length / (10 * CAPACITY)
+        pause = 4 * QUEUES * self.length / (10 * CAPACITY)
         due = time.monotonic()
         while time.monotonic() < until:
             due += pause
@@ -191,27 +191,27 @@ async def overloaded(url: str, keys: list[str], seconds: float) -> tuple[dict[st
         made = [
             (await stack.enter_async_context(Line(url, key)), length)
             for key, length in zip(keys, LENGTHS, strict=True)
-            for _ in range(LANES)
+            for _ in range(QUEUES)
         ]
         watch = await stack.enter_async_context(Line(url))
-        lanes = [Lane(line, length) for line, length in made]
-        for lane in lanes:
-            lane.model = await lane.line.model(await lane.line.session())
+        queues = [Lane(line, length) for line, length in made]
+        for queue_id in queues:
+            queue_id.model = await queue_id.line.model(await queue_id.line.session())
         end = time.monotonic() + seconds
         over = asyncio.Event()
         watching = asyncio.create_task(unready(watch, over))
-        working = asyncio.gather(*(lane.insist(end) for lane in lanes))
+        working = asyncio.gather(*(queue_id.insist(end) for queue_id in queues))
         await asyncio.sleep(seconds / 5)
         first = await figures(url)
         await working
         last = await figures(url)
-        await asyncio.gather(*(lane.settle() for lane in lanes))
+        await asyncio.gather(*(queue_id.settle() for queue_id in queues))
         over.set()
         longest = await watching
-        tried = sum(lane.length * (len(lane.accepted) + lane.refused) for lane in lanes)
+        tried = sum(queue_id.length * (len(queue_id.accepted) + queue_id.refused) for queue_id in queues)
         print(f"{tried / CAPACITY / seconds:.1f} times what there is was asked for")
         assert tried >= 2 * CAPACITY * seconds, "nothing was overloaded"
-        assert all(lane.refused for lane in lanes)
+        assert all(queue_id.refused for queue_id in queues)
     return first, last, longest
 
 

@@ -62,7 +62,7 @@ class Learner:
     async def learn(self) -> None:
         """Train from the beginning to the end."""
         session = await self.client.session()
-        self.lane, gate = f"{session}:train:0", asyncio.Semaphore(self.ahead)
+        self.queue_id, gate = f"{session}:train:0", asyncio.Semaphore(self.ahead)
         lora = {**LORA, "rank": RANKS[self.number], "seed": self.number}
         made = {"session_id": session, "model_seq_id": 0, "base_model": str(self.model), "lora_config": lora}
         await self.client.do("/create_model", made)
@@ -78,16 +78,16 @@ class Learner:
                 for half in (1, 2):
                     number = 3 * step + half
                     rows = [row(self._draw.integers(5, 100, length).tolist()) for length in (16, 9, 21)[half - 1 :]]
-                    tasks.create_task(one("/forward_backward", number, pass_body(self.lane, number, rows), "pass"))
+                    tasks.create_task(one("/forward_backward", number, pass_body(self.queue_id, number, rows), "pass"))
                 adam = {"learning_rate": 1e-2}
-                body = {"model_id": self.lane, "seq_id": 3 * step + 3, "adam_params": adam}
+                body = {"model_id": self.queue_id, "seq_id": 3 * step + 3, "adam_params": adam}
                 tasks.create_task(one("/optim_step", 3 * step + 3, body, "json"))
 
     async def look(self) -> np.ndarray[Any, Any]:
         """Return the log-probabilities of a row that the model was not trained on."""
         self._last += 1
         rows = [row(np.random.default_rng(99).integers(5, 100, 24).tolist())]
-        body = pass_body(self.lane, self._last, rows, forward_only=True)
+        body = pass_body(self.queue_id, self._last, rows, forward_only=True)
         return arrays(await self.client.do("/forward_backward", body, "pass"))[0]
 
 

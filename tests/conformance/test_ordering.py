@@ -93,7 +93,7 @@ def test_line_58_what_waits_for_a_number_that_never_comes_fails(counted: Raw) ->
         counted.result(request)
     assert failed.value.category == "user"
     model.last = 2
-    assert model.forward_backward([row(ROWS[0])]), "the lane goes on behind the gap"
+    assert model.forward_backward([row(ROWS[0])]), "the queue goes on behind the gap"
 
 
 def test_line_58_a_request_that_comes_after_its_number_was_given_up_is_told_so_and_never_runs(counted: Raw) -> None:

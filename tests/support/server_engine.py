@@ -68,28 +68,28 @@ class Engine:
         """Send a message."""
         self._link.send(Message(type_, head, body))
 
-    def run(self, lane: str, number: int, kind: str, payload: bytes, **more: Any) -> int:
+    def run(self, queue_id: str, number: int, kind: str, payload: bytes, **more: Any) -> int:
         """Send an operation, and return its id."""
         self._ids += 1
         head = {"tenant": "t", "tokens": 1, "alone": False, "replay": False, **more}
-        self.send(messages.RUN, payload, id=self._ids, lane=lane, number=number, kind=kind, **head)
+        self.send(messages.RUN, payload, id=self._ids, queue_id=queue_id, number=number, kind=kind, **head)
         return self._ids
 
-    def create(self, lane: str, number: int = 0, **more: Any) -> int:
+    def create(self, queue_id: str, number: int = 0, **more: Any) -> int:
         """Send a creation."""
-        return self.run(lane, number, "create", Create(8, 0).dump(), **more)
+        return self.run(queue_id, number, "create", Create(8, 0).dump(), **more)
 
-    def backward(self, lane: str, number: int, *tokens: int, **more: Any) -> int:
+    def backward(self, queue_id: str, number: int, *tokens: int, **more: Any) -> int:
         """Send a forward_backward over rows of one token each."""
-        return self.run(lane, number, "forward_backward", request(*[[token] for token in tokens]), **more)
+        return self.run(queue_id, number, "forward_backward", request(*[[token] for token in tokens]), **more)
 
-    def step(self, lane: str, number: int, **more: Any) -> int:
+    def step(self, queue_id: str, number: int, **more: Any) -> int:
         """Send an optimizer step."""
-        return self.run(lane, number, "optim_step", OptimStep().dump(), **more)
+        return self.run(queue_id, number, "optim_step", OptimStep().dump(), **more)
 
-    def sample(self, sample: Sample, lane: str = "s", **more: Any) -> int:
+    def sample(self, sample: Sample, queue_id: str = "s", **more: Any) -> int:
         """Send a sampling request."""
-        return self.run(lane, 0, "sample", sample.dump(), **more)
+        return self.run(queue_id, 0, "sample", sample.dump(), **more)
 
     def until(self, wanted: Callable[[Message], bool]) -> Message:
         """Return the first message of its kind that comes from now on."""
@@ -116,9 +116,9 @@ class Engine:
         """Wait until an operation is under way."""
         self.until(lambda message: message.type == messages.BEGIN and operation in message.head["ids"])
 
-    def ledger(self, lane: str, number: int) -> tuple[list[int], list[int]]:
+    def ledger(self, queue_id: str, number: int) -> tuple[list[int], list[int]]:
         """Return the first tokens of the datums that a model has applied, and of those that are pending."""
-        outcome = self.done(self.run(lane, number, "forward", request([1], forward=True)))
+        outcome = self.done(self.run(queue_id, number, "forward", request([1], forward=True)))
         assert outcome.head["error"] is None, outcome.head
         _, metrics = codec.read_forward_backward_output(outcome.body)
         applied, pending = (read_ledger_metrics(name, metrics) for name in ("applied", "pending"))

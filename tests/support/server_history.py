@@ -25,7 +25,7 @@ class State:
 
 @dataclass
 class Event:
-    """One operation of a model's lane.
+    """One operation of a model's queue.
 
     Attributes:
         number: its place there.

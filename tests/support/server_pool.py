@@ -90,45 +90,45 @@ class Bench:
         self.pool: Any = self.engine._pool
         self._count = 0
 
-    def tenant(self, lane: str) -> Any:
+    def tenant(self, queue_id: str) -> Any:
         """Return the adapter of a model, as the pool has it."""
-        return self.pool.tenants[self.executor._models[lane].ref]
+        return self.pool.tenants[self.executor._models[queue_id].ref]
 
     def _folder(self) -> Path:
         return Path(mkdtemp(dir=self.data))
 
-    def create(self, lane: str, rank: int = 4, seed: int = 1, **switches: Any) -> None:
+    def create(self, queue_id: str, rank: int = 4, seed: int = 1, **switches: Any) -> None:
         """Make a model."""
-        self.executor.create(lane, Create(rank, seed, **switches), None)
+        self.executor.create(queue_id, Create(rank, seed, **switches), None)
 
-    def shake(self, lane: str, seed: int = 3) -> None:
+    def shake(self, queue_id: str, seed: int = 3) -> None:
         """Move a model away from B = 0 by one large step, so that everything it computes says something."""
-        self.run(lane, [datum(9, seed)])
-        self.step(lane, learning_rate=0.05)
+        self.run(queue_id, [datum(9, seed)])
+        self.step(queue_id, learning_rate=0.05)
 
-    def run(self, lane: str, data: Sequence[Datum], loss: str = "cross_entropy", **options: Any) -> tuple[Any, Any]:
+    def run(self, queue_id: str, data: Sequence[Datum], loss: str = "cross_entropy", **options: Any) -> tuple[Any, Any]:
         """Do one pass and return each row's log-probabilities, and the metrics; raises its error."""
-        [found], _ = self.executor.run([Pass(lane, request(data, loss, **options), 1)])
+        [found], _ = self.executor.run([Pass(queue_id, request(data, loss, **options), 1)])
         return answer(found)
 
-    def step(self, lane: str, **values: float) -> Mapping[str, float]:
+    def step(self, queue_id: str, **values: float) -> Mapping[str, float]:
         """Update a model and return the metrics; raises its error."""
-        [found] = self.executor.step([(lane, OptimStep(**values))])
+        [found] = self.executor.step([(queue_id, OptimStep(**values))])
         if isinstance(found, Exception):
             raise found
         return found
 
-    def save(self, lane: str, kind: str = "external_weights") -> Path:
+    def save(self, queue_id: str, kind: str = "external_weights") -> Path:
         """Save a checkpoint and return its folder."""
         folder = self._folder()
-        copied, _ = self.executor.save(lane, Save(folder.name, kind))
+        copied, _ = self.executor.save(queue_id, Save(folder.name, kind))
         copied.write(folder)
         return folder
 
-    def snapshot(self, lane: str) -> Path:
+    def snapshot(self, queue_id: str) -> Path:
         """Write a snapshot and return its folder."""
         folder = self._folder()
-        self.executor.snapshot(lane).write(folder)
+        self.executor.snapshot(queue_id).write(folder)
         return folder
 
     def sample(self, tokens: Sequence[int], source: Path | None = None, **options: Any) -> tuple[Any, Any]:
@@ -143,9 +143,9 @@ class Bench:
                 return codec.read_sample_response(found.result)
         raise TimeoutError("the request is not over after 2,000 steps")
 
-    def weights(self, lane: str) -> dict[str, Tensor]:
+    def weights(self, queue_id: str) -> dict[str, Tensor]:
         """Return a copy of a model's weights, by PEFT's names."""
-        found: dict[str, Tensor] = self.model.get_state_dict(adapter_name=self.tenant(lane).name)
+        found: dict[str, Tensor] = self.model.get_state_dict(adapter_name=self.tenant(queue_id).name)
         return found
 
 

@@ -41,7 +41,7 @@ class Plan:
         hang: numbers of operations that never end.
         fail: numbers that fail as the user's fault.
         lose: kinds of messages from the engine that are lost when it dies although it wrote them.
-        snapshot_every: operations of a lane after which it is snapshotted.
+        snapshot_every: operations of a queue after which it is snapshotted.
         seconds: that each operation takes.
         unreadable: snapshots cannot be read back.
         stubborn: replays of these numbers fail.
@@ -154,46 +154,48 @@ class FakeEngine:
         if message.type == messages.RUN:
             await self._operation(head, message.body)
         elif message.type == messages.RESTORE:
-            self.models.pop(head["lane"], None)
-            self.broken.discard(head["lane"])
+            self.models.pop(head["queue_id"], None)
+            self.broken.discard(head["queue_id"])
             if head["folder"] is not None and self._lacks():
-                self.broken.add(head["lane"])
-                self._say(messages.RESTORED, {"lane": head["lane"], "error": "no memory", "later": True})
+                self.broken.add(head["queue_id"])
+                self._say(messages.RESTORED, {"queue_id": head["queue_id"], "error": "no memory", "later": True})
                 return
-            if head["folder"] is not None and head["lane"] in self.plan.deadly:
+            if head["folder"] is not None and head["queue_id"] in self.plan.deadly:
                 raise SystemError("a deadly snapshot")
             if head["folder"] is not None and not self.plan.unreadable:
-                self.models[head["lane"]] = list(self.plan.disk[head["folder"]][1])
+                self.models[head["queue_id"]] = list(self.plan.disk[head["folder"]][1])
             error = "damaged" if head["folder"] is not None and self.plan.unreadable else None
-            self._say(messages.RESTORED, {"lane": head["lane"], "error": error})
+            self._say(messages.RESTORED, {"queue_id": head["queue_id"], "error": error})
         elif message.type in (messages.DETACH, messages.SNAPSHOT):
-            self._snapshot(head["lane"])
+            self._snapshot(head["queue_id"])
             if message.type == messages.DETACH:
                 self._moment()
-                self.models.pop(head["lane"], None)
-                self.plan.detached.append(head["lane"])
-                self._say(messages.DETACHED, {"lane": head["lane"]})
+                self.models.pop(head["queue_id"], None)
+                self.plan.detached.append(head["queue_id"])
+                self._say(messages.DETACHED, {"queue_id": head["queue_id"]})
         elif message.type == messages.DRAIN:
-            for lane in self.models:
-                self._snapshot(lane)
+            for queue_id in self.models:
+                self._snapshot(queue_id)
             self.plan.drained += 1
             self._say(messages.DRAINED, {})
             await asyncio.Event().wait()
 
-    def _snapshot(self, lane: str) -> None:
-        if lane not in self.models:
+    def _snapshot(self, queue_id: str) -> None:
+        if queue_id not in self.models:
             return
         folder = f"snapshots/{len(self.plan.disk)}"
-        number = max([0, *self.models[lane]])
-        self.plan.disk[folder] = (number, list(self.models[lane]))
-        self._say(messages.SNAPSHOTTED, {"lane": lane, "number": number, "folder": folder, "digest": "", "size": 1})
+        number = max([0, *self.models[queue_id]])
+        self.plan.disk[folder] = (number, list(self.models[queue_id]))
+        self._say(
+            messages.SNAPSHOTTED, {"queue_id": queue_id, "number": number, "folder": folder, "digest": "", "size": 1}
+        )
 
     async def _operation(self, head: dict[str, Any], body: bytes) -> None:
-        number, lane, kind = head["number"], head["lane"], head["kind"]
+        number, queue_id, kind = head["number"], head["queue_id"], head["kind"]
         if head["id"] in self.cancelled:
             return
         self._say(messages.BEGIN, {"ids": [head["id"]]})
-        self.plan.runs.append((lane, number, head["alone"], head["replay"]))
+        self.plan.runs.append((queue_id, number, head["alone"], head["replay"]))
         await asyncio.sleep(self.plan.seconds)
         self._moment()
         if number in self.plan.poison:
@@ -202,24 +204,24 @@ class FakeEngine:
             await asyncio.Event().wait()
         error, category = None, None
         if later := head["replay"] and self._lacks():
-            self.broken.add(lane)
-            self.models.pop(lane, None)
-        if lane in self.broken:
+            self.broken.add(queue_id)
+            self.models.pop(queue_id, None)
+        if queue_id in self.broken:
             error, category = "its state is lost", "server"
         elif kind == "create":
-            self.models[lane] = []
+            self.models[queue_id] = []
         elif number in self.plan.fail or (head["replay"] and number in self.plan.stubborn):
             error, category = "it is told to fail", "user"
         elif kind == "unload":
-            self.models.pop(lane)
+            self.models.pop(queue_id)
         elif kind != "sample":
-            self.models[lane].append(number)
-        result = json.dumps({"applied": self.models.get(lane, []), "asked": body.decode()}).encode()
+            self.models[queue_id].append(number)
+        result = json.dumps({"applied": self.models.get(queue_id, []), "asked": body.decode()}).encode()
         done = {"id": head["id"], "error": error, "category": category, "extra": {}, "later": later}
         self._say(messages.DONE, done, b"" if error else result)
         self._moment()
-        if kind != "sample" and number and number % self.plan.snapshot_every == 0 and lane in self.models:
-            self._snapshot(lane)
+        if kind != "sample" and number and number % self.plan.snapshot_every == 0 and queue_id in self.models:
+            self._snapshot(queue_id)
         await asyncio.sleep(0)
 
 
@@ -295,16 +297,22 @@ class World:
 
 
 async def ask(
-    runtime: Runtime, number: int | None, kind: Kind = "forward_backward", lane: str = "s:train:0", tenant: str = "ada"
+    runtime: Runtime,
+    number: int | None,
+    kind: Kind = "forward_backward",
+    queue_id: str = "s:train:0",
+    tenant: str = "ada",
 ) -> Accepted:
     """Submit an operation whose payload is its number."""
-    return await runtime.submit(Submission(tenant, lane, kind, json.dumps({"n": number}).encode(), number, tokens=1))
+    return await runtime.submit(
+        Submission(tenant, queue_id, kind, json.dumps({"n": number}).encode(), number, tokens=1)
+    )
 
 
 async def answer(runtime: Runtime, request: str, tenant: str = "ada") -> Future:
     """Wait for a future's end."""
     future = await runtime.wait(request, tenant, SOON)
-    assert future.status != "pending", f"{request} was not over within {SOON} s: {runtime.queue_state(future.lane)}"
+    assert future.status != "pending", f"{request} was not over within {SOON} s: {runtime.queue_state(future.queue_id)}"
     return future
 
 

@@ -1,8 +1,8 @@
-"""What the whole service speaks of: operations of lanes, in order, each with one outcome.
+"""What the whole service speaks of: operations of queues, in order, each with one outcome.
 
-A **lane** is what has an order: a model (its id), or a sampling session. In a model's lane operations run in the
+A **queue** is what has an order: a model (its id), or a sampling session. In a model's queue operations run in the
 order of their numbers, without gaps, whatever the order of arrival; creation is number 0. In a sampling session's
-lane numbers only tell a repeated request from a new one.
+queue numbers only tell a repeated request from a new one.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ Kind = Literal[
     "sample",
 ]
 PASSES: frozenset[Kind] = frozenset({"forward", "forward_backward"})
-"""Kinds that go through the model together; every other kind is a barrier of its lane."""
+"""Kinds that go through the model together; every other kind is a barrier of its queue."""
 Category = Literal["user", "server", "unknown"]
 Status = Literal["pending", "done", "failed", "cancelled"]
 
@@ -35,11 +35,11 @@ class Submission:
 
     Attributes:
         tenant: whose it is.
-        lane: see above.
+        queue_id: see above.
         kind: what is to be done.
         payload: how, as bytes that never change: a `wire` `ForwardBackwardRequest` for passes, JSON for the others (see
             `payloads`). Its hash tells a repeated request from another one under the same number.
-        number: its place in the lane; None takes the next one (legacy unload only).
+        number: its place in the queue; None takes the next one (legacy unload only).
         tokens: what it costs, in tokens of the model.
         refusal: why it fails without being tried; its number is used up all the same.
         asked: what was asked for as it came, where `payload` holds what is chosen anew each time (a folder, a seed);
@@ -47,7 +47,7 @@ class Submission:
     """
 
     tenant: str
-    lane: str
+    queue_id: str
     kind: Kind
     payload: bytes
     number: int | None
@@ -82,7 +82,7 @@ class Operation:
         id: number of its row; grows with time.
         request: id of its future.
         tenant: whose it is.
-        lane: see `Submission`.
+        queue_id: see `Submission`.
         number: its place there.
         kind: what is to be done.
         tokens: what it costs.
@@ -95,7 +95,7 @@ class Operation:
     id: int
     request: str
     tenant: str
-    lane: str
+    queue_id: str
     number: int
     kind: Kind
     tokens: int
@@ -144,12 +144,12 @@ class Future:
         result: see `Outcome`.
         error: see `Outcome`.
         category: see `Outcome`.
-        lane: of its operation.
+        queue_id: of its operation.
     """
 
     kind: Kind
     status: Status
-    lane: str
+    queue_id: str
     result: bytes | None = None
     error: str | None = None
     category: Category = "server"
@@ -160,14 +160,14 @@ class Snapshot:
     """All of a model's state after an operation, in a folder.
 
     Attributes:
-        lane: the model.
+        queue_id: the model.
         number: of the last operation that it contains, failed ones counted.
         folder: below the data directory, relative.
         digest: SHA-256 of its manifest.
         size: bytes.
     """
 
-    lane: str
+    queue_id: str
     number: int
     folder: str
     digest: str

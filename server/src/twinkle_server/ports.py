@@ -52,10 +52,10 @@ class Journal(Protocol):
         """
 
     async def pending(self) -> list[Operation]:
-        """Return every operation that is not over, by lane and number; without payloads."""
+        """Return every operation that is not over, by queue and number; without payloads."""
 
-    async def after(self, lane: str, number: int) -> list[Operation]:
-        """Return a lane's operations behind a number, in order; without payloads."""
+    async def after(self, queue_id: str, number: int) -> list[Operation]:
+        """Return a queue's operations behind a number, in order; without payloads."""
 
     async def payload(self, operation: int) -> bytes:
         """Return the payload of an operation.
@@ -71,10 +71,10 @@ class Journal(Protocol):
         """Count that the engine died while these were under way."""
 
     async def snapshotted(self, snapshot: Snapshot) -> list[str]:
-        """Make a snapshot the lane's newest, drop the payloads that it covers, and return older snapshots' folders."""
+        """Make a snapshot the queue's newest, drop the payloads that it covers, and return older snapshots' folders."""
 
-    async def snapshot(self, lane: str) -> Snapshot | None:
-        """Return a lane's newest snapshot."""
+    async def snapshot(self, queue_id: str) -> Snapshot | None:
+        """Return a queue's newest snapshot."""
 
 
 class Effects(Protocol):
@@ -156,16 +156,16 @@ class Service(Protocol):
         """Drop an operation that has not begun; a sampling request is dropped while it runs, too."""
 
     def awaited(self, submission: Submission) -> bool:
-        """Return whether others of its lane wait for its number: to turn it away would hold them up, and so itself."""
+        """Return whether others of its queue wait for its number: to turn it away would hold them up, and so itself."""
 
-    def queue_state(self, lane: str) -> tuple[str, str | None]:
-        """Return "active", "paused_capacity" or "paused_rate_limit", and why a future of this lane waits."""
+    def queue_state(self, queue_id: str) -> tuple[str, str | None]:
+        """Return "active", "paused_capacity" or "paused_rate_limit", and why a future of this queue waits."""
 
     async def finish_session(self, session: str) -> None:
-        """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
+        """Snapshot and free the models of a session that ends, and fail what still waits in its queues."""
 
     async def submit_next(self, submission: Submission) -> Accepted:
-        """Submit under the lane's next free number (legacy unload carries none)."""
+        """Submit under the queue's next free number (legacy unload carries none)."""
 
     async def heartbeat(self, session: str, tenant: str) -> None:
         """Say that a session's client lives.

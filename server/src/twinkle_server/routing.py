@@ -21,7 +21,7 @@ class RequestRoute(APIRoute):
 
     async def handle(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request whose path matched."""
-        if not self._takes_request_alone or scope["method"] not in self.methods:
+        if not self._takes_request_alone or scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
         response = await self.endpoint(Request(scope, receive))

@@ -9,13 +9,13 @@ from server_engine import Engine, engine
 
 from twinkle_server.engine import messages
 
-LANES = ("a", "b", "c")
+QUEUES = ("a", "b", "c")
 STEP, BACKWARD = "optim_step", "forward_backward"
 
 
 @dataclass
 class Log:
-    """A lane's operations by number (0 is its creation), which of them are over, and its newest snapshot."""
+    """A queue's operations by number (0 is its creation), which of them are over, and its newest snapshot."""
 
     operations: list[tuple[str, int]] = field(default_factory=lambda: [("create", 0)])
     over: set[int] = field(default_factory=set)
@@ -32,25 +32,25 @@ class Log:
         return applied, pending
 
 
-def send(made: Engine, lane: str, number: int, kind: str, token: int, replay: bool) -> int:
+def send(made: Engine, queue_id: str, number: int, kind: str, token: int, replay: bool) -> int:
     if kind == "create":
-        return made.create(lane, replay=replay, tenant=lane)
+        return made.create(queue_id, replay=replay, tenant=queue_id)
     if kind == STEP:
-        return made.step(lane, number, replay=replay, tenant=lane)
-    return made.backward(lane, number, token, replay=replay, tenant=lane)
+        return made.step(queue_id, number, replay=replay, tenant=queue_id)
+    return made.backward(queue_id, number, token, replay=replay, tenant=queue_id)
 
 
 def live(data: Path, logs: dict[str, Log], draw: random.Random, kill: bool) -> None:
     """One life of an engine: it is brought to where the last one was, given more, and killed or asked."""
     with engine(data, snapshot_steps=draw.choice([1, 2, 5]), snapshot=0.05, extra={"seconds_per_token": 1e-4}) as made:
         sent: dict[int, tuple[str, int]] = {}
-        for lane, log in logs.items():
+        for queue_id, log in logs.items():
             if kill:
                 log.operations += [(draw.choice([BACKWARD, BACKWARD, STEP]), draw.randrange(2**30)) for _ in range(20)]
-            made.send(messages.RESTORE, lane=lane, folder=log.snapshot[1])
+            made.send(messages.RESTORE, queue_id=queue_id, folder=log.snapshot[1])
             for number in range(log.snapshot[0] + 1, len(log.operations)):
-                operation = send(made, lane, number, *log.operations[number], replay=number in log.over)
-                sent[operation] = lane, number
+                operation = send(made, queue_id, number, *log.operations[number], replay=number in log.over)
+                sent[operation] = queue_id, number
         if kill:
             ends_at = draw.randrange(1, len(sent))
             with pytest.raises(AssertionError, match="ended"):  # noqa: PT012 - what is heard until then counts
@@ -60,26 +60,26 @@ def live(data: Path, logs: dict[str, Log], draw: random.Random, kill: bool) -> N
                     hear(made, logs, sent)
         else:
             made.done(*sent)
-            for lane, log in logs.items():
-                assert made.ledger(lane, len(log.operations)) == log.expected()
+            for queue_id, log in logs.items():
+                assert made.ledger(queue_id, len(log.operations)) == log.expected()
 
 
 def hear(made: Engine, logs: dict[str, Log], sent: dict[int, tuple[str, int]]) -> None:
     message = made.until(lambda _: True)
     if message.type == messages.DONE:
         assert message.head["error"] is None
-        lane, number = sent[message.head["id"]]
-        assert set(range(number)) <= logs[lane].over, "in order"
-        logs[lane].over.add(number)
+        queue_id, number = sent[message.head["id"]]
+        assert set(range(number)) <= logs[queue_id].over, "in order"
+        logs[queue_id].over.add(number)
     elif message.type == messages.SNAPSHOTTED:
-        lane, number = message.head["lane"], message.head["number"]
-        assert set(range(number + 1)) <= logs[lane].over, "a snapshot holds nothing that was not told"
-        logs[lane].snapshot = number, message.head["folder"]
+        queue_id, number = message.head["queue_id"], message.head["number"]
+        assert set(range(number + 1)) <= logs[queue_id].over, "a snapshot holds nothing that was not told"
+        logs[queue_id].snapshot = number, message.head["folder"]
 
 
 def history(data: Path, seed: int, lives: int) -> None:
     draw = random.Random(seed)
-    logs = {lane: Log() for lane in LANES}
+    logs = {queue_id: Log() for queue_id in QUEUES}
     for _ in range(lives):
         live(data, logs, draw, kill=True)
     live(data, logs, draw, kill=False)

@@ -41,73 +41,73 @@ class History:
         self.samples: dict[int, State] = {}
         self.bad: set[int] = set()
         self.cancelled: set[int] = set()
-        self.operations = [made.create(lane, tenant=lane) for lane in self.models]
+        self.operations = [made.create(queue_id, tenant=queue_id) for queue_id in self.models]
         self.letting_go: set[str] = set()
 
     def go(self, count: int) -> None:
         for _ in range(count):
-            lane = self.draw.choice(list(self.models))
+            queue_id = self.draw.choice(list(self.models))
             actions = [self.backward] * 6 + [self.step] * 3 + [self.forward] * 2 + [self.save, self.load, self.sample]
-            self.draw.choice([*actions, self.bad_one, self.snapshot, self.cancel_sample, self.let_go])(lane)
+            self.draw.choice([*actions, self.bad_one, self.snapshot, self.cancel_sample, self.let_go])(queue_id)
         self.made.done(*self.operations)
 
-    def put(self, lane: str, kind: str, payload: bytes) -> int:
-        model = self.models[lane]
-        self.operations.append(self.made.run(lane, model.number, kind, payload, tenant=lane, tokens=2))
+    def put(self, queue_id: str, kind: str, payload: bytes) -> int:
+        model = self.models[queue_id]
+        self.operations.append(self.made.run(queue_id, model.number, kind, payload, tenant=queue_id, tokens=2))
         model.number += 1
         return self.operations[-1]
 
-    def backward(self, lane: str) -> None:
-        model, token = self.models[lane], self.draw.randrange(1, 2**30)
+    def backward(self, queue_id: str) -> None:
+        model, token = self.models[queue_id], self.draw.randrange(1, 2**30)
         model.state = replace(model.state, pending=(*model.state.pending, token))
-        self.put(lane, "forward_backward", request([token]))
+        self.put(queue_id, "forward_backward", request([token]))
 
-    def step(self, lane: str) -> None:
-        state = self.models[lane].state
-        self.models[lane].state = State(state.applied + state.pending, (), state.steps + 1)
-        self.put(lane, "optim_step", b"{}")
+    def step(self, queue_id: str) -> None:
+        state = self.models[queue_id].state
+        self.models[queue_id].state = State(state.applied + state.pending, (), state.steps + 1)
+        self.put(queue_id, "optim_step", b"{}")
 
-    def forward(self, lane: str) -> None:
-        self.forwards[self.put(lane, "forward", request([1], forward=True))] = self.models[lane].state
+    def forward(self, queue_id: str) -> None:
+        self.forwards[self.put(queue_id, "forward", request([1], forward=True))] = self.models[queue_id].state
 
-    def bad_one(self, lane: str) -> None:
-        self.bad.add(self.put(lane, "forward_backward", request([5], loss="nonsense")))
+    def bad_one(self, queue_id: str) -> None:
+        self.bad.add(self.put(queue_id, "forward_backward", request([5], loss="nonsense")))
 
-    def save(self, lane: str) -> None:
-        model = self.models[lane]
-        folder = f"checkpoints/{lane}x{model.number}"
+    def save(self, queue_id: str) -> None:
+        model = self.models[queue_id]
+        folder = f"checkpoints/{queue_id}x{model.number}"
         kind, folders = self.draw.choice([("weights", model.checkpoints), ("sampler_weights", model.published)])
         folders.append((folder, replace(model.state, pending=())))
-        self.put(lane, "save", Save(folder, kind).dump())
+        self.put(queue_id, "save", Save(folder, kind).dump())
 
-    def load(self, lane: str) -> None:
-        model = self.models[lane]
+    def load(self, queue_id: str) -> None:
+        model = self.models[queue_id]
         if model.checkpoints:
             folder, model.state = self.draw.choice(model.checkpoints)
-            self.put(lane, "load", Load(folder, "p", optimizer=True).dump())
+            self.put(queue_id, "load", Load(folder, "p", optimizer=True).dump())
 
-    def sample(self, lane: str) -> None:
-        if published := self.models[lane].published:
+    def sample(self, queue_id: str) -> None:
+        if published := self.models[queue_id].published:
             folder, state = self.draw.choice(published)
             self.made.done(*self.operations)  # a service asks for a checkpoint only when it is there
-            self.samples[self.made.sample(Sample([1], source=folder), tenant=lane)] = state
+            self.samples[self.made.sample(Sample([1], source=folder), tenant=queue_id)] = state
             self.operations.append(max(self.samples))
 
-    def cancel_sample(self, lane: str) -> None:
-        operation = self.made.sample(Sample([1]), tenant=lane)
+    def cancel_sample(self, queue_id: str) -> None:
+        operation = self.made.sample(Sample([1]), tenant=queue_id)
         self.made.send(messages.CANCEL, id=operation)
         self.cancelled.add(operation)
         self.operations.append(operation)
 
-    def snapshot(self, lane: str) -> None:
-        self.made.send(messages.SNAPSHOT, lane=lane)
+    def snapshot(self, queue_id: str) -> None:
+        self.made.send(messages.SNAPSHOT, queue_id=queue_id)
 
-    def let_go(self, lane: str) -> None:
-        """Detach a model with all that waits in its lane before that, and make it again."""
-        self.made.send(messages.DETACH, lane=lane)
-        self.made.until(lambda m: m.type == messages.DETACHED and m.head["lane"] == lane)
-        told = [m.head for m in self.made.seen if m.type == messages.SNAPSHOTTED and m.head["lane"] == lane]
-        self.made.send(messages.RESTORE, lane=lane, folder=told[-1]["folder"])
+    def let_go(self, queue_id: str) -> None:
+        """Detach a model with all that waits in its queue before that, and make it again."""
+        self.made.send(messages.DETACH, queue_id=queue_id)
+        self.made.until(lambda m: m.type == messages.DETACHED and m.head["queue_id"] == queue_id)
+        told = [m.head for m in self.made.seen if m.type == messages.SNAPSHOTTED and m.head["queue_id"] == queue_id]
+        self.made.send(messages.RESTORE, queue_id=queue_id, folder=told[-1]["folder"])
 
     def check(self) -> None:
         for message in self.made.seen:
@@ -144,8 +144,8 @@ def run(data: Path, seed: int, count: int) -> None:
     with engine(data, extra=chaos, snapshot_steps=draw.choice([1, 5, 20]), snapshot=draw.choice([0.01, 3600])) as made:
         history = History(made, seed, models=draw.randint(1, 5))
         history.go(count)
-        for lane in history.models:
-            history.forward(lane)
+        for queue_id in history.models:
+            history.forward(queue_id)
         made.done(*history.operations)
         history.check()
 

@@ -43,7 +43,7 @@ def test_ready_tells_the_model_and_torch_is_not_imported(tmp_path: Path) -> None
         assert "torch" not in maps
 
 
-def test_operations_of_a_lane_are_done_in_order(ledger: Engine) -> None:
+def test_operations_of_a_queue_are_done_in_order(ledger: Engine) -> None:
     ledger.create("m")
     for number in range(1, 13, 3):
         ledger.backward("m", number, number)
@@ -67,12 +67,12 @@ def test_a_step_tells_its_metrics_and_an_empty_one_counts(ledger: Engine) -> Non
 
 def test_tenants_share_passes_and_steps(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"seconds_per_token": 0.1}) as made:
-        lanes = [f"m{n}" for n in range(5)]
-        made.done(*[made.create(lane, tenant=lane) for lane in lanes])
-        first = made.backward(lanes[0], 1, 1, tenant=lanes[0])
+        queues = [f"m{n}" for n in range(5)]
+        made.done(*[made.create(queue_id, tenant=queue_id) for queue_id in queues])
+        first = made.backward(queues[0], 1, 1, tenant=queues[0])
         made.begun(first)  # the others come while it runs
-        rest = [made.backward(lane, 1, 1, tenant=lane) for lane in lanes[1:]]
-        steps = [made.step(lane, 2, tenant=lane) for lane in lanes[1:]]
+        rest = [made.backward(queue_id, 1, 1, tenant=queue_id) for queue_id in queues[1:]]
+        steps = [made.step(queue_id, 2, tenant=queue_id) for queue_id in queues[1:]]
         made.done(first, *rest, *steps)
         passed = made.wait(messages.PASSED).head
         passes = [m.head for m in made.seen if m.type == messages.PASSED and m.head["kind"] == "pass"]
@@ -128,13 +128,16 @@ def test_an_error_of_the_engine_is_one_line_without_a_traceback(tmp_path: Path) 
 @pytest.mark.parametrize("how", ["whole", "memory"])
 def test_a_pass_that_cannot_be_done_is_done_in_halves(tmp_path: Path, how: str) -> None:
     with engine(tmp_path, extra={how: [13], "seconds_per_token": 0.05}) as made:
-        lanes = [f"m{n}" for n in range(7)]
-        made.done(*[made.create(lane) for lane in lanes])
-        made.begun(made.backward(lanes[0], 1, 1))
-        ids = {lane: made.backward(lane, 2 if lane == lanes[0] else 1, 13 if lane == "m3" else 2) for lane in lanes}
+        queues = [f"m{n}" for n in range(7)]
+        made.done(*[made.create(queue_id) for queue_id in queues])
+        made.begun(made.backward(queues[0], 1, 1))
+        ids = {
+            queue_id: made.backward(queue_id, 2 if queue_id == queues[0] else 1, 13 if queue_id == "m3" else 2)
+            for queue_id in queues
+        }
         made.done(*ids.values())
         errors = {m.head["id"]: m.head["error"] for m in made.seen if m.type == messages.DONE}
-        assert [lane for lane in lanes if errors[ids[lane]]] == ["m3"]
+        assert [queue_id for queue_id in queues if errors[ids[queue_id]]] == ["m3"]
         assert made.ledger("m6", 2) == ([], [2])
         assert made.ledger("m3", 2) == ([], [])
 

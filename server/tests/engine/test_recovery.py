@@ -13,13 +13,13 @@ from twinkle_server.engine.messages import Message
 from twinkle_server.payloads import Save
 
 
-def train(made: Engine, lane: str, start: int, steps: int, first: int) -> int:
+def train(made: Engine, queue_id: str, start: int, steps: int, first: int) -> int:
     """Do steps of two passes each, and return the next number."""
     number = start
     for token in range(first, first + 2 * steps, 2):
-        made.backward(lane, number, token)
-        made.backward(lane, number + 1, token + 1)
-        made.step(lane, number + 2)
+        made.backward(queue_id, number, token)
+        made.backward(queue_id, number + 1, token + 1)
+        made.step(queue_id, number + 2)
         number += 3
     return number
 
@@ -33,15 +33,15 @@ def test_a_snapshot_holds_everything_up_to_the_number_that_it_tells(tmp_path: Pa
         made.create("m")
         number = train(made, "m", 1, 3, 10)
         made.done(made.backward("m", number, 99))
-        made.send(messages.SNAPSHOT, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
         told = made.wait(messages.SNAPSHOTTED).head
-        assert (told["lane"], told["number"]) == ("m", number)
+        assert (told["queue_id"], told["number"]) == ("m", number)
         manifest = files.verify(tmp_path / told["folder"], told["digest"])
         assert manifest.size == told["size"]
         assert manifest.facts == {"lane": "m", "number": number}
     with engine(tmp_path) as made:
-        made.send(messages.RESTORE, lane="m", folder=told["folder"])
-        assert made.wait(messages.RESTORED).head == {"lane": "m", "error": None}
+        made.send(messages.RESTORE, queue_id="m", folder=told["folder"])
+        assert made.wait(messages.RESTORED).head == {"queue_id": "m", "error": None}
         assert made.ledger("m", number + 1) == ([10, 11, 12, 13, 14, 15], [99])
 
 
@@ -75,22 +75,22 @@ def test_failed_and_cancelled_operations_are_counted(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
         made.done(made.run("m", 1, "forward_backward", request()))
-        made.send(messages.SNAPSHOT, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
         assert made.wait(messages.SNAPSHOTTED).head["number"] == 1
 
 
 def test_a_model_that_was_never_made_is_never_snapshotted(tmp_path: Path) -> None:
     with engine(tmp_path, snapshot=0.01) as made:
         made.done(made.backward("m", 1, 5))
-        made.send(messages.SNAPSHOT, lane="m")
-        made.send(messages.DETACH, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
+        made.send(messages.DETACH, queue_id="m")
         made.wait(messages.DETACHED)
         assert not snapshots(made)
 
 
 def test_restoring_from_nothing_and_doing_everything_again_gives_the_same(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
-        made.send(messages.RESTORE, lane="m", folder=None)
+        made.send(messages.RESTORE, queue_id="m", folder=None)
         made.create("m", replay=True)
         made.backward("m", 1, 5, replay=True)
         saved = made.run("m", 2, "save", Save("checkpoints/one", "weights").dump(), replay=True)
@@ -107,10 +107,10 @@ def test_a_restored_model_forgets_what_it_was(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
         made.done(made.backward("m", 1, 5))
-        made.send(messages.SNAPSHOT, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
         folder = made.wait(messages.SNAPSHOTTED).head["folder"]
         made.backward("m", 2, 6)
-        made.send(messages.RESTORE, lane="m", folder=folder)
+        made.send(messages.RESTORE, queue_id="m", folder=folder)
         assert made.ledger("m", 2) == ([], [5])
 
 
@@ -133,11 +133,11 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
     assert callable(harm)
     with engine(tmp_path) as made:
         made.create("m")
-        made.send(messages.SNAPSHOT, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
         folder = made.wait(messages.SNAPSHOTTED).head["folder"]
         made.create("other")
         harm(tmp_path / folder)
-        made.send(messages.RESTORE, lane="m", folder=folder)
+        made.send(messages.RESTORE, queue_id="m", folder=folder)
         lost = made.backward("m", 1, 5)
         fine = made.backward("other", 1, 5)
         assert made.wait(messages.RESTORED).head["error"]
@@ -145,7 +145,7 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
         assert outcome["category"] == "server"
         assert "could not be read back" in outcome["error"]
         assert made.done(fine).head["error"] is None
-        made.send(messages.RESTORE, lane="m", folder=None)
+        made.send(messages.RESTORE, queue_id="m", folder=None)
         made.create("m")
         assert made.ledger("m", 1) == ([], [])
 
@@ -153,18 +153,18 @@ def test_a_snapshot_that_is_damaged_is_told_and_nothing_runs_on_it(tmp_path: Pat
 def test_want_of_descriptors_is_told_as_passing_and_costs_no_model(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("m")
-        made.send(messages.SNAPSHOT, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
         folder = made.wait(messages.SNAPSHOTTED).head["folder"]
         before = resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
-        made.send(messages.RESTORE, lane="m", folder=folder)
+        made.send(messages.RESTORE, queue_id="m", folder=folder)
         lost = made.backward("m", 1, 5)
         told = made.wait(messages.RESTORED).head
         assert told["error"]
         assert told["later"]
         assert made.done(lost).head["category"] == "server"
         resource.prlimit(made.process.pid, resource.RLIMIT_NOFILE, before)
-        made.send(messages.RESTORE, lane="m", folder=folder)
+        made.send(messages.RESTORE, queue_id="m", folder=folder)
         assert made.ledger("m", 1) == ([], [])
 
 
@@ -173,7 +173,7 @@ def test_a_replay_that_fails_says_whether_that_may_pass_and_nothing_runs_on_what
     tmp_path: Path, lacking: str
 ) -> None:
     with engine(tmp_path, extra={lacking: [6]}, snapshot=0.01) as made:
-        made.send(messages.RESTORE, lane="m", folder=None)
+        made.send(messages.RESTORE, queue_id="m", folder=None)
         made.create("m", replay=True)
         made.done(made.backward("m", 1, 5, replay=True))
         failed = made.done(made.backward("m", 2, 6, replay=True)).head
@@ -190,14 +190,14 @@ def test_a_model_is_let_go_of_when_its_snapshot_is_on_the_disk(tmp_path: Path) -
     with engine(tmp_path) as made:
         made.create("m")
         made.backward("m", 1, 5)
-        made.send(messages.DETACH, lane="m")
+        made.send(messages.DETACH, queue_id="m")
         made.wait(messages.DETACHED)
         [told] = snapshots(made)
         assert told.head["number"] == 1
         assert made.done(made.backward("m", 2, 6)).head["category"] == "user", "it is not there"
-        made.send(messages.RESTORE, lane="m", folder=told.head["folder"])
+        made.send(messages.RESTORE, queue_id="m", folder=told.head["folder"])
         assert made.ledger("m", 2) == ([], [5])
-        made.send(messages.DETACH, lane="m")
+        made.send(messages.DETACH, queue_id="m")
         made.wait(messages.DETACHED)
         assert len(snapshots(made)) == 1, "nothing changed since"
 
@@ -209,7 +209,7 @@ def test_a_model_is_kept_while_the_disk_takes_no_snapshot(tmp_path: Path) -> Non
         made.backward("m", 1, 5)
         made.step("m", 2)
         assert made.ledger("m", 3) == ([5], [])
-        made.send(messages.DETACH, lane="m")
+        made.send(messages.DETACH, queue_id="m")
         made.wait(messages.DETACHED)
         [told] = snapshots(made)
         assert (tmp_path / told.head["folder"]).exists()
@@ -217,14 +217,14 @@ def test_a_model_is_kept_while_the_disk_takes_no_snapshot(tmp_path: Path) -> Non
 
 def test_draining_ends_what_runs_and_snapshots_what_changed(tmp_path: Path) -> None:
     with engine(tmp_path, extra={"seconds_per_token": 0.05}) as made:
-        for lane in ("a", "b", "c"):
-            made.done(made.create(lane))
+        for queue_id in ("a", "b", "c"):
+            made.done(made.create(queue_id))
         running = made.backward("a", 1, 5)
         made.begun(running)
         made.send(messages.DRAIN)
         waiting = made.backward("b", 1, 6)
         made.wait(messages.DRAINED)
-        assert {told.head["lane"]: told.head["number"] for told in snapshots(made)} == {"a": 1, "b": 0, "c": 0}
+        assert {told.head["queue_id"]: told.head["number"] for told in snapshots(made)} == {"a": 1, "b": 0, "c": 0}
         assert made.done(running).head["error"] is None
         assert not any(m.type == messages.DONE and m.head["id"] == waiting for m in made.seen)
 
@@ -242,7 +242,7 @@ def test_draining_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path) ->
 def test_a_process_that_dies_while_it_writes_a_snapshot_leaves_none_that_is_torn(tmp_path: Path, point: str) -> None:
     with engine(tmp_path, environment={**os.environ, "FAILPOINT": f"files.{point}"}) as made:
         made.create("m")
-        made.send(messages.SNAPSHOT, lane="m")
+        made.send(messages.SNAPSHOT, queue_id="m")
         with pytest.raises(AssertionError, match="ended"):
             made.wait(messages.SNAPSHOTTED)
     for folder in (tmp_path / "snapshots").iterdir():

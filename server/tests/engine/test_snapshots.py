@@ -28,14 +28,14 @@ class Bench:
         )
         self.numbers: dict[str, int] = {}
 
-    def create(self, lane: str) -> None:
-        self.executor.create(lane, Create(8, 0), None)
-        self.snapshots.there(lane, 0)
-        self.apply(lane, "create")
+    def create(self, queue_id: str) -> None:
+        self.executor.create(queue_id, Create(8, 0), None)
+        self.snapshots.there(queue_id, 0)
+        self.apply(queue_id, "create")
 
-    def apply(self, lane: str, kind: str = "optim_step") -> None:
-        number = self.numbers[lane] = self.numbers.get(lane, -1) + 1
-        self.snapshots.applied(Task(number, lane, number, kind, "t"))
+    def apply(self, queue_id: str, kind: str = "optim_step") -> None:
+        number = self.numbers[queue_id] = self.numbers.get(queue_id, -1) + 1
+        self.snapshots.applied(Task(number, queue_id, number, kind, "t"))
 
     def hear(self) -> None:
         """Let one snapshot reach the disk, or fail."""
@@ -43,7 +43,7 @@ class Bench:
 
     @property
     def written(self) -> list[tuple[str, int]]:
-        return [(m.head["lane"], m.head["number"]) for m in self.told if m.type == messages.SNAPSHOTTED]
+        return [(m.head["queue_id"], m.head["number"]) for m in self.told if m.type == messages.SNAPSHOTTED]
 
 
 @pytest.fixture
@@ -84,24 +84,24 @@ def test_no_operation_is_to_blame_for_what_copying_a_model_does(
     assert told == []
     bench.apply("m")
     copy = bench.executor.snapshot
-    monkeypatch.setattr(bench.executor, "snapshot", lambda lane: (told.append(lane), copy(lane))[1])
+    monkeypatch.setattr(bench.executor, "snapshot", lambda queue_id: (told.append(queue_id), copy(queue_id))[1])
     bench.snapshots.tend()
     bench.hear()
     assert told == ["", "m"]
 
 
 def test_the_model_that_waits_longest_is_next_whatever_its_name(bench: Bench) -> None:
-    for lane in ("c", "b", "a"):
-        bench.create(lane)
-        bench.apply(lane)
-        bench.apply(lane)
+    for queue_id in ("c", "b", "a"):
+        bench.create(queue_id)
+        bench.apply(queue_id)
+        bench.apply(queue_id)
     for _ in range(3):
         bench.snapshots.tend()
-        for lane in ("a", "b", "c"):  # all of them go on as fast as they can
-            bench.apply(lane)
-            bench.apply(lane)
+        for queue_id in ("a", "b", "c"):  # all of them go on as fast as they can
+            bench.apply(queue_id)
+            bench.apply(queue_id)
         bench.hear()
-    assert [lane for lane, _ in bench.written] == ["c", "b", "a"]
+    assert [queue_id for queue_id, _ in bench.written] == ["c", "b", "a"]
 
 
 def test_what_happens_while_a_copy_is_written_is_not_in_it_and_is_due_again(bench: Bench) -> None:
@@ -167,10 +167,10 @@ def test_a_disk_that_takes_nothing_is_asked_again_and_the_number_is_the_newest(
 
 
 def test_a_model_that_cannot_be_copied_harms_no_other(bench: Bench) -> None:
-    for lane in ("broken", "fine"):
-        bench.create(lane)
-        bench.apply(lane)
-        bench.apply(lane)
+    for queue_id in ("broken", "fine"):
+        bench.create(queue_id)
+        bench.apply(queue_id)
+        bench.apply(queue_id)
     bench.executor.remove("broken")
     bench.snapshots.tend()
     bench.snapshots.tend()

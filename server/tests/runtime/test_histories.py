@@ -14,7 +14,7 @@ from server_runtime import SOON, Plan, World, answer, applied, ask, within
 from twinkle_server.operations import Future, Submission
 from twinkle_server.runtime.core import Runtime
 
-LANES = ("s:train:0", "s:train:1", "t:train:0")
+QUEUES = ("s:train:0", "s:train:1", "t:train:0")
 
 
 @dataclass
@@ -22,15 +22,15 @@ class History:
     """A random history.
 
     Attributes:
-        asked: ids of futures, by lane and number.
+        asked: ids of futures, by queue and number.
         samples: ids of sampling requests.
-        following: next number of each lane.
+        following: next number of each queue.
     """
 
     seed: int
     asked: dict[tuple[str, int], str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
-    following: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
+    following: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0))
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
@@ -56,9 +56,9 @@ class History:
 
     async def act(self, runtime: Runtime) -> None:
         """Do something."""
-        lane, chance = self.draw.choice(LANES), self.draw.random()
+        queue_id, chance = self.draw.choice(QUEUES), self.draw.random()
         if chance < 0.6:
-            await self.burst(runtime, lane)
+            await self.burst(runtime, queue_id)
         elif chance < 0.8:
             await self.sample(runtime)
         elif chance < 0.85:
@@ -68,15 +68,15 @@ class History:
         elif runtime.supervisor.up:
             self.world.engines[-1].kill()
 
-    async def burst(self, runtime: Runtime, lane: str) -> None:
-        """Submit the next numbers of a lane, in any order."""
+    async def burst(self, runtime: Runtime, queue_id: str) -> None:
+        """Submit the next numbers of a queue, in any order."""
         count = self.draw.randrange(1, 5)
-        numbers = list(range(self.following[lane], self.following[lane] + count))
-        self.following[lane] += count
+        numbers = list(range(self.following[queue_id], self.following[queue_id] + count))
+        self.following[queue_id] += count
         self.draw.shuffle(numbers)
         for number in numbers:
             kind = "create" if number == 0 else "optim_step"
-            self.asked[lane, number] = (await ask(runtime, number, kind, lane)).request
+            self.asked[queue_id, number] = (await ask(runtime, number, kind, queue_id)).request
 
     async def sample(self, runtime: Runtime) -> None:
         """Submit a sampling request, and perhaps cancel one."""
@@ -92,9 +92,9 @@ class History:
         told = {key: await answer(runtime, request) for key, request in self.asked.items()}
         for request in self.samples:
             assert (await answer(runtime, request)).status in ("done", "cancelled", "failed")
-        for (lane, number), future in told.items():
+        for (queue_id, number), future in told.items():
             if future.status == "done" and number > 0:
-                assert applied(future) == [n for n in range(1, number + 1) if told[lane, n].status == "done"]
+                assert applied(future) == [n for n in range(1, number + 1) if told[queue_id, n].status == "done"]
             elif future.status == "failed":
                 assert _excused(future), future
         await runtime.outcomes.flush()

@@ -12,7 +12,7 @@ from twinkle_server.operations import Operation, Outcome, Snapshot, Submission
 from twinkle_server.runtime.dispatch import MAX_DEATHS
 from twinkle_server.settings import Limits
 
-LANE = "s:train:0"
+QUEUE = "s:train:0"
 
 
 def test_a_model_whose_payloads_are_lost_is_given_up_with_its_last_checkpoint_named() -> None:
@@ -28,8 +28,8 @@ def test_a_model_whose_payloads_are_lost_is_given_up_with_its_last_checkpoint_na
         told = await answer(runtime, (await ask(runtime, 3)).request)
         assert told.category == "server"
         assert told.error is not None
-        assert f"tinker://{LANE}/weights/good" in told.error
-        assert ("corrupted", LANE) in world.effects.said
+        assert f"tinker://{QUEUE}/weights/good" in told.error
+        assert ("corrupted", QUEUE) in world.effects.said
         told = await answer(runtime, (await ask(runtime, 4)).request)
         assert told.status == "failed"
         await runtime.close()
@@ -65,19 +65,19 @@ def test_a_model_for_which_there_is_no_memory_at_the_moment_is_made_again_later(
     async def scenario() -> None:
         world = World(Plan(snapshot_every=snapshot_every))
         runtime = await world.runtime()
-        lanes = [LANE, "t:train:0"]
-        for lane in lanes:
+        queues = [QUEUE, "t:train:0"]
+        for queue_id in queues:
             for number in range(4):
-                last = await ask(runtime, number, "create" if number == 0 else "forward_backward", lane)
+                last = await ask(runtime, number, "create" if number == 0 else "forward_backward", queue_id)
             await answer(runtime, last.request)
         world.plan.scarce = scarce
         world.engines[-1].kill()
-        asked = [(lane, await ask(runtime, number, lane=lane)) for number in (4, 5) for lane in lanes]
+        asked = [(queue_id, await ask(runtime, number, queue_id=queue_id)) for number in (4, 5) for queue_id in queues]
         if kill:
             await asyncio.sleep(0.01)
             world.engines[-1].kill()
-        for lane, accepted in asked:
-            assert applied(await answer(runtime, accepted.request))[:4] == [1, 2, 3, 4], lane
+        for queue_id, accepted in asked:
+            assert applied(await answer(runtime, accepted.request))[:4] == [1, 2, 3, 4], queue_id
         assert applied(await answer(runtime, asked[-1][1].request)) == [1, 2, 3, 4, 5]
         assert not world.plan.scarce
         assert "corrupted" not in [what for what, _ in world.effects.said]
@@ -110,9 +110,9 @@ def test_what_the_log_says_failed_is_taken_out_of_the_model(monkeypatch: pytest.
 def test_an_operation_that_a_snapshot_contains_and_whose_outcome_is_lost_fails() -> None:
     async def scenario() -> None:
         world = World()
-        lost, _ = await world.journal.submit(Submission("ada", LANE, "forward_backward", b"{}", 1))
+        lost, _ = await world.journal.submit(Submission("ada", QUEUE, "forward_backward", b"{}", 1))
         world.plan.disk["snapshots/a"] = (2, [1, 2])
-        await world.journal.snapshotted(Snapshot(LANE, 2, "snapshots/a", "", 1))
+        await world.journal.snapshotted(Snapshot(QUEUE, 2, "snapshots/a", "", 1))
         runtime = await world.runtime()
         assert (await answer(runtime, lost.request)).error == "its result could not be written"
         assert applied(await answer(runtime, (await ask(runtime, 3)).request)) == [1, 2, 3]
@@ -133,9 +133,9 @@ def test_a_model_that_waits_for_memory_says_so_and_is_given_up_with_its_session(
         world.engines[-1].kill()
         waits = await ask(runtime, 3)
         async with asyncio.timeout(SOON):
-            while runtime.dispatcher.queues[LANE].postponed is None:
+            while runtime.dispatcher.queues[QUEUE].postponed is None:
                 await asyncio.sleep(0.001)
-        state, reason = runtime.queue_state(LANE)
+        state, reason = runtime.queue_state(QUEUE)
         assert state == "paused_capacity"
         assert "made again as soon as that can be" in str(reason)
         other = await ask(runtime, 0, "create", "t:train:0")
@@ -148,21 +148,21 @@ def test_a_model_that_waits_for_memory_says_so_and_is_given_up_with_its_session(
 
 
 def test_a_snapshot_that_kills_engines_costs_its_own_model_alone() -> None:
-    lanes = ["s:train:0", "s:train:1", "t:train:0"]
+    queues = ["s:train:0", "s:train:1", "t:train:0"]
 
     async def scenario() -> None:
-        world = World(Plan(deadly=frozenset({lanes[1]}), snapshot_every=1))
+        world = World(Plan(deadly=frozenset({queues[1]}), snapshot_every=1))
         runtime = await world.runtime()
-        for lane in lanes:
-            await ask(runtime, 0, "create", lane)
-            await answer(runtime, (await ask(runtime, 1, lane=lane)).request)
+        for queue_id in queues:
+            await ask(runtime, 0, "create", queue_id)
+            await answer(runtime, (await ask(runtime, 1, queue_id=queue_id)).request)
         await runtime.outcomes.flush()
         world.engines[-1].kill()
         for number in (2, 3):
-            asked = {lane: await ask(runtime, number, lane=lane) for lane in lanes}
-            for lane in lanes:
-                told = await answer(runtime, asked[lane].request)
-                if lane in world.plan.deadly:
+            asked = {queue_id: await ask(runtime, number, queue_id=queue_id) for queue_id in queues}
+            for queue_id in queues:
+                told = await answer(runtime, asked[queue_id].request)
+                if queue_id in world.plan.deadly:
                     assert f"the engine died {MAX_DEATHS} times while it read the newest snapshot" in str(told.error)
                 else:
                     assert applied(told) == list(range(1, number + 1))
@@ -186,17 +186,17 @@ def test_a_large_payload_that_must_wait_is_read_again() -> None:
     within(SOON, scenario)
 
 
-def test_a_lane_that_cannot_be_read_at_first_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_cannot_be_read_at_first_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twinkle_server.runtime.core._AGAIN", 0.01)
 
     async def scenario() -> None:
         world, faults = World(), [OSError("no"), OSError("no")]
         read = world.journal.after
 
-        async def after(lane: str, number: int) -> list[Operation]:
+        async def after(queue_id: str, number: int) -> list[Operation]:
             if faults:
                 raise faults.pop()
-            return await read(lane, number)
+            return await read(queue_id, number)
 
         monkeypatch.setattr(world.journal, "after", after)
         runtime = await world.runtime()

@@ -34,7 +34,7 @@ class Disk(MemoryJournal):
 
 
 async def _operations(journal: MemoryJournal, count: int) -> list[Operation]:
-    return [(await journal.submit(Submission("ada", "lane", "forward", b"", number)))[1] for number in range(count)]
+    return [(await journal.submit(Submission("ada", "queue_id", "forward", b"", number)))[1] for number in range(count)]
 
 
 def test_what_comes_while_a_commit_runs_shares_the_next() -> None:

@@ -42,24 +42,27 @@ class Client:
         self.service, self.store = service, store
         self.numbers: dict[str, int] = {}
 
-    async def begin(self, lane: str) -> None:
+    async def begin(self, queue_id: str) -> None:
         now = time.time()
         if not self.numbers:
             await self.store.sessions.create(Session("s", "ada", now, now))
-        model = Model(lane, "ada", "s", int(lane[-1]), "ledger", 8, now, now)
-        await self.ask(lane, "create", Create(8, 1).dump(), lambda connection: models.add(connection, model))
+        model = Model(queue_id, "ada", "s", int(queue_id[-1]), "ledger", 8, now, now)
+        await self.ask(queue_id, "create", Create(8, 1).dump(), lambda connection: models.add(connection, model))
 
-    async def ask(self, lane: str, kind: Kind, payload: bytes, also: Any = None) -> Accepted:
-        number = self.numbers.get(lane, 0)
-        self.numbers[lane] = number + 1
-        return await self.service.submit(Submission("ada", lane, kind, payload, number, tokens=3), also)
+    async def ask(self, queue_id: str, kind: Kind, payload: bytes, also: Any = None) -> Accepted:
+        number = self.numbers.get(queue_id, 0)
+        self.numbers[queue_id] = number + 1
+        return await self.service.submit(Submission("ada", queue_id, kind, payload, number, tokens=3), also)
 
-    async def train(self, lane: str, first: int) -> list[Accepted]:
+    async def train(self, queue_id: str, first: int) -> list[Accepted]:
         step = OptimStep().dump()
-        return [await self.ask(lane, "forward_backward", _pass(first)), await self.ask(lane, "optim_step", step)]
+        return [
+            await self.ask(queue_id, "forward_backward", _pass(first)),
+            await self.ask(queue_id, "optim_step", step),
+        ]
 
-    async def applied(self, lane: str) -> list[int]:
-        told = await answer(self.service, (await self.ask(lane, "forward", _pass(1, forward=True))).request)
+    async def applied(self, queue_id: str) -> list[int]:
+        told = await answer(self.service, (await self.ask(queue_id, "forward", _pass(1, forward=True))).request)
         assert told.result is not None, told.error
         _, metrics = codec.read_forward_backward_output(told.result)
         assert read_ledger_metrics("pending", metrics) == []
@@ -77,13 +80,13 @@ def test_kills_of_the_engine_lose_and_repeat_nothing(tmp_path: Path) -> None:
         service = Service(_settings(tmp_path), store)
         await service.start()
         await service.wait_ready()
-        client, lanes = Client(service, store), ["s:train:0", "s:train:1", "s:train:2"]
+        client, queues = Client(service, store), ["s:train:0", "s:train:1", "s:train:2"]
         asked: dict[tuple[str, int], list[Accepted]] = {}
-        for lane in lanes:
-            await client.begin(lane)
+        for queue_id in queues:
+            await client.begin(queue_id)
         for turn in range(18):
-            for lane in lanes:
-                asked[lane, 100 + turn] = await client.train(lane, 100 + turn)
+            for queue_id in queues:
+                asked[queue_id, 100 + turn] = await client.train(queue_id, 100 + turn)
             await asyncio.sleep(draw.random() * 0.02)
             if turn % 6 == 5 and service.supervisor.pid is not None:
                 os.kill(service.supervisor.pid, signal.SIGKILL)
@@ -93,9 +96,9 @@ def test_kills_of_the_engine_lose_and_repeat_nothing(tmp_path: Path) -> None:
             assert told[1].status == "done", told[1].error
             if told[0].status == "failed":
                 failed.add(key)
-        for lane in lanes:
-            want = [100 + turn for turn in range(18) if (lane, 100 + turn) not in failed]
-            assert await client.applied(lane) == want
+        for queue_id in queues:
+            want = [100 + turn for turn in range(18) if (queue_id, 100 + turn) not in failed]
+            assert await client.applied(queue_id) == want
         assert service.supervisor.restarts == 3
         await service.drain()
         await service.close()
@@ -141,12 +144,12 @@ def test_a_datum_that_kills_or_hangs_the_engine_fails_its_own_operation(tmp_path
         await service.start()
         await service.wait_ready()
         client = Client(service, store)
-        for lane in ("s:train:0", "s:train:1"):
-            await client.begin(lane)
-            await client.train(lane, 100)
+        for queue_id in ("s:train:0", "s:train:1"):
+            await client.begin(queue_id)
+            await client.train(queue_id, 100)
         bad = await client.ask("s:train:0", "forward_backward", _pass(666))
-        for lane in ("s:train:0", "s:train:1"):
-            await client.train(lane, 101)
+        for queue_id in ("s:train:0", "s:train:1"):
+            await client.train(queue_id, 101)
         told = await answer(service, bad.request)
         assert (told.status, told.category) == ("failed", "server")
         assert words in str(told.error)

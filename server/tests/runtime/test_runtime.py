@@ -13,7 +13,7 @@ from twinkle_server.operations import Submission
 from twinkle_server.runtime.queues import MAX_GAP
 from twinkle_server.settings import Limits, Times
 
-LANE = "s:train:0"
+QUEUE = "s:train:0"
 
 
 @given(st.permutations(range(12)))
@@ -39,22 +39,22 @@ def test_an_engine_that_dies_anywhere_loses_and_repeats_nothing(seed: int, death
         world = World(Plan(seed=seed, deaths=deaths, snapshot_every=every))
         runtime = await world.runtime()
         draw = random.Random(seed)
-        lanes = ["s:train:0", "s:train:1", "t:train:0"]
+        queues = ["s:train:0", "s:train:1", "t:train:0"]
         asked = []
         for number in range(10):
-            for lane in draw.sample(lanes, 3):
+            for queue_id in draw.sample(queues, 3):
                 kind = "create" if number == 0 else "forward_backward"
-                asked.append((lane, number, await ask(runtime, number, kind, lane)))
+                asked.append((queue_id, number, await ask(runtime, number, kind, queue_id)))
             if draw.random() < 0.3:
                 await asyncio.sleep(0.001)
         failed: set[tuple[str, int]] = set()
-        for lane, number, accepted in asked:
+        for queue_id, number, accepted in asked:
             future = await answer(runtime, accepted.request)
             if future.status == "failed":
-                failed.add((lane, number))
+                failed.add((queue_id, number))
                 assert future.category == "server" or number > 0
             elif number > 0:
-                want = [n for n in range(1, number + 1) if (lane, n) not in failed]
+                want = [n for n in range(1, number + 1) if (queue_id, n) not in failed]
                 assert applied(future) == want
         assert runtime.supervisor.restarts <= deaths
         await runtime.close()
@@ -102,7 +102,7 @@ def test_a_repeated_request_has_the_same_future_and_another_one_is_refused() -> 
         assert not again.fresh
         await answer(runtime, first.request)
         with pytest.raises(SequenceConflict):
-            await runtime.submit(Submission("ada", LANE, "forward_backward", b"other", 1))
+            await runtime.submit(Submission("ada", QUEUE, "forward_backward", b"other", 1))
         assert [run[1] for run in world.plan.runs] == [0, 1]
         await runtime.close()
 
@@ -122,12 +122,12 @@ def test_what_kills_the_engine_twice_fails_and_its_neighbours_live() -> None:
         assert bad.error == "the engine died, twice while this was under way; it is not tried again"
         assert applied(await answer(runtime, asked[5].request)) == [1, 2, 4, 5]
         assert applied(await answer(runtime, other[2].request, "bob")) == [1, 2]
-        tries = [run for run in world.plan.runs if run[:2] == (LANE, 3)]
+        tries = [run for run in world.plan.runs if run[:2] == (QUEUE, 3)]
         assert [alone for _, _, alone, _ in tries] == [False, True]
         await runtime.close()
         later = await world.runtime()
         assert applied(await answer(later, (await ask(later, 6)).request)) == [1, 2, 4, 5, 6]
-        assert len([run for run in world.plan.runs if run[:2] == (LANE, 3)]) == 2
+        assert len([run for run in world.plan.runs if run[:2] == (QUEUE, 3)]) == 2
         await later.close()
 
     within(SOON, scenario)
@@ -167,7 +167,7 @@ def test_failed_and_refused_operations_do_not_block_later_ones() -> None:
         await ask(runtime, 0, "create")
         bad = await ask(runtime, 1)
         last = await ask(runtime, 3)
-        refused = await runtime.submit(Submission("ada", LANE, "forward_backward", b"x", 2, refusal="no such key"))
+        refused = await runtime.submit(Submission("ada", QUEUE, "forward_backward", b"x", 2, refusal="no such key"))
         assert (await answer(runtime, bad.request)).error == "it is told to fail"
         told = await answer(runtime, refused.request)
         assert (told.status, told.error, told.category) == ("failed", "no such key", "user")
@@ -184,7 +184,7 @@ def test_a_gap_is_told_as_the_reason_and_given_up_in_the_end() -> None:
         await answer(runtime, (await ask(runtime, 0, "create")).request)
         waiting = await ask(runtime, 3)
         await asyncio.sleep(0.1)
-        state, reason = runtime.queue_state(LANE)
+        state, reason = runtime.queue_state(QUEUE)
         assert state == "paused_capacity"
         assert reason is not None
         assert "number 1 of this model has not arrived" in reason
@@ -227,8 +227,8 @@ def test_a_gap_is_not_given_up_while_its_request_may_come_again_but_for_a_limit(
 def test_clients_may_send_again_after_a_restart_before_a_gap_is_given_up() -> None:
     async def scenario() -> None:
         world = World(times=Times(gap_fail=0.02))
-        await world.journal.submit(Submission("ada", LANE, "create", b"{}", 0))
-        waiting, _ = await world.journal.submit(Submission("ada", LANE, "forward_backward", b"{}", 2))
+        await world.journal.submit(Submission("ada", QUEUE, "create", b"{}", 0))
+        waiting, _ = await world.journal.submit(Submission("ada", QUEUE, "forward_backward", b"{}", 2))
         runtime = await world.runtime()
         await asyncio.sleep(0.3)
         assert applied(await answer(runtime, (await ask(runtime, 1)).request))
@@ -248,7 +248,7 @@ def test_a_number_far_above_the_next_is_turned_away_and_used_by_nobody(number: i
             with pytest.raises(Unprocessable, match=f"seq_id is {number}, and 1 is the next"):
                 await ask(runtime, number)
             await runtime.close()
-            runtime = await world.runtime()  # which has no lane of it in memory
+            runtime = await world.runtime()  # which has no queue of it in memory
         assert await world.journal.pending() == []
         near = await ask(runtime, MAX_GAP + 1)
         assert applied(await answer(runtime, (await ask(runtime, 1)).request)) == [1]
@@ -261,8 +261,8 @@ def test_a_number_far_above_the_next_is_turned_away_and_used_by_nobody(number: i
 def test_a_log_with_a_number_far_away_is_served_and_its_neighbours_go_on() -> None:
     async def scenario() -> None:
         world = World(times=Times(gap_fail=0.2))
-        await world.journal.submit(Submission("ada", LANE, "create", b"{}", 0))
-        far, _ = await world.journal.submit(Submission("ada", LANE, "forward_backward", b"{}", 2**62))
+        await world.journal.submit(Submission("ada", QUEUE, "create", b"{}", 0))
+        far, _ = await world.journal.submit(Submission("ada", QUEUE, "forward_backward", b"{}", 2**62))
         runtime = await world.runtime()
         told = await answer(runtime, far.request)
         assert (told.status, told.category) == ("failed", "user")
@@ -283,9 +283,9 @@ def test_a_session_that_ends_frees_its_models_and_can_be_resumed() -> None:
         await runtime.finish_session("s")
         assert (await answer(runtime, early.request)).error == "its session was finished"
         async with asyncio.timeout(SOON):
-            while ("detached", LANE) not in world.effects.said:
+            while ("detached", QUEUE) not in world.effects.said:
                 await asyncio.sleep(0.01)
-        assert world.plan.detached == [LANE]
+        assert world.plan.detached == [QUEUE]
         assert applied(await answer(runtime, (await ask(runtime, 3)).request)) == [1, 2, 3]
         await runtime.close()
 
@@ -298,7 +298,7 @@ def test_an_unloaded_model_takes_nothing_more() -> None:
         runtime = await world.runtime()
         await ask(runtime, 0, "create")
         await ask(runtime, 1)
-        last = await runtime.submit_next(Submission("ada", LANE, "unload", b"{}", None))
+        last = await runtime.submit_next(Submission("ada", QUEUE, "unload", b"{}", None))
         assert (await answer(runtime, last.request)).status == "done"
         told = await answer(runtime, (await ask(runtime, 3)).request)
         assert (told.error, told.category) == ("this model was unloaded", "user")
@@ -381,7 +381,7 @@ def test_a_service_whose_engine_nobody_looks_after_ends(monkeypatch: pytest.Monk
 def test_a_tenants_polls_take_no_room_from_another() -> None:
     async def scenario() -> None:
         runtime = await World(limits=Limits(queued=3)).runtime()
-        early = [await ask(runtime, 5, tenant=tenant, lane=f"{tenant}:train:0") for tenant in ("ada", "bob")]
+        early = [await ask(runtime, 5, tenant=tenant, queue_id=f"{tenant}:train:0") for tenant in ("ada", "bob")]
         polls = [asyncio.create_task(runtime.wait(early[0].request, "ada", SOON)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Busy, match="3 requests of yours wait"):
@@ -407,9 +407,9 @@ def test_a_tenant_has_a_bound_on_what_waits() -> None:
         await ask(runtime, 6)
         with pytest.raises(Busy):
             await ask(runtime, 7)
-        await ask(runtime, 5, tenant="bob", lane="b:train:0")
+        await ask(runtime, 5, tenant="bob", queue_id="b:train:0")
         assert not (await ask(runtime, 6)).fresh
-        assert (await runtime.submit_next(Submission("ada", LANE, "unload", b"{}", None))).fresh
+        assert (await runtime.submit_next(Submission("ada", QUEUE, "unload", b"{}", None))).fresh
         await runtime.close()
 
     within(SOON, scenario)

@@ -22,7 +22,7 @@ from twinkle_server.store import models
 from twinkle_server.store.opening import Store, open_store
 from twinkle_server.store.records import AuditEntry, Model, Session
 
-LANE = "s:train:0"
+QUEUE = "s:train:0"
 Body = Callable[["AppState"], Awaitable[None]]
 
 
@@ -51,7 +51,7 @@ class AppState:
         )
 
     async def ask(self, kind: Kind, payload: bytes = b"{}", also: Callable[[Any], None] | None = None) -> Accepted:
-        accepted = await self.service.submit(Submission("ada", LANE, kind, payload, self.number), also)
+        accepted = await self.service.submit(Submission("ada", QUEUE, kind, payload, self.number), also)
         self.number += 1
         return accepted
 
@@ -59,7 +59,7 @@ class AppState:
         return await answer(self.service, (await self.ask(kind, payload, also)).request)
 
     async def status(self) -> str:
-        return (await self.store.models.get("ada", LANE)).status
+        return (await self.store.models.get("ada", QUEUE)).status
 
 
 @asynccontextmanager
@@ -93,7 +93,7 @@ def said(future: Future) -> dict[str, Any]:
 def test_a_created_model_lives_and_a_failed_one_is_gone(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with house(tmp_path / "a") as at:
-            assert said(await at.begin()) == {"type": "create_model", "model_id": LANE}
+            assert said(await at.begin()) == {"type": "create_model", "model_id": QUEUE}
             assert await at.status() == "live"
         async with house(tmp_path / "b", Plan(poison=frozenset({0}))) as at:
             assert (await at.begin()).category == "server"
@@ -108,16 +108,16 @@ def test_a_model_from_a_checkpoint_answers_as_loaded_and_is_snapshotted_at_once(
         async with house(tmp_path) as at:
             path = "tinker://other/weights/one"
             told = await at.begin(source=_folder("a"), path=path)
-            assert said(told) == {"type": "load_weights", "model_id": LANE, "path": path}
+            assert said(told) == {"type": "load_weights", "model_id": QUEUE, "path": path}
             told = await at.do("load", Load(_folder("a"), path).dump())
-            assert said(told) == {"type": "load_weights", "model_id": LANE, "path": path}
+            assert said(told) == {"type": "load_weights", "model_id": QUEUE, "path": path}
             await until(lambda: _has_snapshot(at))
 
     within(SOON, scenario)
 
 
 async def _has_snapshot(at: AppState) -> bool:
-    return await at.store.journal.snapshot(LANE) is not None
+    return await at.store.journal.snapshot(QUEUE) is not None
 
 
 def test_a_save_has_a_row_and_its_name_is_taken(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_save_has_a_row_and_its_name_is_taken(tmp_path: Path) -> None:
         async with house(tmp_path) as at:
             await at.begin()
             save = Save(_folder("a"), "weights", name="one", ttl=3600, metadata={"step": "1"})
-            path = f"tinker://{LANE}/weights/one"
+            path = f"tinker://{QUEUE}/weights/one"
             assert said(await at.do("save", save.dump())) == {"type": "save_weights", "path": path}
             row = await at.store.checkpoints.get("ada", CheckpointPath.parse(path), time.time())
             assert (row.folder, row.rank, row.has_optimizer, row.metadata) == (_folder("a"), 8, True, {"step": "1"})
@@ -154,7 +154,7 @@ def test_saves_for_samplers_make_sampling_sessions_and_inflight_ones_move(tmp_pa
             folders = [row.folder for row in await at.store.samplers.of_session("ada", "s")]
             assert folders == [_folder("a"), _folder("c"), _folder("c")]
             sample = Submission(
-                "ada", "s:sample:1", "sample", json.dumps({"tokens": [1], "inflight": LANE}).encode(), 7
+                "ada", "s:sample:1", "sample", json.dumps({"tokens": [1], "inflight": QUEUE}).encode(), 7
             )
             told = await answer(at.service, (await at.service.submit(sample)).request)
             assert _folder("c") in said(told)["asked"]
@@ -169,7 +169,7 @@ def test_external_weights_say_their_size(tmp_path: Path) -> None:
             told = said(await at.do("save", Save(_folder("a"), "external_weights", name="x").dump()))
             assert told == {
                 "type": "save_weights_external",
-                "path": f"tinker://{LANE}/external_weights/x",
+                "path": f"tinker://{QUEUE}/external_weights/x",
                 "size_bytes": 0,
             }
 
@@ -182,10 +182,10 @@ def test_an_unloaded_model_is_gone_with_its_snapshots_also_after_a_restart(tmp_p
             await at.begin()
             await at.do("forward_backward")
             await until(lambda: _has_snapshot(at))
-            snapshot = await at.store.journal.snapshot(LANE)
+            snapshot = await at.store.journal.snapshot(QUEUE)
             folder = tmp_path / snapshot.folder
             folder.mkdir(parents=True)
-            assert said(await at.do("unload")) == {"type": "unload_model", "model_id": LANE}
+            assert said(await at.do("unload")) == {"type": "unload_model", "model_id": QUEUE}
             await at.service.outcomes.flush()
             assert not folder.exists()
             assert await at.status() == "gone"
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_made_again_says_so_and_is_tried_again_by_the_nex
             at.number = 2
             told = await at.do("forward")
             assert told.category == "server"
-            assert f"its last good checkpoint is tinker://{LANE}/weights/good" in str(told.error)
+            assert f"its last good checkpoint is tinker://{QUEUE}/weights/good" in str(told.error)
             await at.service.outcomes.flush()
             assert await at.status() == "corrupted"
             assert (await at.do("forward")).error == told.error
@@ -232,7 +232,7 @@ def test_what_a_model_did_is_kept_until_it_is_given_up_for_good(tmp_path: Path) 
             assert "operation 2 failed when it was done again" in str((await at.do("forward")).error)
             await at.service.outcomes.flush()
             await at.service._purge()
-            kept = [row for row in await at.store.journal.after(LANE, 0) if row.status == "done"]
+            kept = [row for row in await at.store.journal.after(QUEUE, 0) if row.status == "done"]
             assert [await at.store.journal.payload(row.id) for row in kept] == [b"{}", b"{}"]
             await until(lambda: _is(at, "gone"))
             await at.service._purge()
@@ -292,7 +292,7 @@ def test_a_silent_session_expires_and_its_model_can_still_be_used(tmp_path: Path
             await at.service.heartbeat("s", "ada")
             assert await at.status() == "live"
             await until(lambda: _is(at, "detached"))
-            assert at.plan.detached == [LANE]
+            assert at.plan.detached == [QUEUE]
             with pytest.raises(Gone):
                 await at.service.heartbeat("s", "ada")
             assert applied(await at.do("forward_backward")) == [1, 2]

@@ -30,22 +30,22 @@ def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 
-async def client(lane):
+async def client(queue):
     for number in range(start, start + 10_000):
         size = 200_000 if number % 5 == 0 else 100
-        payload = f"{lane} {number} ".encode() * size
+        payload = f"{queue} {number} ".encode() * size
         accepted, operation = await store.journal.submit(
-            Submission("ada", lane, "optim_step", payload[:size], number)
+            Submission("ada", queue, "optim_step", payload[:size], number)
         )
-        say("submitted", lane, number, accepted.request)
+        say("submitted", queue, number, accepted.request)
         if number % 3:
             await store.journal.finish([Outcome(operation.id, payload[:size])])
-            say("finished", lane, number, accepted.request)
+            say("finished", queue, number, accepted.request)
 
 
 async def main():
     say("ready")
-    await asyncio.gather(*(client(f"lane{index}") for index in range(8)))
+    await asyncio.gather(*(client(f"queue{index}") for index in range(8)))
 
 
 asyncio.run(main())
@@ -72,26 +72,26 @@ def killed(data: Path, start: int, seconds: float, failpoint: str = "") -> list[
     return [line.split() for line in whole.splitlines()]
 
 
-def content(lane: str, number: int) -> bytes:
+def content(queue_id: str, number: int) -> bytes:
     size = LARGE if number % 5 == 0 else 100
-    return (f"{lane} {number} ".encode() * size)[:size]
+    return (f"{queue_id} {number} ".encode() * size)[:size]
 
 
 def check(store: Store, run: Run, said: list[list[str]]) -> None:
     """Compare the log with what was acknowledged."""
-    lanes = {f"lane{index}": run(store.journal.after(f"lane{index}", -1)) for index in range(8)}
-    requests = {operation.request: operation for operations in lanes.values() for operation in operations}
-    for what, lane, number, request in said:
+    queues = {f"queue{index}": run(store.journal.after(f"queue{index}", -1)) for index in range(8)}
+    requests = {operation.request: operation for operations in queues.values() for operation in operations}
+    for what, queue_id, number, request in said:
         operation = requests[request]
-        assert (operation.lane, operation.number) == (lane, int(number))
+        assert (operation.queue_id, operation.number) == (queue_id, int(number))
         if what == "finished":
             future = run(store.journal.future(request, "ada"))
-            assert (future.status, future.result) == ("done", content(lane, int(number)))
-    for lane, operations in lanes.items():
+            assert (future.status, future.result) == ("done", content(queue_id, int(number)))
+    for queue_id, operations in queues.items():
         numbers = [operation.number for operation in operations]
         assert len(set(numbers)) == len(numbers)
         for operation in operations:
-            assert run(store.journal.payload(operation.id)) == content(lane, operation.number)
+            assert run(store.journal.payload(operation.id)) == content(queue_id, operation.number)
 
 
 def integrity(store: Store) -> str:
@@ -144,7 +144,7 @@ hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
 async def submit(number):
     try:
-        accepted, _ = await store.journal.submit(Submission("ada", "lane", "optim_step", b"p" * 3000, number))
+        accepted, _ = await store.journal.submit(Submission("ada", "queue", "optim_step", b"p" * 3000, number))
     except Unavailable:
         print("refused", number)
     else:

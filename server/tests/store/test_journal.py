@@ -18,7 +18,7 @@ from twinkle_server.store.records import Model
 
 Journal = SqliteJournal | MemoryJournal
 Run = Callable[[Awaitable[Any]], Any]
-LANE = "ada-s:train:0"
+QUEUE = "ada-s:train:0"
 LARGE = bytes(range(256)) * 1000
 KEY = f"tml-{'k' * 43}"
 
@@ -35,7 +35,7 @@ def model(run: Run, store: Store, a_model: Callable[[], Awaitable[tuple[Model, O
 
 def step(number: int | None, payload: bytes = b"{}", **more: Any) -> Submission:
     return Submission(
-        **{"tenant": "ada", "lane": LANE, "kind": "optim_step", **more, "payload": payload, "number": number}
+        **{"tenant": "ada", "queue_id": QUEUE, "kind": "optim_step", **more, "payload": payload, "number": number}
     )
 
 
@@ -45,7 +45,7 @@ def test_an_operation_that_is_accepted_waits_with_its_payload(journal: Journal, 
     assert (operation.number, operation.kind, operation.tokens, operation.payload) == (0, "optim_step", 7, b"payload")
     assert run(journal.pending()) == [replace(operation, payload=None)]
     assert run(journal.payload(operation.id)) == b"payload"
-    assert run(journal.future(accepted.request, "ada")) == Future("optim_step", "pending", LANE)
+    assert run(journal.future(accepted.request, "ada")) == Future("optim_step", "pending", QUEUE)
 
 
 def test_a_repeated_request_finds_the_first_one(journal: Journal, run: Run) -> None:
@@ -83,7 +83,7 @@ def test_the_same_request_at_the_same_time_is_written_once(journal: Journal, run
     assert sum(accepted.fresh for accepted, _ in answers) == 1
 
 
-def test_somebody_elses_lane_is_not_found(journal: Journal, run: Run) -> None:
+def test_somebody_elses_queue_is_not_found(journal: Journal, run: Run) -> None:
     run(journal.submit(step(0)))
     with pytest.raises(NotFound):
         run(journal.submit(step(0, tenant="eve")))
@@ -103,7 +103,7 @@ def test_without_a_number_the_next_one_is_taken(journal: Journal, run: Run) -> N
     run(journal.submit(step(4)))
     _, operation = run(journal.submit(step(None)))
     assert operation.number == 5
-    _, first = run(journal.submit(step(None, lane="another")))
+    _, first = run(journal.submit(step(None, queue_id="another")))
     assert first.number == 0
 
 
@@ -119,7 +119,7 @@ def test_what_comes_with_an_operation_is_written_with_it_or_neither_is(store: St
         run(store.journal.submit(create, refuse))
     with pytest.raises(NotFound):
         run(store.models.get("ada", later.id))
-    assert [each.lane for each in run(store.journal.pending())] == [model.id]
+    assert [each.queue_id for each in run(store.journal.pending())] == [model.id]
     run(store.journal.submit(create, lambda connection: models.add(connection, later)))
     run(store.journal.submit(create, lambda connection: models.add(connection, later)))  # a repeat adds nothing
     assert run(store.models.get("ada", later.id)).status == "creating"
@@ -128,7 +128,7 @@ def test_what_comes_with_an_operation_is_written_with_it_or_neither_is(store: St
 def test_a_result_is_there_for_whoever_asked_and_nobody_else(journal: Journal, run: Run) -> None:
     accepted, operation = run(journal.submit(step(0)))
     run(journal.finish([Outcome(operation.id, b'{"metrics":{}}')]))
-    assert run(journal.future(accepted.request, "ada")) == Future("optim_step", "done", LANE, b'{"metrics":{}}')
+    assert run(journal.future(accepted.request, "ada")) == Future("optim_step", "done", QUEUE, b'{"metrics":{}}')
     with pytest.raises(NotFound, match="no request"):
         run(journal.future(accepted.request, "eve"))
     for invented in ("", "0" * 48, accepted.request[:-1], accepted.request + "0", "x" * 10_000):
@@ -141,7 +141,7 @@ def test_what_no_column_can_hold_is_the_users_fault(store: Store, run: Run, numb
     with pytest.raises(BadRequest, match="64 bits"):
         run(store.journal.submit(step(number)))
     with pytest.raises(BadRequest, match="not Unicode"):
-        run(store.journal.submit(step(0, lane="\ud800")))
+        run(store.journal.submit(step(0, queue_id="\ud800")))
     with pytest.raises(BadRequest, match="not Unicode"):
         run(store.journal.future("\ud800" * 48, "ada"))
     _, operation = run(store.journal.submit(step(0)))
@@ -282,12 +282,12 @@ def test_an_unexpected_error_in_what_comes_with_an_outcome_writes_none_of_them(s
     assert len(run(store.journal.pending())) == 2
 
 
-def test_a_lane_is_read_in_the_order_of_its_numbers(journal: Journal, run: Run) -> None:
+def test_a_queue_is_read_in_the_order_of_its_numbers(journal: Journal, run: Run) -> None:
     for number in (3, 1, 0, 2, 7):
         run(journal.submit(step(number)))
-    run(journal.submit(step(0, lane="another")))
-    assert [each.number for each in run(journal.after(LANE, 0))] == [1, 2, 3, 7]
-    assert [(each.lane, each.number) for each in run(journal.pending())][-1] == ("another", 0)
+    run(journal.submit(step(0, queue_id="another")))
+    assert [each.number for each in run(journal.after(QUEUE, 0))] == [1, 2, 3, 7]
+    assert [(each.queue_id, each.number) for each in run(journal.pending())][-1] == ("another", 0)
 
 
 def test_whoever_was_under_way_when_the_engine_died_is_counted(journal: Journal, run: Run) -> None:
@@ -295,7 +295,7 @@ def test_whoever_was_under_way_when_the_engine_died_is_counted(journal: Journal,
     run(journal.finish([Outcome(operations[0].id, b"{}")]))
     run(journal.blame([operations[0].id, operations[1].id]))
     run(journal.blame([operations[1].id]))
-    assert [each.attempts for each in run(journal.after(LANE, -1))] == [0, 2, 0]
+    assert [each.attempts for each in run(journal.after(QUEUE, -1))] == [0, 2, 0]
 
 
 def test_a_snapshot_drops_the_payloads_that_it_covers_and_returns_the_one_before(
@@ -339,7 +339,7 @@ def test_a_snapshot_of_a_model_that_is_gone_is_not_needed(store: Store, run: Run
 
 
 def test_what_is_never_replayed_loses_its_payload_at_once(store: Store, run: Run) -> None:
-    sample = run(store.journal.submit(step(0, kind="sample", lane="ada-s:sample:0")))[1]
+    sample = run(store.journal.submit(step(0, kind="sample", queue_id="ada-s:sample:0")))[1]
     failed = run(store.journal.submit(step(0)))[1]
     done = run(store.journal.submit(step(1)))[1]
     run(store.journal.finish([Outcome(sample.id, b"{}"), Outcome(failed.id, error="no"), Outcome(done.id, b"{}")]))

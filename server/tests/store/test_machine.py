@@ -19,8 +19,8 @@ from twinkle_server.store import Store, models, open_store
 from twinkle_server.store.memory import MemoryJournal
 from twinkle_server.store.records import Model, Session
 
-LANES = ("s:train:0", "s:train:1", "s:sample:0")
-lanes, numbers = st.sampled_from(LANES), st.integers(0, 5)
+QUEUES = ("s:train:0", "s:train:1", "s:sample:0")
+queues, numbers = st.sampled_from(QUEUES), st.integers(0, 5)
 payloads = st.sampled_from((b"", b"small", b"large" * 20))
 
 
@@ -40,7 +40,7 @@ class Histories(RuleBasedStateMachine):
         self.operations: list[int] = []
         self.runner.run(self.store.sessions.create(Session("s", "ada", 1.0, 1.0)))
         for number in (0, 1):
-            model = Model(LANES[number], "ada", "s", number, "base", 8, 1.0, 1.0)
+            model = Model(QUEUES[number], "ada", "s", number, "base", 8, 1.0, 1.0)
             self.store.database.write_now(lambda connection, model=model: models.add(connection, model))
 
     def _open(self) -> Store:
@@ -55,11 +55,11 @@ class Histories(RuleBasedStateMachine):
                 answers.append(type(error))
         return answers
 
-    @rule(lane=lanes, number=numbers | st.none(), payload=payloads, refused=st.booleans(), forward=st.booleans())
-    def submit(self, lane: str, number: int | None, payload: bytes, refused: bool, forward: bool) -> None:
-        kind: Any = "sample" if "sample" in lane else "forward" if forward else "optim_step"
+    @rule(queue_id=queues, number=numbers | st.none(), payload=payloads, refused=st.booleans(), forward=st.booleans())
+    def submit(self, queue_id: str, number: int | None, payload: bytes, refused: bool, forward: bool) -> None:
+        kind: Any = "sample" if "sample" in queue_id else "forward" if forward else "optim_step"
         refusal = "no" if refused else None
-        asked = Submission("ada", lane, kind, payload, number, refusal=refusal)
+        asked = Submission("ada", queue_id, kind, payload, number, refusal=refusal)
         durable, memory = self.both(lambda journal: journal.submit(asked))
         if isinstance(durable, type):
             assert durable is memory
@@ -67,7 +67,7 @@ class Histories(RuleBasedStateMachine):
         (accepted, operation), (other, same) = durable, memory
         assert accepted.fresh == other.fresh
         assert self.requests.setdefault(other.request, accepted.request) == accepted.request
-        fields = ("id", "lane", "number", "kind", "attempts")
+        fields = ("id", "queue_id", "number", "kind", "attempts")
         assert [getattr(operation, name) for name in fields] == [getattr(same, name) for name in fields]
         if accepted.fresh:
             self.operations.append(operation.id)
@@ -87,9 +87,9 @@ class Histories(RuleBasedStateMachine):
             chosen = data.draw(st.lists(st.sampled_from(self.operations), max_size=3))
             self.both(lambda journal: journal.blame(chosen))
 
-    @rule(lane=st.sampled_from(LANES[:2]), number=numbers)
-    def snapshot(self, lane: str, number: int) -> None:
-        snapshot = Snapshot(lane, number, f"snapshots/{lane}-{number}", "d", 1)
+    @rule(queue_id=st.sampled_from(QUEUES[:2]), number=numbers)
+    def snapshot(self, queue_id: str, number: int) -> None:
+        snapshot = Snapshot(queue_id, number, f"snapshots/{queue_id}-{number}", "d", 1)
         durable, memory = self.both(lambda journal: journal.snapshotted(snapshot))
         assert durable == memory
 
@@ -106,10 +106,10 @@ class Histories(RuleBasedStateMachine):
     def says_the_same(self) -> None:
         if not hasattr(self, "store"):
             return
-        for lane in LANES:
-            durable, memory = self.both(lambda journal, lane=lane: journal.snapshot(lane))
+        for queue_id in QUEUES:
+            durable, memory = self.both(lambda journal, queue_id=queue_id: journal.snapshot(queue_id))
             assert durable == memory
-        for view in (lambda journal: journal.pending(), *(self._after(lane) for lane in LANES)):
+        for view in (lambda journal: journal.pending(), *(self._after(queue_id) for queue_id in QUEUES)):
             durable, memory = self.both(view)
             assert [(each.id, each.status, each.attempts) for each in durable] == [
                 (each.id, each.status, each.attempts) for each in memory
@@ -120,8 +120,8 @@ class Histories(RuleBasedStateMachine):
             assert (durable.status, durable.result, durable.error) == (memory.status, memory.result, memory.error)
 
     @staticmethod
-    def _after(lane: str) -> Callable[[Any], Any]:
-        return lambda journal: journal.after(lane, 0)
+    def _after(queue_id: str) -> Callable[[Any], Any]:
+        return lambda journal: journal.after(queue_id, 0)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

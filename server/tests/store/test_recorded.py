@@ -14,9 +14,9 @@ START, DAY = 1_000_000.0, 86_400.0
 
 
 async def sampled(store: Store, number: int, record: bool = True, session: str = "ada-s") -> str:
-    lane = f"{session}:sample:0"
-    also = (lambda connection: recorded.add(connection, "ada", session, lane, number, START)) if record else None
-    accepted, operation = await store.journal.submit(Submission("ada", lane, "sample", b"{}", number), also)
+    queue_id = f"{session}:sample:0"
+    also = (lambda connection: recorded.add(connection, "ada", session, queue_id, number, START)) if record else None
+    accepted, operation = await store.journal.submit(Submission("ada", queue_id, "sample", b"{}", number), also)
     await store.journal.finish([Outcome(operation.id, b"result")])
     return str(accepted.request)
 

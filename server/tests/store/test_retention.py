@@ -17,7 +17,7 @@ from twinkle_server.store.records import Checkpoint, Model, Sampler, Session
 Run = Callable[[Awaitable[Any]], Any]
 START = 1_000_000.0
 DAY = 86_400.0
-LANE = "ada-s:train:0"
+QUEUE = "ada-s:train:0"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def model(run: Run, store: Store, a_model: Callable[[], Awaitable[tuple[Model, O
 
 async def done(store: Store, number: int, payload: bytes = b"payload", result: bytes = b"result", **more: Any) -> str:
     submission = Submission(
-        **{"tenant": "ada", "lane": LANE, "kind": "optim_step", **more, "payload": payload, "number": number}
+        **{"tenant": "ada", "queue_id": QUEUE, "kind": "optim_step", **more, "payload": payload, "number": number}
     )
     accepted, operation = await store.journal.submit(submission)
     await store.journal.finish([Outcome(operation.id, result)])
@@ -67,7 +67,7 @@ def test_a_result_that_was_read_is_kept_ten_minutes(store: Store, run: Run, mode
 
 
 def test_a_pending_operation_is_kept_for_ever(store: Store, run: Run, model: Model) -> None:
-    accepted, operation = run(store.journal.submit(Submission("ada", LANE, "optim_step", b"{}", 1)))
+    accepted, operation = run(store.journal.submit(Submission("ada", QUEUE, "optim_step", b"{}", 1)))
     run(store.retention.purge(START * 10_000))
     assert run(store.journal.future(accepted.request, "ada")).status == "pending"
     assert run(store.journal.payload(operation.id)) == b"{}"
@@ -75,12 +75,12 @@ def test_a_pending_operation_is_kept_for_ever(store: Store, run: Run, model: Mod
 
 def test_rows_go_after_a_week_when_no_replay_can_want_them(store: Store, run: Run, model: Model) -> None:
     requests = [run(done(store, number)) for number in range(1, 5)]
-    sampled = run(done(store, 0, kind="sample", lane="ada-s:sample:0"))
-    run(store.journal.snapshotted(Snapshot(LANE, 2, "snapshots/a", "d", 1)))
+    sampled = run(done(store, 0, kind="sample", queue_id="ada-s:sample:0"))
+    run(store.journal.snapshotted(Snapshot(QUEUE, 2, "snapshots/a", "d", 1)))
     at(store, START)
     gone = run(store.retention.purge(START + 7 * DAY + 1))
     assert gone.operations == 4  # 0 to 2 of the model, and the sample
-    assert [each.number for each in run(store.journal.after(LANE, -1))] == [3, 4]
+    assert [each.number for each in run(store.journal.after(QUEUE, -1))] == [3, 4]
     for request in (requests[0], sampled):
         with pytest.raises(Gone):
             run(store.journal.future(request, "ada"))
@@ -92,8 +92,8 @@ def test_rows_go_after_a_week_when_no_replay_can_want_them(store: Store, run: Ru
 
 def test_rows_of_checkpoints_and_samplers_go_a_week_after_their_end(store: Store, run: Run, model: Model) -> None:
     for name in ("kept", "deleted"):
-        run(store.checkpoints.create(Checkpoint("ada", LANE, "weights", name, name, 1, "d", "base", 8, START)))
-    run(store.checkpoints.delete("ada", CheckpointPath(LANE, "weights", "deleted"), START))
+        run(store.checkpoints.create(Checkpoint("ada", QUEUE, "weights", name, name, 1, "d", "base", 8, START)))
+    run(store.checkpoints.delete("ada", CheckpointPath(QUEUE, "weights", "deleted"), START))
     run(store.samplers.create(Sampler("ada-s:sample:0", "ada", "ada-s", 0, "base", START)))
     run(store.sessions.end("ada", "ada-s", "finished", START))
     run(store.sessions.create(Session("ada-t", "ada", START, START)))
@@ -110,7 +110,7 @@ def test_payloads_of_a_model_that_is_gone_go(store: Store, run: Run, model: Mode
     for number in (1, 2):
         run(done(store, number, payload=b"p" * (200_000 if number == 1 else 10)))
     assert run(store.retention.purge(START)).payloads == 0
-    run(store.models.set_status("ada", LANE, "gone", START))
+    run(store.models.set_status("ada", QUEUE, "gone", START))
     assert run(store.retention.purge(START)).payloads == 3
     assert list((store.data / "payloads").iterdir()) == []
 
@@ -140,20 +140,20 @@ def test_every_folder_that_something_needs_is_known(store: Store, run: Run, mode
         return f"checkpoints/{name}"
 
     for name, more in (("live", {}), ("deleted", {}), ("published", {"public": True})):
-        made = Checkpoint("ada", LANE, "weights", name, path(name), 1, "d", "base", 8, START, **more)
+        made = Checkpoint("ada", QUEUE, "weights", name, path(name), 1, "d", "base", 8, START, **more)
         run(store.checkpoints.create(made))
-    run(store.checkpoints.delete("ada", CheckpointPath(LANE, "weights", "deleted"), START))
+    run(store.checkpoints.delete("ada", CheckpointPath(QUEUE, "weights", "deleted"), START))
     open_one = Sampler("ada-s:sample:0", "ada", "ada-s", 0, "base", START, folder=path("sampler"))
     run(store.database.write(lambda connection: samplers.add(connection, open_one)))
-    run(store.journal.snapshotted(Snapshot(LANE, 0, "snapshots/a", "d", 1)))
+    run(store.journal.snapshotted(Snapshot(QUEUE, 0, "snapshots/a", "d", 1)))
     source = Create(rank=8, seed=1, source=path("source")).dump()
-    run(done(store, 0, payload=source, kind="create", lane="ada-s:train:1"))
+    run(done(store, 0, payload=source, kind="create", queue_id="ada-s:train:1"))
     save = Save(path("saving"), "weights").dump()
-    run(store.journal.submit(Submission("ada", LANE, "save", save, 1)))
+    run(store.journal.submit(Submission("ada", QUEUE, "save", save, 1)))
     run(done(store, 2, payload=Save(path("saved"), "weights").dump(), kind="save"))
     sample = Sample([1], source=path("sampling")).dump()
     run(store.journal.submit(Submission("ada", "ada-s:sample:0", "sample", sample, 0)))
-    run(done(store, 1, payload=Sample([1], source=path("sampled")).dump(), kind="sample", lane="ada-s:sample:0"))
+    run(done(store, 1, payload=Sample([1], source=path("sampled")).dump(), kind="sample", queue_id="ada-s:sample:0"))
     expected = {path(name) for name in ("live", "published", "sampler", "source", "saving", "sampling")}
     assert run(store.retention.referenced()) == expected | {"snapshots/a"}
     run(store.sessions.end("ada", "ada-s", "finished", START))
@@ -164,26 +164,26 @@ def test_every_folder_that_something_needs_is_known(store: Store, run: Run, mode
 def test_the_database_stays_bounded(
     store: Store, run: Run, model: Model, monkeypatch: pytest.MonkeyPatch, operations: int
 ) -> None:
-    lanes, payload = 50, b"p" * 2000
+    queues, payload = 50, b"p" * 2000
 
     async def some(first: int, count: int) -> None:
-        async def lane(index: int) -> None:
+        async def queue_id(index: int) -> None:
             for number in range(first, first + count):
-                await done(store, number, payload, payload, kind="sample", lane=f"lane{index}")
+                await done(store, number, payload, payload, kind="sample", queue_id=f"queue{index}")
 
-        await asyncio.gather(*(lane(index) for index in range(lanes)))
+        await asyncio.gather(*(queue_id(index) for index in range(queues)))
 
     def size(connection: Connection) -> int:
         return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) * 4096
 
     sizes = []
-    per_round = operations // lanes // 5
+    per_round = operations // queues // 5
     for round_ in range(5):
         run(some(round_ * per_round, per_round))
         at(store, START)
         purged = run(store.retention.purge(START + 8 * DAY))
         sizes.append(store.database.write_now(size))
-        assert purged.operations >= lanes * per_round
+        assert purged.operations >= queues * per_round
     assert max(sizes) <= sizes[0] + 256 * 1024  # what is free is used again
     assert max(sizes) < 20 * 2**20
     assert (store.data / "twinkle.db-wal").stat().st_size <= 64 * 2**20

@@ -29,7 +29,7 @@ def client(where: tuple[str, int], ready: bool = True, **access: Any) -> TestCli
     app = FastAPI(default_response_class=Response)
 
     async def status() -> dict[str, Any]:
-        return {"lanes": 3}
+        return {"queues": 3}
 
     app.include_router(
         health_routes(lambda: (ready, {"engine": "up"}), status, Metrics(b"s"), Access(**{"keys": Keys(), **access}))

@@ -54,9 +54,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "lanes"), [(200, b'{"lanes": 3}', 3), (500, b"{}", None), (200, b"<", None), (200, b"[]", None)]
+    ("status", "body", "queues"),
+    [(200, b'{"queues": 3}', 3), (500, b"{}", None), (200, b"<", None), (200, b"[]", None)],
 )
-def test_the_running_server_is_asked(tmp_path: Path, status: int, body: bytes, lanes: int | None) -> None:
+def test_the_running_server_is_asked(tmp_path: Path, status: int, body: bytes, queues: int | None) -> None:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         server.said = (status, body)  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.handle_request)
@@ -64,7 +65,7 @@ def test_the_running_server_is_asked(tmp_path: Path, status: int, body: bytes, l
         announce(tmp_path, Presence(os.getpid(), f"http://127.0.0.1:{server.server_port}", "model", 1.0))
         said = ask(tmp_path)
         thread.join(10)
-    assert (said or {}).get("lanes") == lanes
+    assert (said or {}).get("queues") == queues
 
 
 def test_a_server_that_does_not_answer_is_no_trouble(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ class CannedService:
     def awaited(self, submission: Submission) -> bool:
         return False
 
-    def queue_state(self, lane: str) -> tuple[str, str | None]:
-        return "paused_capacity", f"{lane} waits for room"
+    def queue_state(self, queue_id: str) -> tuple[str, str | None]:
+        return "paused_capacity", f"{queue_id} waits for room"
 
     async def finish_session(self, session: str) -> None:
         self.finished.append(session)

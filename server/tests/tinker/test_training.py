@@ -102,7 +102,7 @@ def test_flags_and_seed_of_an_adapter_are_kept(served):
     [made] = served.service.submissions
     create_payload = orjson.loads(made.payload)
     assert (create_payload["rank"], create_payload["seed"], create_payload["train_mlp"]) == (4, 7, False)
-    run = client.get(f"/training_runs/{made.lane}").json()
+    run = client.get(f"/training_runs/{made.queue_id}").json()
     assert run["user_metadata"] == {"renderer_name": "x", "n": "1"}
 
 

@@ -1,1 +1,1 @@
-"""The child process's half: lanes, fused passes and decode steps over an engine."""
+"""The child process's half: queues, fused passes and decode steps over an engine."""

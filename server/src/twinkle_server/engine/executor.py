@@ -27,13 +27,13 @@ class Pass:
     """A forward or forward_backward of one model.
 
     Attributes:
-        lane: id of the model.
+        queue_id: id of the model.
         payload: a serialized `ForwardBackwardRequest`; its `forward_only` decides whether gradients are added.
         number: number of the operation, a seed of dropout.
         composition: how an earlier run of the operation was composed; see `twinkle.engine.Operation`.
     """
 
-    lane: str
+    queue_id: str
     payload: bytes
     number: int
     composition: Composition | None = None
@@ -140,7 +140,7 @@ class Executor:
         self.engine.interrupt(between)
 
     def _read(self, item: Pass) -> tuple[Operation, Rows]:
-        model = self._models[item.lane]
+        model = self._models[item.queue_id]
         request = read_request(item.payload)
         context, vocabulary = self._info.context, self._info.vocabulary
         try:
@@ -160,7 +160,7 @@ class Executor:
         else:
             spec = self._losses.find(request.loss_fn)
             rows = read_rows(request, context, vocabulary, takes(spec), ignores(spec), SEQUENCES in spec.inputs)
-            loss = self._losses.build(spec, config, rows, lane=item.lane, number=item.number)
+            loss = self._losses.build(spec, config, rows, queue_id=item.queue_id, number=item.number)
         kind: Literal["forward", "forward_backward"] = "forward" if request.forward_only else "forward_backward"
         features: Any = rows.features
         operation = Operation(
@@ -176,9 +176,9 @@ class Executor:
         """
         results: list[Mapping[str, float] | Exception] = [UserError("not done")] * len(steps)
         ready: list[tuple[int, Step]] = []
-        for index, (lane, step) in enumerate(steps):
+        for index, (queue_id, step) in enumerate(steps):
             try:
-                ready.append((index, _step_of(self._models[lane].ref, step)))
+                ready.append((index, _step_of(self._models[queue_id].ref, step)))
             except UserError as error:
                 results[index] = error
         outcomes = self.engine.step([step for _, step in ready]) if ready else []
@@ -193,37 +193,37 @@ class Executor:
 
     # Models
 
-    def create(self, lane: str, create: Create, source: Path | None) -> None:
+    def create(self, queue_id: str, create: Create, source: Path | None) -> None:
         """Create a model, from a checkpoint's folder if `source` is given."""
         with public_errors():
-            self._models.create(lane, create, source)
+            self._models.create(queue_id, create, source)
 
-    def save(self, lane: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
+    def save(self, queue_id: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
         """Copy what a checkpoint holds; return it with the columns of the checkpoint's row (`rank`, ...)."""
         with public_errors():
-            return self._models.save(lane, save)
+            return self._models.save(queue_id, save)
 
-    def load(self, lane: str, load: Load, source: Path) -> None:
+    def load(self, queue_id: str, load: Load, source: Path) -> None:
         """Replace a model's weights by those of a checkpoint."""
         with public_errors():
-            self._models.load(lane, load, source)
+            self._models.load(queue_id, load, source)
 
-    def remove(self, lane: str) -> None:
+    def remove(self, queue_id: str) -> None:
         """Remove a model and zero its weights; no-op if there is none of this id."""
         if self._losses.workers is not None:
-            self._losses.workers.forget(lane)
+            self._losses.workers.forget(queue_id)
         with public_errors():
-            self._models.remove(lane)
+            self._models.remove(queue_id)
 
-    def snapshot(self, lane: str) -> SavedAdapter:
+    def snapshot(self, queue_id: str) -> SavedAdapter:
         """Copy the complete state of a model, pending gradients included."""
         with public_errors():
-            return self._models.snapshot(lane)
+            return self._models.snapshot(queue_id)
 
-    def restore(self, lane: str, folder: Path) -> None:
+    def restore(self, queue_id: str, folder: Path) -> None:
         """Create a model from a snapshot, in place of the one that has the id."""
         with public_errors():
-            self._models.restore(lane, folder)
+            self._models.restore(queue_id, folder)
 
     def drop_plugins(self) -> None:
         """End the worker processes of plugins that were revoked."""

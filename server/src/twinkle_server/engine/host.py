@@ -19,7 +19,7 @@ from twinkle_server.engine import messages
 from twinkle_server.engine.executor import Executor
 from twinkle_server.engine.files import Published
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Lanes, Task
+from twinkle_server.engine.queues import DETACH, RESTORE, SNAPSHOT, Task, TaskQueues
 from twinkle_server.engine.results import cancelled
 from twinkle_server.engine.runner import OperationRunner, Sources
 from twinkle_server.engine.sample_queue import Sampling
@@ -67,8 +67,8 @@ class Host:
         self._executor, self._link = executor, link
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._backlog: deque[_Item] = deque()  # what was taken out of it, and is not done
-        self._lanes = Lanes()
-        self._scheduler = Scheduler(self._lanes)
+        self._queues = TaskQueues()
+        self._scheduler = Scheduler(self._queues)
         pieces = _PIECES if executor.interruptible else 1
         self._turn_tokens = pieces * executor.pass_tokens
         sources = Sources(settings.data)
@@ -89,7 +89,7 @@ class Host:
             executor=executor,
             sources=sources,
             snapshots=self._snapshots,
-            waiting=self._lanes,
+            waiting=self._queues,
             background=self._background,
             interleaving=self._interleaving,
             report=link.send,
@@ -130,7 +130,7 @@ class Host:
             self._tell_drained()
             return
         self._sampling.admit()
-        training = bool(self._lanes)
+        training = bool(self._queues)
         if self._interleaving.next_is_decoding(training):
             self._interleaving.decode()
         elif training:
@@ -140,7 +140,7 @@ class Host:
         """Return for how many seconds `turn` waits if nothing arrives; None is until something does."""
         if self._backlog or not self._inbox.empty():
             return 0.0
-        busy = not self._draining and (bool(self._lanes) or len(self._sampling) > 0)
+        busy = not self._draining and (bool(self._queues) or len(self._sampling) > 0)
         return 0.0 if busy else self._snapshots.next()
 
     def receive(self, message: Message) -> None:
@@ -205,9 +205,9 @@ class Host:
         elif self._take_sample(item):
             return
         elif item.type == messages.RUN:
-            self._lanes.add(Task.of_run(item))
+            self._queues.add(Task.of_run(item))
         elif item.type in (messages.RESTORE, messages.DETACH, messages.SNAPSHOT):
-            self._lanes.add(Task.of_order(item))
+            self._queues.add(Task.of_order(item))
         elif item.type == messages.DRAIN:
             self._draining = True
             self._snapshots.drain()
@@ -223,24 +223,24 @@ class Host:
             self._interleaving.begin(())
             self._turns.restore(first)
         elif first.kind == SNAPSHOT:
-            self._snapshots.want(first.lane)
+            self._snapshots.want(first.queue_id)
         elif first.kind == DETACH:
             self._interleaving.begin(())
-            self._detach(first.lane)
+            self._detach(first.queue_id)
         else:
             self._turns.run(tasks)
 
-    def _detach(self, lane: str) -> None:
-        if self._snapshots.leave(lane):
-            self._lanes.hold(lane)
+    def _detach(self, queue_id: str) -> None:
+        if self._snapshots.leave(queue_id):
+            self._queues.hold(queue_id)
         else:
-            self._snapshots.forget(lane)
-            self._left(lane)
+            self._snapshots.forget(queue_id)
+            self._left(queue_id)
 
-    def _left(self, lane: str) -> None:
-        self._turns.forget(lane)
-        self._lanes.release(lane)
-        self._link.send(Message(messages.DETACHED, {"lane": lane}))
+    def _left(self, queue_id: str) -> None:
+        self._turns.forget(queue_id)
+        self._queues.release(queue_id)
+        self._link.send(Message(messages.DETACHED, {"queue_id": queue_id}))
 
     def _tell_drained(self) -> None:
         if self._snapshots.drained and not self._behind and not self._drained:

@@ -12,12 +12,12 @@ import orjson
 SIZES = struct.Struct("<II")
 
 # to the engine                           head beside "type"                                         body
-RUN = "run"  #                            id, lane, number, kind, tenant, tokens, alone, replay      the payload
+RUN = "run"  #                            id, queue, number, kind, tenant, tokens, alone, replay      the payload
 #                                         composition: of a replay, as the first DONE had it
-RESTORE = "restore"  #                    lane, folder (None: from nothing)                          -
-DETACH = "detach"  #                      lane: snapshot it, then free its memory                    -
+RESTORE = "restore"  #                    queue, folder (None: from nothing)                          -
+DETACH = "detach"  #                      queue: snapshot it, then free its memory                    -
 CANCEL = "cancel"  #                      id of a sample; what trains runs to its end                -
-SNAPSHOT = "snapshot"  #                  lane                                                       -
+SNAPSHOT = "snapshot"  #                  queue                                                       -
 DRAIN = "drain"  #                        end the pass that runs, snapshot what changed, then DRAINED -
 # from the engine
 READY = "ready"  #                        info: fields of ModelInfo                                  -
@@ -26,9 +26,9 @@ DONE = "done"  #                          id, error, category, extra (what a che
 #                                         cancelled: True where a CANCEL came in time
 #                                         composition: JSON text, how its passes were composed
 #                                         later: True where a replay may work when there is memory again
-RESTORED = "restored"  #                  lane, error (None: it is there; otherwise why not), later  -
-SNAPSHOTTED = "snapshotted"  #            lane, number, folder, digest, size                         -
-DETACHED = "detached"  #                  lane                                                       -
+RESTORED = "restored"  #                  queue, error (None: it is there; otherwise why not), later  -
+SNAPSHOTTED = "snapshotted"  #            queue, number, folder, digest, size                         -
+DETACHED = "detached"  #                  queue                                                       -
 DRAINED = "drained"  #                    -
 ALIVE = "alive"  #                        -: the process runs; sent every second by a thread of its own
 PASSED = "passed"  #                      kind, seconds, tokens, padded, tenants, operations, flops  -

@@ -40,20 +40,20 @@ class Models:
         self._models: dict[str, Model] = {}
         self._count = 0
 
-    def __contains__(self, lane: str) -> bool:
-        return lane in self._models
+    def __contains__(self, queue_id: str) -> bool:
+        return queue_id in self._models
 
-    def __getitem__(self, lane: str) -> Model:
+    def __getitem__(self, queue_id: str) -> Model:
         """Return a model.
 
         Raises:
             UserError: there is none of this id.
         """
-        if lane not in self._models:
-            raise UserError(f"there is no model {lane!r}; it was never created, or it is over")
-        return self._models[lane]
+        if queue_id not in self._models:
+            raise UserError(f"there is no model {queue_id!r}; it was never created, or it is over")
+        return self._models[queue_id]
 
-    def create(self, lane: str, create: Create, source: Path | None) -> None:
+    def create(self, queue_id: str, create: Create, source: Path | None) -> None:
         """Create a model with fresh weights, or with those of a checkpoint.
 
         Raises:
@@ -66,19 +66,19 @@ class Models:
             create.rank, create.seed, train_attn=create.train_attn, train_mlp=create.train_mlp,
             train_unembed=create.train_unembed,
         )  # fmt: skip
-        model = self._add(lane, spec)
+        model = self._add(queue_id, spec)
         if source is not None:
-            with self._removed_on_error(lane), _checkpoint_errors():
+            with self._removed_on_error(queue_id), _checkpoint_errors():
                 self._fill(model, source, create.optimizer)
 
-    def load(self, lane: str, load: Load, source: Path) -> None:
+    def load(self, queue_id: str, load: Load, source: Path) -> None:
         """Replace a model's weights by those of a checkpoint; a failure changes nothing."""
         with _checkpoint_errors():
-            self._fill(self[lane], source, load.optimizer)
+            self._fill(self[queue_id], source, load.optimizer)
 
-    def save(self, lane: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
+    def save(self, queue_id: str, save: Save) -> tuple[SavedAdapter, Mapping[str, Any]]:
         """Copy what a checkpoint holds; return it with the columns of the checkpoint's row."""
-        model = self[lane]
+        model = self[queue_id]
         if save.kind == "weights":  # a run that starts from it has no pending gradients
             copied = self._engine.snapshot(model.ref, gradient=False)
         elif save.kind in ("sampler_weights", "external_weights"):
@@ -87,32 +87,32 @@ class Models:
             raise UserError(f"there is no kind of checkpoint {save.kind!r}")
         return copied, {name: getattr(model.spec, name) for name in _SHAPE}
 
-    def snapshot(self, lane: str) -> SavedAdapter:
+    def snapshot(self, queue_id: str) -> SavedAdapter:
         """Copy the complete state of a model, pending gradients included."""
-        return self._engine.snapshot(self[lane].ref)
+        return self._engine.snapshot(self[queue_id].ref)
 
-    def restore(self, lane: str, folder: Path) -> None:
+    def restore(self, queue_id: str, folder: Path) -> None:
         """Create a model from a snapshot, in place of the one that has the id."""
         with _checkpoint_errors():
             spec = self._engine.read_spec(folder)
             if spec is None:
                 raise CheckpointError(f"there is no snapshot in {folder}")
-            self.remove(lane)
-            model = self._add(lane, spec)
-            with self._removed_on_error(lane):
+            self.remove(queue_id)
+            model = self._add(queue_id, spec)
+            with self._removed_on_error(queue_id):
                 self._engine.restore(model.ref, folder)
 
-    def remove(self, lane: str) -> None:
+    def remove(self, queue_id: str) -> None:
         """Remove a model and zero its weights; no-op if there is none of this id."""
-        if (model := self._models.pop(lane, None)) is not None:
+        if (model := self._models.pop(queue_id, None)) is not None:
             self._engine.remove(model.ref)
 
-    def _add(self, lane: str, spec: AdapterSpec) -> Model:
-        if lane in self._models:
-            raise UserError(f"there is already a model {lane!r}")
+    def _add(self, queue_id: str, spec: AdapterSpec) -> Model:
+        if queue_id in self._models:
+            raise UserError(f"there is already a model {queue_id!r}")
         self._count += 1
-        model = self._models[lane] = Model(self._engine.add(f"model-{self._count}", spec), spec)
-        with self._removed_on_error(lane):
+        model = self._models[queue_id] = Model(self._engine.add(f"model-{self._count}", spec), spec)
+        with self._removed_on_error(queue_id):
             self._reset_optimizer(model)
         return model
 
@@ -140,11 +140,11 @@ class Models:
         )  # fmt: skip
 
     @contextmanager
-    def _removed_on_error(self, lane: str) -> Iterator[None]:
+    def _removed_on_error(self, queue_id: str) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self.remove(lane)
+            self.remove(queue_id)
             raise
 
 

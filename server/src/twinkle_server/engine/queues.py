@@ -14,7 +14,7 @@ RESTORE = "restore"
 DETACH = "detach"
 SNAPSHOT = "snapshot"
 ORDERS: frozenset[str] = frozenset({RESTORE, DETACH, SNAPSHOT})
-"""What the service itself asks of a lane, in its place among the operations."""
+"""What the service itself asks of a queue, in its place among the operations."""
 NOBODY = ""
 """Whose the orders are."""
 _arrivals = count()
@@ -26,7 +26,7 @@ class Task:
 
     Attributes:
         id: of the operation; -1 for an order.
-        lane: the model, or the sampling session.
+        queue_id: the model, or the sampling session.
         number: its place there; -1 for an order.
         kind: of the operation or order.
         tenant: whose it is.
@@ -39,7 +39,7 @@ class Task:
     """
 
     id: int
-    lane: str
+    queue_id: str
     number: int
     kind: str
     tenant: str
@@ -56,7 +56,7 @@ class Task:
         head: dict[str, Any] = message.head
         return cls(
             id=head["id"],
-            lane=head["lane"],
+            queue_id=head["queue_id"],
             number=head["number"],
             kind=head["kind"],
             tenant=head["tenant"],
@@ -71,7 +71,7 @@ class Task:
     def of_order(cls, message: Message) -> "Task":
         """Read a RESTORE, DETACH or SNAPSHOT."""
         payload = (message.head.get("folder") or "").encode()
-        return cls(-1, message.head["lane"], -1, message.type, NOBODY, payload=payload)
+        return cls(-1, message.head["queue_id"], -1, message.type, NOBODY, payload=payload)
 
     @property
     def first_pass(self) -> int | None:
@@ -89,49 +89,49 @@ class Task:
         return self.kind == "optim_step" and not self.alone
 
 
-class Lanes:
-    """Queues of tasks by model; a lane that is held gives nothing."""
+class TaskQueues:
+    """Queues of tasks by model; a queue that is held gives nothing."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Task]] = {}
         self._held: set[str] = set()
 
     def add(self, task: Task) -> None:
-        """Put a task at the end of its lane."""
-        self._waiting.setdefault(task.lane, deque()).append(task)
+        """Put a task at the end of its queue."""
+        self._waiting.setdefault(task.queue_id, deque()).append(task)
 
     def heads(self) -> Iterator[Task]:
-        """Give what is next in each lane that has something and is not held."""
-        return (tasks[0] for lane, tasks in self._waiting.items() if lane not in self._held)
+        """Give what is next in each queue that has something and is not held."""
+        return (tasks[0] for queue_id, tasks in self._waiting.items() if queue_id not in self._held)
 
-    def run_up(self, lane: str) -> Iterator[Task]:
-        """Give a lane's tasks up to the first that does not fuse, or whose passes are to be composed again.
+    def run_up(self, queue_id: str) -> Iterator[Task]:
+        """Give a queue's tasks up to the first that does not fuse, or whose passes are to be composed again.
 
-        The lane must not change meanwhile.
+        The queue must not change meanwhile.
         """
-        return takewhile(lambda task: task.fuses and task.first_pass is None, self._waiting[lane])
+        return takewhile(lambda task: task.fuses and task.first_pass is None, self._waiting[queue_id])
 
     def take(self, task: Task) -> Task:
-        """Remove a task, which is the next of its lane."""
-        tasks = self._waiting[task.lane]
+        """Remove a task, which is the next of its queue."""
+        tasks = self._waiting[task.queue_id]
         if tasks[0] is not task:
-            raise RuntimeError(f"operation {task.id} is not the next of its lane")
+            raise RuntimeError(f"operation {task.id} is not the next of its queue")
         tasks.popleft()
         if not tasks:
-            del self._waiting[task.lane]
+            del self._waiting[task.queue_id]
         return task
 
-    def hold(self, lane: str) -> None:
-        """Give nothing of a lane until it is released."""
-        self._held.add(lane)
+    def hold(self, queue_id: str) -> None:
+        """Give nothing of a queue until it is released."""
+        self._held.add(queue_id)
 
-    def release(self, lane: str) -> None:
+    def release(self, queue_id: str) -> None:
         """Undo `hold`."""
-        self._held.discard(lane)
+        self._held.discard(queue_id)
 
     def __len__(self) -> int:
         return sum(len(tasks) for tasks in self._waiting.values())
 
     def __bool__(self) -> bool:
-        """Whether a lane that is not held has a task."""
-        return any(lane not in self._held for lane in self._waiting)
+        """Whether a queue that is not held has a task."""
+        return any(queue_id not in self._held for queue_id in self._waiting)

@@ -14,7 +14,7 @@ from twinkle_server.engine.composition import Composition
 from twinkle_server.engine.encryption import Encrypted
 from twinkle_server.engine.executor import Cost, Executor, Pass
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import Lanes, Task
+from twinkle_server.engine.queues import Task, TaskQueues
 from twinkle_server.engine.results import Lost, done, failed, is_out_of_memory, is_passing
 from twinkle_server.engine.scheduler import TimeSharing
 from twinkle_server.engine.snapshots import Snapshots
@@ -24,7 +24,7 @@ from twinkle_server.payloads import Create, Load, OptimStep, Save
 
 Background = Callable[[Callable[[], files.Published], Callable[[files.Published | Exception], None]], None]
 TOGETHER = 2
-"""Copies that may be in memory; who saves while so many are being written waits, and its lane with it."""
+"""Copies that may be in memory; who saves while so many are being written waits, and its queue with it."""
 
 
 class End(Protocol):
@@ -35,18 +35,18 @@ class End(Protocol):
 
 
 class Saves:
-    """Saves models; a lane is held until its checkpoint is on the disk, and the others go on.
+    """Saves models; a queue is held until its checkpoint is on the disk, and the others go on.
 
     Args:
         executor: has the models.
         sources: knows where checkpoints are.
-        waiting: lanes.
+        waiting: queues.
         background: runs a function on a thread, and then another on this one.
         end: see `End`.
     """
 
     def __init__(
-        self, executor: Executor, sources: "Sources", waiting: Lanes, background: Background, end: End
+        self, executor: Executor, sources: "Sources", waiting: TaskQueues, background: Background, end: End
     ) -> None:
         self._executor, self._sources, self._waiting = executor, sources, waiting
         self._background, self._end = background, end
@@ -55,7 +55,7 @@ class Saves:
 
     def add(self, task: Task) -> None:
         """Save a model as it is now."""
-        self._waiting.hold(task.lane)
+        self._waiting.hold(task.queue_id)
         self._queue.append(task)
         self._begin_what_fits()
 
@@ -72,7 +72,7 @@ class Saves:
     def _begin(self, task: Task) -> None:
         save = Save.parse(task.payload)
         place = self._sources.place(save.folder)
-        copy, row = self._executor.save(task.lane, save)
+        copy, row = self._executor.save(task.queue_id, save)
         if save.recipients:
             copy = Encrypted(copy, tuple(save.recipients))
 
@@ -89,7 +89,7 @@ class Saves:
         self._background(lambda: files.publish(place, copy.write, {"kind": save.kind, "number": task.number}), saved)
 
     def _over(self, task: Task, result: bytes | Exception, extra: dict[str, Any] | None = None) -> None:
-        self._waiting.release(task.lane)
+        self._waiting.release(task.queue_id)
         self._end(task, result, extra)
 
 
@@ -146,7 +146,7 @@ class OperationRunner:
         executor: computes.
         sources: finds checkpoints.
         snapshots: is told what was applied.
-        waiting: lanes; one whose checkpoint is on its way to the disk is held.
+        waiting: queues; one whose checkpoint is on its way to the disk is held.
         background: runs a function on a thread, and then another on this one.
         interleaving: is told what is under way; its clock stands still while others work.
         report: sends a message to the service.
@@ -157,7 +157,7 @@ class OperationRunner:
         executor: Executor,
         sources: Sources,
         snapshots: Snapshots,
-        waiting: Lanes,
+        waiting: TaskQueues,
         background: Background,
         interleaving: TimeSharing,
         report: Callable[[Message], None],
@@ -196,41 +196,41 @@ class OperationRunner:
         """Do a RESTORE; where memory or descriptors are lacking, the service asks for it again later."""
         error: Exception | None = None
         try:
-            self._executor.remove(task.lane)
-            self._snapshots.forget(task.lane)
-            self._broken.discard(task.lane)
+            self._executor.remove(task.queue_id)
+            self._snapshots.forget(task.queue_id)
+            self._broken.discard(task.queue_id)
             if folder := task.payload.decode():
-                self._snapshots.there(task.lane, self._restored(task.lane, folder))
+                self._snapshots.there(task.queue_id, self._restored(task.queue_id, folder))
         except EngineFault:
             raise
         except Exception as caught:
             error = caught
-            self._lose(task.lane)
+            self._lose(task.queue_id)
         words = None if error is None else f"{type(error).__name__}: {error}"
         later = {"later": True} if is_passing(error) else {}
-        self._report(Message(messages.RESTORED, {"lane": task.lane, "error": words} | later))
+        self._report(Message(messages.RESTORED, {"queue_id": task.queue_id, "error": words} | later))
 
-    def forget(self, lane: str) -> None:
+    def forget(self, queue_id: str) -> None:
         """Free a model's memory."""
-        self._executor.remove(lane)
-        self._broken.discard(lane)
+        self._executor.remove(queue_id)
+        self._broken.discard(queue_id)
 
-    def _lose(self, lane: str) -> None:
+    def _lose(self, queue_id: str) -> None:
         """Let nothing run on a model that is not what it was, and keep no snapshot of it."""
-        self._snapshots.forget(lane)
-        self._broken.add(lane)
+        self._snapshots.forget(queue_id)
+        self._broken.add(queue_id)
 
-    def _restored(self, lane: str, folder: str) -> int:
+    def _restored(self, queue_id: str, folder: str) -> int:
         place = self._sources.place(folder)
         facts = files.verify(place).facts
-        if facts.get("lane") != lane or not isinstance(facts.get("number"), int):
+        if facts.get("lane") != queue_id or not isinstance(facts.get("number"), int):
             raise files.Damaged(f"{place.name} is no snapshot of this model")
-        self._executor.restore(lane, place)
+        self._executor.restore(queue_id, place)
         return int(facts["number"])
 
     def _skips(self, task: Task) -> bool:
         """End a task that needs no turn."""
-        if task.lane in self._broken:
+        if task.queue_id in self._broken:
             self._end(task, Lost())
             return True
         if task.replay and task.kind in ("forward", "save"):  # they change nothing, and their results are known
@@ -246,12 +246,12 @@ class OperationRunner:
         if isinstance(result, EngineFault):
             raise result
         if task.replay and isinstance(result, Exception):
-            self._lose(task.lane)
+            self._lose(task.queue_id)
         self._snapshots.applied(task)
         self._report(failed(task, result) if isinstance(result, Exception) else done(task, result, extra, composition))
 
     def _passes(self, tasks: Sequence[Task], again: bool = False) -> Cost:
-        passes = [Pass(task.lane, task.payload, task.number, task.composition) for task in tasks]
+        passes = [Pass(task.queue_id, task.payload, task.number, task.composition) for task in tasks]
         try:
             results, cost = self._executor.run(passes)
         except EngineFault:
@@ -288,7 +288,7 @@ class OperationRunner:
         if not steps:
             return
         try:
-            results = self._executor.step([(task.lane, step) for task, step in steps])
+            results = self._executor.step([(task.queue_id, step) for task, step in steps])
         except EngineFault:
             raise
         except Exception as error:
@@ -321,17 +321,17 @@ class OperationRunner:
     def _do(self, task: Task) -> None:
         if task.kind == "create":
             create = Create.parse(task.payload)
-            self._executor.create(task.lane, create, self._sources(create.source))
-            self._snapshots.there(task.lane, task.number)
+            self._executor.create(task.queue_id, create, self._sources(create.source))
+            self._snapshots.there(task.queue_id, task.number)
         elif task.kind == "load":
             load = Load.parse(task.payload)
             source = self._sources(load.source)
             if source is None:
                 raise ValueError("there is nothing to load from")
-            self._executor.load(task.lane, load, source)
+            self._executor.load(task.queue_id, load, source)
         elif task.kind == "unload":
-            self._snapshots.forget(task.lane)
-            self._executor.remove(task.lane)
+            self._snapshots.forget(task.queue_id)
+            self._executor.remove(task.queue_id)
         else:
             raise ValueError(f"the engine knows no operation {task.kind!r}")
 

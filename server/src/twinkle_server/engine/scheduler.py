@@ -7,7 +7,7 @@ from typing import Any
 
 from twinkle_server.engine import messages
 from twinkle_server.engine.messages import Message
-from twinkle_server.engine.queues import Lanes, Task
+from twinkle_server.engine.queues import Task, TaskQueues
 from twinkle_server.engine.sample_queue import Sampling
 
 STEPS = 16
@@ -105,59 +105,59 @@ class DeficitRoundRobin:
 
 
 class TenantQueue:
-    """What of a tenant may go into the next pass: its lanes in turns, each in order."""
+    """What of a tenant may go into the next pass: its queues in turns, each in order."""
 
     def __init__(self) -> None:
-        self._lanes: list[tuple[int, int, Task, Iterator[Task]]] = []
+        self._queues: list[tuple[int, int, Task, Iterator[Task]]] = []
 
     def add(self, tasks: Iterator[Task]) -> None:
-        """Add a lane, whose first task is there."""
+        """Add a queue, whose first task is there."""
         task = next(tasks)
-        heapq.heappush(self._lanes, (0, task.order, task, tasks))
+        heapq.heappush(self._queues, (0, task.order, task, tasks))
 
     @property
     def next(self) -> Task:
         """The task that `take` gives."""
-        return self._lanes[0][2]
+        return self._queues[0][2]
 
     def take(self) -> Task:
-        """Remove a task; the lane of which least was taken is next."""
-        taken, _, task, rest = self._lanes[0]
+        """Remove a task; the queue of which least was taken is next."""
+        taken, _, task, rest = self._queues[0]
         following = next(rest, None)
         if following is None:
-            heapq.heappop(self._lanes)
+            heapq.heappop(self._queues)
         else:
-            heapq.heapreplace(self._lanes, (taken + task.tokens, following.order, following, rest))
+            heapq.heapreplace(self._queues, (taken + task.tokens, following.order, following, rest))
         return task
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._queues)
 
 
 class Scheduler:
-    """Chooses the tasks of the next turn. In a round each tenant has one turn alone, each lane one step, and one pass.
+    """Chooses the tasks of the next turn. In a round each tenant has one turn alone, each queue one step, and one pass.
 
     Args:
-        lanes: what waits.
+        queues: what waits.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, queues: TaskQueues) -> None:
+        self._queues = queues
         self._passes = DeficitRoundRobin()
         self._served: set[str] = set()
         self._stepped: set[str] = set()
         self._repeated = False  # the last passes were composed again
 
     def next(self, budget: int, steps: int = STEPS) -> list[Task]:
-        """Take the tasks of the next turn out of the lanes; empty if nothing can be done.
+        """Take the tasks of the next turn out of the queues; empty if nothing can be done.
 
-        They are several passes, in each lane in order; or several optimizer steps, one a lane; or one task of any kind.
+        They are several passes, in the order of each queue; or several optimizer steps, one a queue; or one task.
 
         Args:
             budget: tokens that passes may have together.
             steps: models whose optimizers may step together.
         """
-        heads = list(self._lanes.heads())
+        heads = list(self._queues.heads())
         for _ in range(2):
             if tasks := self._single(heads) or self._steps(heads, steps):
                 return tasks
@@ -175,22 +175,22 @@ class Scheduler:
         if oldest is None:
             return []
         self._served.add(oldest.tenant)
-        return [self._lanes.take(oldest)]
+        return [self._queues.take(oldest)]
 
     def _steps(self, heads: list[Task], most: int) -> list[Task]:
-        steps = [task for task in heads if task.steps and task.lane not in self._stepped][:most]
-        self._stepped.update(task.lane for task in steps)
-        return [self._lanes.take(task) for task in steps]
+        steps = [task for task in heads if task.steps and task.queue_id not in self._stepped][:most]
+        self._stepped.update(task.queue_id for task in steps)
+        return [self._queues.take(task) for task in steps]
 
     def _pass(self, heads: list[Task], budget: int) -> list[Task]:
         queues: dict[str, TenantQueue] = {}
         for task in heads:
             if task.fuses and task.first_pass is None:
-                queues.setdefault(task.tenant, TenantQueue()).add(self._lanes.run_up(task.lane))
+                queues.setdefault(task.tenant, TenantQueue()).add(self._queues.run_up(task.queue_id))
         again = [] if self._repeated and queues else _earliest(heads)
         self._repeated = bool(again)
         chosen = again or (self._passes.fill(queues, budget) if queues else [])
-        return [self._lanes.take(task) for task in chosen]
+        return [self._queues.take(task) for task in chosen]
 
 
 def _earliest(heads: list[Task]) -> list[Task]:

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Lane:
+class _SnapshotState:
     number: int  # of the last operation that was applied
     steps: int = 0  # since the last snapshot, like the next three
     payload: int = 0
@@ -65,7 +65,7 @@ class Snapshots:
         self._begins = begins
         self._executor, self._data, self._later, self._report, self._left = executor, data, later, report, left
         self._steps, self._seconds = steps, seconds
-        self._lanes: dict[str, _Lane] = {}
+        self._queues: dict[str, _SnapshotState] = {}
         self._thread = thread or ThreadPoolExecutor(1, "snapshots")
         self._writing: str | None = None
         self._draining = False
@@ -73,7 +73,7 @@ class Snapshots:
 
     def applied(self, task: Task) -> None:
         """Say that an operation of a model is over, whether it failed or not."""
-        state = self._lanes.get(task.lane)
+        state = self._queues.get(task.queue_id)
         if state is None:
             return
         state.number = task.number
@@ -83,24 +83,24 @@ class Snapshots:
             state.changed = time.monotonic()
         self._alarm = min(self._alarm, self._due(state))
 
-    def there(self, lane: str, number: int) -> None:
+    def there(self, queue_id: str, number: int) -> None:
         """Say that a model is there, as it was after an operation."""
-        self._lanes[lane] = _Lane(number)
+        self._queues[queue_id] = _SnapshotState(number)
 
-    def forget(self, lane: str) -> None:
+    def forget(self, queue_id: str) -> None:
         """Say that a model is gone; a snapshot that is being written is still reported."""
-        self._lanes.pop(lane, None)
+        self._queues.pop(queue_id, None)
 
-    def want(self, lane: str) -> None:
+    def want(self, queue_id: str) -> None:
         """Ask for a snapshot as soon as the one that is being written is done."""
-        if lane in self._lanes:
-            self._lanes[lane].wanted = True
+        if queue_id in self._queues:
+            self._queues[queue_id].wanted = True
             self._alarm = 0.0
 
-    def leave(self, lane: str) -> bool:
+    def leave(self, queue_id: str) -> bool:
         """Ask for a snapshot after which a model may go; False if that is the case already."""
-        state = self._lanes.get(lane)
-        if state is None or (state.changed is None and self._writing != lane):
+        state = self._queues.get(queue_id)
+        if state is None or (state.changed is None and self._writing != queue_id):
             return False
         state.leaving = True
         self._alarm = 0.0
@@ -114,7 +114,7 @@ class Snapshots:
     @property
     def drained(self) -> bool:
         """Whether there is nothing to be written after `drain`."""
-        return self._writing is None and not any(state.changed is not None for state in self._lanes.values())
+        return self._writing is None and not any(state.changed is not None for state in self._queues.values())
 
     def next(self) -> float | None:
         """Return the seconds until `tend` may have something to do; None if that will not come by itself."""
@@ -127,12 +127,12 @@ class Snapshots:
         now = time.monotonic()
         if self._writing is not None or now < self._alarm:
             return
-        due = ((self._due(state), lane) for lane, state in self._lanes.items())
-        self._alarm, lane = min(due, default=(math.inf, ""))
+        due = ((self._due(state), queue_id) for queue_id, state in self._queues.items())
+        self._alarm, queue_id = min(due, default=(math.inf, ""))
         if self._alarm <= now:
-            self._begin(lane)
+            self._begin(queue_id)
 
-    def _due(self, state: _Lane) -> float:
+    def _due(self, state: _SnapshotState) -> float:
         much = state.payload >= _MUCH or state.wanted
         if state.changed is None and not much:
             return math.inf
@@ -140,36 +140,38 @@ class Snapshots:
             return max(state.not_before, state.changed or 0.0)  # it is past, and the model that waits longest is first
         return max(state.not_before, state.changed + self._seconds)
 
-    def _begin(self, lane: str) -> None:
-        state = self._lanes[lane]
+    def _begin(self, queue_id: str) -> None:
+        state = self._queues[queue_id]
         changed, state.changed = state.changed, None
         state.steps = state.payload = 0
         state.wanted = False
         number = state.number
-        self._writing = lane
+        self._writing = queue_id
         try:
             self._begins()
-            copy = self._executor.snapshot(lane)
+            copy = self._executor.snapshot(queue_id)
         except EngineFault:
             raise
         except Exception:
             _log.exception("a model could not be copied for a snapshot")
-            self._end(lane, state, changed, None)
+            self._end(queue_id, state, changed, None)
             return
-        self._thread.submit(self._write, lane, number, copy, state, changed)
+        self._thread.submit(self._write, queue_id, number, copy, state, changed)
 
-    def _write(self, lane: str, number: int, copy: SavedAdapter, state: _Lane, changed: float | None) -> None:
+    def _write(
+        self, queue_id: str, number: int, copy: SavedAdapter, state: _SnapshotState, changed: float | None
+    ) -> None:
         folder = f"{FOLDER}/{new_id()}"
         message = None
         try:
-            done = files.publish(self._data / folder, copy.write, {"lane": lane, "number": number})
-            head = {"lane": lane, "number": number, "folder": folder, "digest": done.digest, "size": done.size}
+            done = files.publish(self._data / folder, copy.write, {"lane": queue_id, "number": number})
+            head = {"queue_id": queue_id, "number": number, "folder": folder, "digest": done.digest, "size": done.size}
             message = Message(messages.SNAPSHOTTED, head)
         except Exception:
             _log.exception("a snapshot could not be written")
-        self._later(lambda: self._end(lane, state, changed, message))
+        self._later(lambda: self._end(queue_id, state, changed, message))
 
-    def _end(self, lane: str, state: _Lane, changed: float | None, message: Message | None) -> None:
+    def _end(self, queue_id: str, state: _SnapshotState, changed: float | None, message: Message | None) -> None:
         self._writing = None
         self._alarm = 0.0
         if message is not None:
@@ -178,6 +180,6 @@ class Snapshots:
             state.changed = None  # what is not on the disk is replayed; nobody waits for another attempt
         else:
             state.changed, state.not_before = changed or time.monotonic(), time.monotonic() + min(_PAUSE, self._seconds)
-        if state.leaving and state.changed is None and self._lanes.get(lane) is state:
-            self.forget(lane)
-            self._left(lane)
+        if state.leaving and state.changed is None and self._queues.get(queue_id) is state:
+            self.forget(queue_id)
+            self._left(queue_id)

@@ -72,7 +72,7 @@ OPERATIONS = frozenset(
         "save_weights_for_sampler",
     )
 )
-"""Paths of the requests that have a number in the lane of a model."""
+"""Paths of the requests that have a number in the queue of a model."""
 
 
 class ArrivalMiddleware:

@@ -49,7 +49,7 @@ class Cancellation:
 
     def cancel(self, operation: Operation) -> None:
         """Drop an operation that was not sent to the engine yet, or that samples; others run to their end."""
-        queue = self._dispatcher.queues.get(operation.lane)
+        queue = self._dispatcher.queues.get(operation.queue_id)
         if queue is None:
             return
         if operation.id in queue.in_flight:

@@ -100,7 +100,7 @@ class Runtime:
             raise
         times = self._settings.times
         self.janitor.add("gaps", min(1.0, times.gap_fail / 4), self.cancellation.give_up_gaps)
-        self.janitor.add("idle lanes", 10.0, self._drop_idle)
+        self.janitor.add("idle queues", 10.0, self._drop_idle)
         self.janitor.start()
 
     async def _take_up_all(self) -> None:
@@ -108,7 +108,7 @@ class Runtime:
         if left_behind:
             self.arrivals.everybody_may_resend()
         for operation in left_behind:
-            queue = await self.dispatcher.queue(operation.lane, operation.tenant, operation.ordered)
+            queue = await self.dispatcher.queue(operation.queue_id, operation.tenant, operation.ordered)
             if not queue.ordered:
                 self.futures.open(operation)
                 self.dispatcher.arrive(queue, operation)
@@ -168,12 +168,12 @@ class Runtime:
         return await asyncio.shield(task)  # a client that goes away leaves no operation that nobody knows of
 
     async def submit_next(self, submission: Submission) -> Accepted:
-        """Submit under the lane's next free number."""
+        """Submit under the queue's next free number."""
         return await self.submit(submission)
 
     def awaited(self, submission: Submission) -> bool:
-        """Return whether others of its lane wait for its number: to turn it away would hold them up, and so itself."""
-        queue = self.dispatcher.queues.get(submission.lane)
+        """Return whether others of its queue wait for its number: to turn it away would hold them up, and so itself."""
+        queue = self.dispatcher.queues.get(submission.queue_id)
         gap = queue.order.gap() if queue is not None and queue.ordered else None
         return gap is not None and gap.number == submission.number
 
@@ -189,7 +189,7 @@ class Runtime:
 
     def _is_here(self, submission: Submission) -> bool:
         """Return whether the number of a model's operation came before: it is a repetition, or will be a conflict."""
-        queue = self.dispatcher.queues.get(submission.lane)
+        queue = self.dispatcher.queues.get(submission.queue_id)
         if queue is None or not queue.ordered or submission.number is None:
             return False
         return submission.number < queue.order.following or queue.order.holds(submission.number)
@@ -198,10 +198,10 @@ class Runtime:
         number = submission.number
         if number is None or number <= self._max_gap or not submission.ordered:
             return
-        following = (await self.dispatcher.queue(submission.lane, submission.tenant, ordered=True)).order.following
+        following = (await self.dispatcher.queue(submission.queue_id, submission.tenant, ordered=True)).order.following
         if number - following > self._max_gap:
             raise Unprocessable(
-                f"seq_id is {number}, and {following} is the next of {submission.lane!r}: it may be at most "
+                f"seq_id is {number}, and {following} is the next of {submission.queue_id!r}: it may be at most "
                 f"{self._max_gap} above it; count it up by one with each request"
             )
 
@@ -219,13 +219,13 @@ class Runtime:
         return accepted
 
     async def _take_up(self, operation: Operation) -> None:
-        """Put an operation of the log into its lane; it is there for good, so this goes on until it works."""
+        """Put an operation of the log into its queue; it is there for good, so this goes on until it works."""
         while True:
             try:
-                queue = await self.dispatcher.queue(operation.lane, operation.tenant, operation.ordered)
+                queue = await self.dispatcher.queue(operation.queue_id, operation.tenant, operation.ordered)
                 break
             except Exception:
-                _log.exception("a lane cannot be read; it is tried again")
+                _log.exception("a queue cannot be read; it is tried again")
                 await asyncio.sleep(_AGAIN)
         if operation.id > queue.newest_row:
             if operation.status == "pending":
@@ -233,7 +233,7 @@ class Runtime:
             self.dispatcher.arrive(queue, operation)
             self._lighten(queue, operation)
         elif (read := self.futures.find(operation.request, operation.tenant)) is not None:
-            read.asked_by = operation.asked_by  # the lane was read with it
+            read.asked_by = operation.asked_by  # the queue was read with it
 
     def _lighten(self, queue: ModelQueue, operation: Operation) -> None:
         """Keep the payload of an operation that must wait only if it is small, and few do; it is read again."""
@@ -264,7 +264,7 @@ class Runtime:
             self.cancellation.cancel(operation)
 
     async def finish_session(self, session: str) -> None:
-        """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
+        """Snapshot and free the models of a session that ends, and fail what still waits in its queues."""
         self.cancellation.leave(f"{session}:", "its session was finished")
 
     # what others look at
@@ -332,7 +332,7 @@ class Runtime:
             folder = Save.parse(operation.payload).folder
             self.outcomes.then(lambda: self._effects.remove([folder]))
         future = Future(
-            operation.kind, operation.status, operation.lane, outcome.result, outcome.error, outcome.category
+            operation.kind, operation.status, operation.queue_id, outcome.result, outcome.error, outcome.category
         )
         self._tell(operation, outcome, self.futures.resolve(operation, future))
 
@@ -348,17 +348,17 @@ class Runtime:
 
         What was computed after the operation is computed again.
         """
-        queue = self.dispatcher.queues.get(operation.lane)
+        queue = self.dispatcher.queues.get(operation.queue_id)
         if queue is not None and queue.ordered and queue.closed is None:
             queue.distrust(operation.number)
-            again = self.outcomes.withdraw(operation.lane)
+            again = self.outcomes.withdraw(operation.queue_id)
             self.dispatcher.postpone(queue, "the result of an operation could not be written", again)
 
     def _never_made(self, operation: Operation, reason: str) -> None:
-        queue = self.dispatcher.queues.get(operation.lane)
+        queue = self.dispatcher.queues.get(operation.queue_id)
         if queue is not None and queue.closed is None:
             self.dispatcher.close(queue, NEVER_CREATED)
-        self.outcomes.then(lambda: self._effects.gone(operation.tenant, operation.lane, reason))
+        self.outcomes.then(lambda: self._effects.gone(operation.tenant, operation.queue_id, reason))
 
     def _end_with_the_engine(self, task: asyncio.Task[None]) -> None:
         """End the process, for who started it to start it again, if nobody looks after the engine any more."""
@@ -373,7 +373,7 @@ class Runtime:
         self.lost.set()
 
     async def _drop_idle(self) -> None:
-        """Forget idle lanes behind what is still to be written; while that cannot be, nothing waits for it."""
+        """Forget idle queues behind what is still to be written; while that cannot be, nothing waits for it."""
         if self.outcomes.trouble is None:
             self.outcomes.then(self._forget_idle)
 

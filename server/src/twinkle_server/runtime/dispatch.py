@@ -29,7 +29,7 @@ class _Waiting:
 
 
 class Window:
-    """A bound on bytes, for which tenants wait in turn, whatever the number of their lanes.
+    """A bound on bytes, for which tenants wait in turn, whatever the number of their queues.
 
     Args:
         limit: bytes; a single operation that is larger goes when nothing else is under way.
@@ -302,7 +302,7 @@ class Dispatcher:
         self.in_flight[operation.id] = flight
         head = {
             "id": operation.id,
-            "lane": operation.lane,
+            "queue_id": operation.queue_id,
             "number": operation.number,
             "kind": operation.kind,
             "tenant": operation.tenant,
@@ -364,7 +364,7 @@ class Dispatcher:
         async with self._suspects if queue.restore_deaths else contextlib.nullcontext():
             answered = asyncio.get_running_loop().create_future()
             queue.start_restoring(answered)
-            child.put(Message(messages.RESTORE, {"lane": queue.name, "folder": folder}))
+            child.put(Message(messages.RESTORE, {"queue_id": queue.name, "folder": folder}))
             if queue.restore_deaths:
                 await answered
 
@@ -396,7 +396,7 @@ class Dispatcher:
         """Let the engine free a model that is to leave, if nothing of it runs."""
         todo = queue.release(engine=self.child is not None)
         if todo == "detach":
-            self.tell(Message(messages.DETACH, {"lane": queue.name}))
+            self.tell(Message(messages.DETACH, {"queue_id": queue.name}))
         elif todo == "detached":
             self._outcomes.then(lambda: self._effects.detached(queue.tenant, queue.name))
 
@@ -460,7 +460,7 @@ class Dispatcher:
 
     def _forget(self, queue: ModelQueue) -> None:
         """Let the engine free what it has of a model, without a snapshot."""
-        self.tell(Message(messages.RESTORE, {"lane": queue.name, "folder": None}))
+        self.tell(Message(messages.RESTORE, {"queue_id": queue.name, "folder": None}))
 
     # Engines
 

@@ -64,7 +64,7 @@ class StoreEffects:
             return _saved(operation, extra)
         if operation.kind == "load":
             load = Load.parse(_payload(operation))
-            return _json(operation, {"type": "load_weights", "model_id": operation.lane, "path": load.path})
+            return _json(operation, {"type": "load_weights", "model_id": operation.queue_id, "path": load.path})
         if operation.kind == "unload":
             return self._unloaded(operation)
         return Outcome(operation.id, result=body)
@@ -72,11 +72,13 @@ class StoreEffects:
     def _unloaded(self, operation: Operation) -> Outcome:
         def also(connection: Connection) -> None:
             with contextlib.suppress(NotFound):
-                snapshot = models.get(connection, operation.tenant, operation.lane).snapshot
-                models.set_status(connection, operation.tenant, operation.lane, "gone", time.time(), "it was unloaded")
+                snapshot = models.get(connection, operation.tenant, operation.queue_id).snapshot
+                models.set_status(
+                    connection, operation.tenant, operation.queue_id, "gone", time.time(), "it was unloaded"
+                )
                 self._unwanted.extend([snapshot.folder] if snapshot else [])
 
-        return _json(operation, {"type": "unload_model", "model_id": operation.lane}, also)
+        return _json(operation, {"type": "unload_model", "model_id": operation.queue_id}, also)
 
     async def unloaded(self) -> None:
         """See `ports.Effects`."""
@@ -141,20 +143,20 @@ class StoreEffects:
 
 def _created(operation: Operation) -> Outcome:
     create = Create.parse(_payload(operation))
-    said: dict[str, Any] = {"type": "create_model", "model_id": operation.lane}
+    said: dict[str, Any] = {"type": "create_model", "model_id": operation.queue_id}
     if create.path is not None:
         said |= {"type": "load_weights", "path": create.path}
 
     def also(connection: Connection) -> None:
         with contextlib.suppress(NotFound):
-            models.set_status(connection, operation.tenant, operation.lane, "live", time.time())
+            models.set_status(connection, operation.tenant, operation.queue_id, "live", time.time())
 
     return _json(operation, said, also)
 
 
 def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
     save = Save.parse(_payload(operation))
-    path = CheckpointPath(operation.lane, save.kind, save.name) if save.name is not None else None
+    path = CheckpointPath(operation.queue_id, save.kind, save.name) if save.name is not None else None
     types = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler"}
     said: dict[str, Any] = {"type": types.get(save.kind, "save_weights_external")}
     if path is not None:
@@ -165,7 +167,7 @@ def _saved(operation: Operation, extra: dict[str, Any]) -> Outcome:
         said["size_bytes"] = extra.get("size_bytes", 0)
 
     def also(connection: Connection) -> None:
-        model, now = models.get(connection, operation.tenant, operation.lane), time.time()
+        model, now = models.get(connection, operation.tenant, operation.queue_id), time.time()
         if save.name is not None:
             checkpoints.add(connection, _checkpoint(model, save, save.name, extra, now), save.overwrite)
         if save.sampler is not None:

@@ -73,11 +73,11 @@ class EngineEvents:
             self._dispatcher.close(queue, Closed("this model was unloaded"))
             self._outcomes.then(self._effects.unloaded)
         elif not failed and _reads_checkpoint(operation):
-            self._dispatcher.tell(Message(messages.SNAPSHOT, {"lane": queue.name}))
+            self._dispatcher.tell(Message(messages.SNAPSHOT, {"queue_id": queue.name}))
 
     def restored(self, message: Message) -> None:
         """Take the answer to a RESTORE."""
-        queue = self._dispatcher.queues.get(message.head["lane"])
+        queue = self._dispatcher.queues.get(message.head["queue_id"])
         if queue is None:
             return
         queue.restored()
@@ -93,7 +93,7 @@ class EngineEvents:
         """Write that a snapshot is there, behind the outcomes of what it contains."""
         snapshot = Snapshot(**message.head)
         self.unrecorded.add(snapshot.folder)
-        queue = self._dispatcher.queues.get(snapshot.lane)
+        queue = self._dispatcher.queues.get(snapshot.queue_id)
         late = queue is not None and queue.state in (State.POSTPONED, State.ATTACHING)  # of a model that was taken back
         agreed = not late and self._agrees(snapshot)
 
@@ -108,12 +108,12 @@ class EngineEvents:
 
     def _agrees(self, snapshot: Snapshot) -> bool:
         """Return whether a snapshot is of a model that goes on, and contains nothing that is to be done again."""
-        queue = self._dispatcher.queues.get(snapshot.lane)
+        queue = self._dispatcher.queues.get(snapshot.queue_id)
         return queue is None or (queue.closed is None and queue.agrees_with(snapshot.number))
 
     def detached(self, message: Message) -> None:
         """Note that the engine let go of a model."""
-        queue = self._dispatcher.queues.get(message.head["lane"])
+        queue = self._dispatcher.queues.get(message.head["queue_id"])
         if queue is None:
             return
         if queue.detached() and queue.head is None:

@@ -89,7 +89,7 @@ class Futures:
             await self._hold(entry, seconds)
         operation = entry.operation
         if entry.future is None:
-            return Future(operation.kind, "pending", operation.lane)
+            return Future(operation.kind, "pending", operation.queue_id)
         return self._read(operation, entry.future)
 
     def _read(self, operation: Operation, future: Future) -> Future:

@@ -69,8 +69,8 @@ class Outcomes:
         withdrawn: list[Operation] = []
         for entries in (self._batch, self._queue):
             for entry in list(entries):
-                if isinstance(entry, tuple) and entry[0].lane == queue and entry[1].error is None:
-                    entries.remove(entry)  # type: ignore[arg-type]
+                if isinstance(entry, tuple) and entry[0].queue_id == queue and entry[1].error is None:
+                    entries.remove(entry)
                     withdrawn.append(entry[0])
         return withdrawn
 

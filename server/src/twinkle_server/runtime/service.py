@@ -71,7 +71,7 @@ class Service(Runtime):
         await self._sessions.heartbeat(session, tenant)
 
     async def finish_session(self, session: str) -> None:
-        """Snapshot and free the models of a session that ends, and fail what still waits in its lanes."""
+        """Snapshot and free the models of a session that ends, and fail what still waits in its queues."""
         self._sessions.finish(session)
 
     async def status(self) -> dict[str, Any]:

@@ -104,24 +104,24 @@ class RuntimeStatus:
         self.lost: str | None = None
         self.store_works: Callable[[], bool] = lambda: True
 
-    def queue_state(self, lane: str) -> QueueState:
-        """Return "active" or "paused_capacity", and why a future of this lane waits."""
+    def queue_state(self, queue_id: str) -> QueueState:
+        """Return "active" or "paused_capacity", and why a future of this queue waits."""
         if self.draining:
             return "paused_capacity", "the service is going down; this goes on when it is back"
         if self._outcomes.trouble is not None:
             return "paused_capacity", "the service's disk takes nothing at the moment"
-        if (missing := self._missing(lane)) is not None:
+        if (missing := self._missing(queue_id)) is not None:
             return "paused_capacity", missing
         if (engine := self._engine()) != "up":
             return "paused_capacity", f"the engine is {engine}"
-        queue = self._dispatcher.queues.get(lane)
+        queue = self._dispatcher.queues.get(queue_id)
         if queue is not None and queue.postponed is not None:
             return "paused_capacity", f"this model is made again as soon as that can be: {queue.postponed}"
         others = len(self._dispatcher.in_flight) - (len(queue.in_flight) if queue is not None else 0)
         return "active", f"{others} operations of others are under way" if others else None
 
-    def _missing(self, lane: str) -> str | None:
-        queue = self._dispatcher.queues.get(lane)
+    def _missing(self, queue_id: str) -> str | None:
+        queue = self._dispatcher.queues.get(queue_id)
         gap = queue.order.gap() if queue is not None and not queue.running else None
         if gap is None or time.monotonic() - gap.since < self._gap_pause:
             return None
@@ -161,7 +161,7 @@ class RuntimeStatus:
             "polls": self._futures.polls,
             "in_engine": len(self._dispatcher.in_flight),
             "replays": self._dispatcher.replays,
-            "lanes": len(self._dispatcher.queues),
+            "queues": len(self._dispatcher.queues),
         }
 
     def ended(self, message: Message) -> None:

@@ -126,24 +126,24 @@ class SqliteJournal:
             raise NotFound(f"no request {request[:80]!r}")
         if row is None or row[6]:
             raise Gone(f"request {request!r} is over, and its result is no longer kept: send it again as a new one")
-        operation, kind, status, lane, error, category, _, where, data = row
+        operation, kind, status, queue_id, error, category, _, where, data = row
         if status == "pending":
-            return Future(kind, status, lane)
+            return Future(kind, status, queue_id)
         self.reads.setdefault(operation, self.context.clock())
         if where:
             try:
                 data = await self.results.get(where)
             except LookupError:
-                return Future(kind, "failed", lane, error="the result was lost: its file cannot be read")
-        return Future(kind, status, lane, data, error, category or "server")
+                return Future(kind, "failed", queue_id, error="the result was lost: its file cannot be read")
+        return Future(kind, status, queue_id, data, error, category or "server")
 
     async def pending(self) -> list[Operation]:
-        """Return every operation that is not over, by lane and number; without payloads."""
+        """Return every operation that is not over, by queue and number; without payloads."""
         return await self._list(sql.PENDING)
 
-    async def after(self, lane: str, number: int) -> list[Operation]:
-        """Return a lane's operations behind a number, in order; without payloads."""
-        return await self._list(sql.AFTER, lane, number)
+    async def after(self, queue_id: str, number: int) -> list[Operation]:
+        """Return a queue's operations behind a number, in order; without payloads."""
+        return await self._list(sql.AFTER, queue_id, number)
 
     async def payload(self, operation: int) -> bytes:
         """Return the payload of an operation.
@@ -176,7 +176,7 @@ class SqliteJournal:
         await self._database.write(work)
 
     async def snapshotted(self, snapshot: Snapshot) -> list[str]:
-        """Make a snapshot the lane's newest, drop the payloads that it covers, and return folders that are not needed.
+        """Make a snapshot the queue's newest, drop the payloads that it covers, and return folders that are not needed.
 
         One that is older than what is there, or of a model that is gone, is itself not needed.
 
@@ -188,9 +188,9 @@ class SqliteJournal:
         def work(connection: Connection) -> list[str]:
             raw = driver(connection)
             self.context.fence(raw)
-            row = raw.execute(sql.SNAPSHOT, (snapshot.lane,)).fetchone()
+            row = raw.execute(sql.SNAPSHOT, (snapshot.queue_id,)).fetchone()
             if row is None:
-                raise LookupError(f"no model {snapshot.lane!r}, of which there is a snapshot")
+                raise LookupError(f"no model {snapshot.queue_id!r}, of which there is a snapshot")
             number, folder, _, _, status = row
             if status == "gone" or (number is not None and number > snapshot.number):
                 return [snapshot.folder]
@@ -200,11 +200,11 @@ class SqliteJournal:
                 snapshot.digest,
                 snapshot.size,
                 self.context.clock(),
-                snapshot.lane,
+                snapshot.queue_id,
             )
             raw.execute(sql.SET_SNAPSHOT, what)
             folders.name(connection, snapshot.folder, self.context.clock())
-            covered = raw.execute(sql.COVERED, (snapshot.lane, snapshot.number)).fetchall()
+            covered = raw.execute(sql.COVERED, (snapshot.queue_id, snapshot.number)).fetchall()
             files.extend(drop_payloads(raw, covered))
             return [folder] if folder is not None and folder != snapshot.folder else []
 
@@ -212,10 +212,12 @@ class SqliteJournal:
         await self.payloads.drop(files)
         return needless
 
-    async def snapshot(self, lane: str) -> Snapshot | None:
-        """Return a lane's newest snapshot."""
-        row = await self._database.read(lambda connection: driver(connection).execute(sql.SNAPSHOT, (lane,)).fetchone())
-        return None if row is None or row[1] is None else Snapshot(lane, *row[:4])
+    async def snapshot(self, queue_id: str) -> Snapshot | None:
+        """Return a queue's newest snapshot."""
+        row = await self._database.read(
+            lambda connection: driver(connection).execute(sql.SNAPSHOT, (queue_id,)).fetchone()
+        )
+        return None if row is None or row[1] is None else Snapshot(queue_id, *row[:4])
 
     def close(self) -> None:
         """End the threads that write files."""

@@ -25,7 +25,7 @@ class MemoryJournal:
         self._digests: dict[int, bytes] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._requests: dict[str, int] = {}
-        self._lanes: dict[str, dict[int, int]] = {}
+        self._queues: dict[str, dict[int, int]] = {}
         self._snapshots: dict[str, Snapshot] = {}
         self.reads: dict[int, float] = {}
 
@@ -33,15 +33,15 @@ class MemoryJournal:
         self, submission: Submission, also: Callable[[Any], None] | None = None
     ) -> tuple[Accepted, Operation]:
         """See `SqliteJournal.submit`."""
-        lane = self._lanes.setdefault(submission.lane, {})
-        snapshot = self._snapshots.get(submission.lane)
+        numbers = self._queues.setdefault(submission.queue_id, {})
+        snapshot = self._snapshots.get(submission.queue_id)
         covered = snapshot.number if snapshot is not None else -1
-        number = submission.number if submission.number is not None else max(*lane, covered, -1) + 1
+        number = submission.number if submission.number is not None else max(*numbers, covered, -1) + 1
         digest = _digest(submission)
-        if number in lane:
-            return self._repeated(lane[number], submission, digest)
+        if number in numbers:
+            return self._repeated(numbers[number], submission, digest)
         if submission.ordered and number <= covered:
-            raise Gone(f"number {number} of {submission.lane!r} was used long ago: its result is no longer kept")
+            raise Gone(f"number {number} of {submission.queue_id!r} was used long ago: its result is no longer kept")
         if also is not None and submission.refusal is None:
             await self._database.write(also)
         request = new_request(self._secret, submission.tenant)
@@ -49,13 +49,13 @@ class MemoryJournal:
             id=len(self._operations) + 1,
             request=request,
             tenant=submission.tenant,
-            lane=submission.lane,
+            queue_id=submission.queue_id,
             number=number,
             kind=submission.kind,
             tokens=submission.tokens,
             payload=submission.payload,
         )
-        lane[number] = operation.id
+        numbers[number] = operation.id
         self._operations[operation.id], self._digests[operation.id] = operation, digest
         self._requests[request] = operation.id
         if submission.refusal is not None:
@@ -65,9 +65,9 @@ class MemoryJournal:
     def _repeated(self, found: int, submission: Submission, digest: bytes) -> tuple[Accepted, Operation]:
         operation = self._operations[found]
         if operation.tenant != submission.tenant:
-            raise NotFound(f"no model or sampling session {submission.lane[:120]!r}")
+            raise NotFound(f"no model or sampling session {submission.queue_id[:120]!r}")
         if self._digests[found] not in (digest, LOST_DIGEST):
-            raise SequenceConflict(f"number {operation.number} of {operation.lane!r} was used for another request")
+            raise SequenceConflict(f"number {operation.number} of {operation.queue_id!r} was used for another request")
         return Accepted(operation.request, False), replace(operation, payload=None)
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -99,20 +99,20 @@ class MemoryJournal:
                 raise Gone(f"request {request!r} is over, and its result is no longer kept")
             raise NotFound(f"no request {request[:80]!r}")
         if operation.status == "pending":
-            return Future(operation.kind, "pending", operation.lane)
+            return Future(operation.kind, "pending", operation.queue_id)
         over = self._outcomes[operation.id]
         error = over.error or ("the request was cancelled" if over.cancelled else None)
-        return Future(operation.kind, operation.status, operation.lane, over.result, error, over.category)
+        return Future(operation.kind, operation.status, operation.queue_id, over.result, error, over.category)
 
     async def pending(self) -> list[Operation]:
         """See `SqliteJournal.pending`."""
         found = [operation for operation in self._operations.values() if operation.status == "pending"]
-        return sorted((replace(each, payload=None) for each in found), key=lambda each: (each.lane, each.number))
+        return sorted((replace(each, payload=None) for each in found), key=lambda each: (each.queue_id, each.number))
 
-    async def after(self, lane: str, number: int) -> list[Operation]:
+    async def after(self, queue_id: str, number: int) -> list[Operation]:
         """See `SqliteJournal.after`."""
-        numbers = sorted(each for each in self._lanes.get(lane, {}) if each > number)
-        return [replace(self._operations[self._lanes[lane][each]], payload=None) for each in numbers]
+        numbers = sorted(each for each in self._queues.get(queue_id, {}) if each > number)
+        return [replace(self._operations[self._queues[queue_id][each]], payload=None) for each in numbers]
 
     async def payload(self, operation: int) -> bytes:
         """See `SqliteJournal.payload`."""
@@ -134,18 +134,18 @@ class MemoryJournal:
 
     async def snapshotted(self, snapshot: Snapshot) -> list[str]:
         """See `SqliteJournal.snapshotted`."""
-        before = self._snapshots.get(snapshot.lane)
+        before = self._snapshots.get(snapshot.queue_id)
         if before is not None and before.number > snapshot.number:
             return [snapshot.folder]
-        self._snapshots[snapshot.lane] = snapshot
-        for number, operation in self._lanes.get(snapshot.lane, {}).items():
+        self._snapshots[snapshot.queue_id] = snapshot
+        for number, operation in self._queues.get(snapshot.queue_id, {}).items():
             if number <= snapshot.number and self._operations[operation].status != "pending":
                 self._operations[operation].payload = None
         return [before.folder] if before is not None and before.folder != snapshot.folder else []
 
-    async def snapshot(self, lane: str) -> Snapshot | None:
+    async def snapshot(self, queue_id: str) -> Snapshot | None:
         """See `SqliteJournal.snapshot`."""
-        return self._snapshots.get(lane)
+        return self._snapshots.get(queue_id)
 
 
 def _digest(submission: Submission) -> bytes:

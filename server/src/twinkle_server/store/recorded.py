@@ -13,9 +13,9 @@ _AT_ONCE: Final = 500
 """Values of one statement."""
 
 
-def add(connection: Connection, tenant: str, session: str, lane: str, number: int, now: float) -> None:
+def add(connection: Connection, tenant: str, session: str, queue_id: str, number: int, now: float) -> None:
     """Note that the operation `number` of a sampling session is recorded for its session."""
-    row = {"lane": lane, "number": number, "tenant": tenant, "session": session, "used": now}
+    row = {"lane": queue_id, "number": number, "tenant": tenant, "session": session, "used": now}
     connection.execute(insert(recorded).values(row))
 
 
@@ -51,17 +51,17 @@ class Recorded:
 def _look_up(
     tenant: str, session: str, requests: list[str], since: float, connection: Connection
 ) -> dict[str, tuple[str, int]]:
-    """Return lane and number of those requests that are recorded."""
+    """Return queue and number of those requests that are recorded."""
     operation = and_(operations.c.lane == recorded.c.lane, operations.c.number == recorded.c.number)
     query = select(operations.c.request, recorded.c.lane, recorded.c.number).join_from(operations, recorded, operation)
     own = (operations.c.tenant == tenant, recorded.c.tenant == tenant, recorded.c.session == session)
     rows = connection.execute(query.where(*own, operations.c.request.in_(requests), recorded.c.used >= since))
-    return {request: (lane, number) for request, lane, number in rows}
+    return {request: (queue_id, number) for request, queue_id, number in rows}
 
 
 def _note_use(tenant: str, keys: list[tuple[str, int]], now: float, connection: Connection) -> None:
-    for lane, number in keys:
-        key = (recorded.c.tenant == tenant, recorded.c.lane == lane, recorded.c.number == number)
+    for queue_id, number in keys:
+        key = (recorded.c.tenant == tenant, recorded.c.lane == queue_id, recorded.c.number == number)
         connection.execute(update(recorded).where(*key).values(used=now))
 
 

@@ -51,7 +51,7 @@ class Session:
 
 @dataclass(slots=True)
 class Model:
-    """A training run: an adapter, and the lane of its operations.
+    """A training run: an adapter, and the queue of its operations.
 
     Attributes:
         id: `<session>:train:<number>`.

@@ -79,7 +79,7 @@ class Submit:
         self.context.fence(raw)
         number = asked.number
         if number is None:
-            number = int(raw.execute(sql.NEXT_NUMBER, {"lane": asked.lane}).fetchone()[0])
+            number = int(raw.execute(sql.NEXT_NUMBER, {"lane": asked.queue_id}).fetchone()[0])
         request = new_request(self.context.secret, asked.tenant)
         row = self._insert(raw, request, number)
         if row is None:
@@ -89,35 +89,36 @@ class Submit:
             status = "failed"
         elif self.also is not None:
             self.also(connection)
-        operation = Operation(row, request, asked.tenant, asked.lane, number, asked.kind, asked.tokens, status)
+        operation = Operation(row, request, asked.tenant, asked.queue_id, number, asked.kind, asked.tokens, status)
         operation.payload = asked.payload if status == "pending" else None
         return Accepted(request, True), operation
 
     def _insert(self, raw: sqlite3.Connection, request: str, number: int) -> int | None:
         asked, now = self.submission, self.context.clock()
         refused = asked.refusal is not None
-        columns = (request, asked.tenant, asked.lane, number, asked.kind, asked.tokens, self.digest)
+        columns = (request, asked.tenant, asked.queue_id, number, asked.kind, asked.tokens, self.digest)
         outcome = ("failed", redact(asked.refusal), "user") if asked.refusal is not None else ("pending", None, None)
         where = (self.context.epoch, self.stored.where, now, now if refused else None)
         row = raw.execute(sql.INSERT, columns + outcome + where).fetchone()
         if row is None:
             return None
         if asked.ordered:
-            covered = raw.execute(sql.TOUCH_MODEL, (now, asked.lane, asked.tenant)).fetchone()
+            covered = raw.execute(sql.TOUCH_MODEL, (now, asked.queue_id, asked.tenant)).fetchone()
             if covered is not None and covered[0] is not None and number <= covered[0]:
-                raise Gone(f"number {number} of {asked.lane!r} was used long ago: its result is no longer kept")
+                raise Gone(f"number {number} of {asked.queue_id!r} was used long ago: its result is no longer kept")
         if self.stored.data is not None:
             raw.execute(sql.PUT_PAYLOAD, (row[0], self.stored.data))
         return int(row[0])
 
     def _repeated(self, raw: sqlite3.Connection, number: int) -> tuple[Accepted, Operation]:
         asked = self.submission
-        row = raw.execute(sql.BY_NUMBER, (asked.lane, number, asked.tenant)).fetchone()
+        row = raw.execute(sql.BY_NUMBER, (asked.queue_id, number, asked.tenant)).fetchone()
         if row is None:
-            raise NotFound(f"no model or sampling session {asked.lane[:120]!r}")
+            raise NotFound(f"no model or sampling session {asked.queue_id[:120]!r}")
         if row[-1] not in (self.digest, LOST_DIGEST):
             raise SequenceConflict(
-                f"number {number} of {asked.lane!r} was used for another request: each request takes the next number"
+                f"number {number} of {asked.queue_id!r} was used for another request: "
+                "each request takes the next number"
             )
         operation = Operation(*row[:-1])
         return Accepted(operation.request, False), operation
@@ -177,9 +178,9 @@ class Finish:
         if status == "done" and outcome.composition is not None:
             raw.execute(sql.PUT_COMPOSITION, (outcome.operation, outcome.composition.encode()))
         self.used.update(kept.files)
-        kind, payload, lane, tenant = row
+        kind, payload, queue_id, tenant = row
         if kind == "create" and status != "done":
-            raw.execute(sql.NEVER_MADE, (error, lane, tenant))
+            raw.execute(sql.NEVER_MADE, (error, queue_id, tenant))
         if (status != "done" or kind in _NEVER_REPLAYED) and payload is not None:
             self.needless += drop_payloads(raw, [(outcome.operation, payload)])
         return outcome

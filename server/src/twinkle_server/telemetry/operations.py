@@ -18,7 +18,7 @@ _room = Room("operations that failed")
 
 def names(of: Submission | Operation) -> dict[str, Any]:
     """Return the fields that say which operation a line is about."""
-    return {"model" if of.ordered else "sampler": of.lane, "kind": of.kind, "number": of.number}
+    return {"model" if of.ordered else "sampler": of.queue_id, "kind": of.kind, "number": of.number}
 
 
 def log_taken(submission: Submission, accepted: Accepted) -> None:

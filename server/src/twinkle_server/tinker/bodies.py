@@ -16,7 +16,7 @@ B = TypeVar("B", bound="Body")
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Number = Annotated[int, Field(ge=0, le=2**62)]
-"""A number of a lane, a session's model or a page."""
+"""A number of a queue, a session's model or a page."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 

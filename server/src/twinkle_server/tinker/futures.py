@@ -118,8 +118,8 @@ async def _left(request: Request) -> None:
 
 
 def _try_again(state: AppState, request_id: str, future: Future) -> Response:
-    state, reason = state.service.queue_state(future.lane)
-    return answer(present(type="try_again", request_id=request_id, queue_state=state, queue_state_reason=reason))
+    queue_state, reason = state.service.queue_state(future.queue_id)
+    return answer(present(type="try_again", request_id=request_id, queue_state=queue_state, queue_state_reason=reason))
 
 
 def _failed(error: str, category: str) -> Response:

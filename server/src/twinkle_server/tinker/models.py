@@ -16,7 +16,7 @@ from twinkle_server.store.records import Checkpoint, Model
 from twinkle_server.tinker.answers import answer, promise
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller, now
 from twinkle_server.tinker.bodies import Body, Id, Metadata, Number, Seed, Text, read, takes
-from twinkle_server.tinker.submitting import Numbered, model_lane, submit, submit_body
+from twinkle_server.tinker.submitting import Numbered, owned_model, submit, submit_body
 
 router = APIRouter()
 _RANKS = 1024
@@ -87,7 +87,7 @@ class UnloadModel(Body):
 
 @router.post("/create_model", openapi_extra=takes(CreateModel))
 async def create_model(request: Request) -> Response:
-    """Make a model with fresh weights: operation 0 of its lane."""
+    """Make a model with fresh weights: operation 0 of its queue."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, CreateModel)
     lora = body.lora_config
@@ -151,7 +151,7 @@ async def unload_model(request: Request) -> Response:
     """End a model: its weights are zeroed. Clients before 0.26 send this, without a number."""
     who, state = caller(request), app_state_of(request)
     body = await read(request, UnloadModel)
-    model = await model_lane(state, who, body.model_id)
+    model = await owned_model(state, who, body.model_id)
     accepted = await state.service.submit_next(Submission(who.tenant, model.id, "unload", Unload().dump(), None))
     state.models.forget()
     return promise(accepted, model_id=model.id)
@@ -233,8 +233,8 @@ async def _create(
     payload: Callable[[], Awaitable[Create]],
     made: list[Create],
 ) -> Accepted:
-    """Submit operation 0 of a lane, with the model's row in the same transaction if there is to be a model."""
-    lane, begun = model_id(session, number), now()
+    """Submit operation 0 of a queue, with the model's row in the same transaction if there is to be a model."""
+    queue_id, begun = model_id(session, number), now()
     found = await state.store.sessions.get(who.tenant, session)
     if found.status != "active":
         raise Gone(f"session {session!r} has {found.status}: create another one")
@@ -242,7 +242,7 @@ async def _create(
     def also(connection: Any) -> None:
         create = made[0]
         model = Model(
-            lane,
+            queue_id,
             who.tenant,
             session,
             number,
@@ -257,10 +257,10 @@ async def _create(
             metadata=body.user_metadata,
             project=found.project,
         )
-        check_free(connection, who.tenant, lane)
+        check_free(connection, who.tenant, queue_id)
         models.add(connection, model)
 
-    return await submit(state, who, lane, 0, "create", body, payload, also)
+    return await submit(state, who, queue_id, 0, "create", body, payload, also)
 
 
 def _fresh(lora: Lora) -> Create:

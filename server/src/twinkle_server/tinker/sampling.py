@@ -233,8 +233,8 @@ def _recording(who: Caller, sampler: Sampler, body: SampleBody) -> Callable[[Any
     """Return what notes that a request's sequences may be named in training; None if that was not asked for."""
     if not body.record_stability_info:
         return None
-    tenant, session, lane, number = who.tenant, sampler.session, sampler.id, body.seq_id
-    return lambda connection: recorded.add(connection, tenant, session, lane, number, now())
+    tenant, session, queue_id, number = who.tenant, sampler.session, sampler.id, body.seq_id
+    return lambda connection: recorded.add(connection, tenant, session, queue_id, number, now())
 
 
 def _submission(context: int, who: Caller, sampler: Sampler, body: SampleBody) -> Submission:

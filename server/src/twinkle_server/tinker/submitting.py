@@ -1,4 +1,4 @@
-"""How a request becomes an operation of a model's lane, also where it must fail: its number is used up all the same."""
+"""How a request becomes an operation of a model's queue. A request that fails uses up its number as well."""
 
 import asyncio
 import hashlib
@@ -26,7 +26,7 @@ class Numbered(Body):
     """A request for an operation of a model.
 
     Attributes:
-        model_id: the lane.
+        model_id: the queue.
         seq_id: the number in it. Without one a repeated request could not be told from another.
     """
 
@@ -41,7 +41,7 @@ class Payload(Protocol):
         """Return the bytes for the log."""
 
 
-async def model_lane(state: AppState, who: Caller, model_id: str) -> Model:
+async def owned_model(state: AppState, who: Caller, model_id: str) -> Model:
     """Return the caller's model, if it can be given work.
 
     Raises:
@@ -73,11 +73,11 @@ async def submit_body(
     who, state, data = caller(request), app_state_of(request), await request.body()
     body = _read(data, form) if len(data) <= LARGE else await asyncio.to_thread(_read, data, form)
     if isinstance(body, _Refused):
-        model = await model_lane(state, who, body.head.model_id)
+        model = await owned_model(state, who, body.head.model_id)
         asked, number = body.asked, body.head.seq_id
         refused = Submission(who.tenant, model.id, kind, b"{}", number, refusal=body.reason, asked=asked)
         return promise(await state.service.submit(refused), model_id=model.id)
-    model = await model_lane(state, who, body.model_id)
+    model = await owned_model(state, who, body.model_id)
     accepted = await submit(state, who, model.id, body.seq_id, kind, body, lambda: make(state, who, model, body))
     return promise(accepted, model_id=model.id)
 
@@ -85,7 +85,7 @@ async def submit_body(
 async def submit(
     state: AppState,
     who: Caller,
-    lane: str,
+    queue_id: str,
     number: int,
     kind: Kind,
     body: Body,
@@ -97,8 +97,8 @@ async def submit(
     Args:
         state: see there.
         who: asks.
-        lane: of a model of theirs.
-        number: in the lane.
+        queue_id: of a model of theirs.
+        number: in the queue.
         kind: of the operation.
         body: of the request; all that it says tells a repeated request from another one.
         payload: makes the payload; what it raises for good fails the operation, and not the request, so that the
@@ -111,7 +111,7 @@ async def submit(
     except PERMANENT as error:
         refusal = error.message
     asked = body.model_dump_json().encode()
-    submission = Submission(who.tenant, lane, kind, data, number, refusal=refusal, asked=asked)
+    submission = Submission(who.tenant, queue_id, kind, data, number, refusal=refusal, asked=asked)
     return await state.service.submit(submission, also)
 
 

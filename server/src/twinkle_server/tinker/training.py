@@ -19,7 +19,7 @@ from twinkle_server.tinker.answers import promise
 from twinkle_server.tinker.app_state import AppState, Caller, app_state_of, caller
 from twinkle_server.tinker.bodies import Body, Text, takes
 from twinkle_server.tinker.provenance import LOSSES, Claim, claims_of, refusal_of
-from twinkle_server.tinker.submitting import Numbered, model_lane, submit_body
+from twinkle_server.tinker.submitting import Numbered, owned_model, submit_body
 
 router = APIRouter()
 _ON_A_THREAD = 96 * 2**10  # bytes; below it, handing over takes longer than reading (4k tokens: 50 µs)
@@ -41,7 +41,7 @@ class PassBody:
 
     Attributes:
         model: its id.
-        number: in the lane.
+        number: in the queue.
         payload: the bytes of a `ForwardBackwardRequest`.
         tokens: that it costs.
         forward_only: whether gradients stay as they are.
@@ -75,7 +75,7 @@ async def _take(request: Request, name: str) -> Response:
     data = await request.body()
     arguments = (data, None if _is_protobuf(request) else name, state.settings.limits)
     taken = read_pass(*arguments) if len(data) <= _ON_A_THREAD else await asyncio.to_thread(read_pass, *arguments)
-    return await _submit(state, who, taken, await model_lane(state, who, taken.model))
+    return await _submit(state, who, taken, await owned_model(state, who, taken.model))
 
 
 async def _submit(state: AppState, who: Caller, taken: PassBody, model: Model) -> Response:

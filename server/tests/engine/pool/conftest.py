@@ -33,9 +33,9 @@ def bench(base: Path, tmp_path: Path) -> Bench:
 def shared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Serve all tests of a module, with two equal models `a` and `b`."""
     bench = Bench(base, tmp_path_factory.mktemp("shared"))
-    for lane in "ab":
-        bench.create(lane, seed=1)
-        bench.shake(lane)
+    for queue_id in "ab":
+        bench.create(queue_id, seed=1)
+        bench.shake(queue_id)
     return bench
 
 

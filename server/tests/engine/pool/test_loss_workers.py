@@ -51,9 +51,9 @@ def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def shared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench = Bench(base, tmp_path_factory.mktemp("shared"), extra={"loss_workers": LIMITS})
-    for lane in "ab":
-        bench.create(lane, seed=1)
-        bench.shake(lane)
+    for queue_id in "ab":
+        bench.create(queue_id, seed=1)
+        bench.shake(queue_id)
     yield bench
     workers(bench).close()
 
@@ -62,9 +62,9 @@ def shared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 def inside(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Serve the same models, with all losses in this process."""
     bench = Bench(base, tmp_path_factory.mktemp("inside"), extra={"loss_workers": None})
-    for lane in "ab":
-        bench.create(lane, seed=1)
-        bench.shake(lane)
+    for queue_id in "ab":
+        bench.create(queue_id, seed=1)
+        bench.shake(queue_id)
     return bench
 
 
@@ -84,11 +84,11 @@ def rich_row(length: int, seed: int) -> Any:
     return tokens, {**inputs, "fractions": np.random.default_rng(seed).normal(size=length).astype(np.float32)}
 
 
-def gradient(bench: Bench, lane: str) -> torch.Tensor:
+def gradient(bench: Bench, queue_id: str) -> torch.Tensor:
     """Return a copy of a model's pending gradient, and forget it."""
-    tenant = bench.tenant(lane)
+    tenant = bench.tenant(queue_id)
     found = tenant.flat.grad.clone()
-    bench.step(lane, learning_rate=0.0)
+    bench.step(queue_id, learning_rate=0.0)
     return found
 
 
@@ -184,10 +184,10 @@ def test_it_fails_its_own_operation_and_no_other(shared, inside, loss, caplog):
 def test_two_losses_that_hang_in_one_pass_delay_it_by_one_deadline(shared):
     shared.run("a", [plain_row()], "AcmePlain")
     shared.run("b", [plain_row()], "AcmePlain")
-    for lane in "ab":
-        shared.step(lane, learning_rate=0.0)
+    for queue_id in "ab":
+        shared.step(queue_id, learning_rate=0.0)
     begin = time.monotonic()
-    found, _ = shared.executor.run([Pass(lane, request([plain_row()], "AcmeSleeps"), 1) for lane in "ab"])
+    found, _ = shared.executor.run([Pass(queue_id, request([plain_row()], "AcmeSleeps"), 1) for queue_id in "ab"])
     seconds = time.monotonic() - begin
     assert all(isinstance(one, UserError) for one in found)
     assert SECONDS <= seconds < 1.9 * SECONDS
@@ -201,8 +201,8 @@ def test_what_a_loss_prints_goes_nowhere(shared, capfd):
     )
     assert answer(good)[1]["loss:sum"]
     assert capfd.readouterr() == ("", "")
-    for lane in "ab":
-        shared.step(lane, learning_rate=0.0)
+    for queue_id in "ab":
+        shared.step(queue_id, learning_rate=0.0)
 
 
 def test_a_loss_that_overwrites_its_inputs_changes_nothing_of_the_answer(shared):
@@ -249,7 +249,7 @@ def test_secrets_of_the_environment_do_not_reach_a_worker(monkeypatch):
     [spec] = registry().specs("loss")["AcmeLooks"]
     try:
         made.prepare([spec])
-        made.open(spec, {}, lane="a", number=1, weighted=False)
+        made.open(spec, {}, queue_id="a", number=1, weighted=False)
         [first] = set(children_of(os.getpid(), PROCESS)) - before
         environment = Path(f"/proc/{first}/environ").read_bytes()
         assert b"secret" not in environment
@@ -336,9 +336,9 @@ def test_no_process_of_a_plugin_that_is_revoked_goes_on(base, tmp_path, monkeypa
 def test_no_more_workers_are_kept_than_the_limit(base, tmp_path):
     bench = Bench(base, tmp_path, extra={"loss_workers": {**LIMITS, "warm": 2}})
     pids = []
-    for lane in ("a", "b", "c"):
-        bench.create(lane)
-        pids.append(int(bench.run(lane, [plain_row()], "AcmeLooks", forward=True)[1]["pid:sum"]))
+    for queue_id in ("a", "b", "c"):
+        bench.create(queue_id)
+        pids.append(int(bench.run(queue_id, [plain_row()], "AcmeLooks", forward=True)[1]["pid:sum"]))
     assert [Path(f"/proc/{pid}").exists() for pid in pids] == [False, True, True]
     assert int(bench.run("a", [plain_row()], "AcmeLooks", forward=True)[1]["pid:sum"]) not in pids
     workers(bench).close()
@@ -420,8 +420,8 @@ def test_an_answer_may_not_be_much_larger_than_what_was_sent():
 @pytest.mark.full
 def test_want_of_descriptors_costs_an_operation_and_no_process(base, tmp_path, monkeypatch):
     bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
-    for lane in "ab":
-        bench.create(lane)
+    for queue_id in "ab":
+        bench.create(queue_id)
     before = bench.run("a", [plain_row()], "AcmePlain", forward=True)
     plugin = workers(bench)._tree.plugins["acme-rogue"].process
 
@@ -460,8 +460,8 @@ def test_a_plugin_whose_import_crashes_or_hangs_is_refused_and_tried_again_later
     registry.cache_clear()
     bench = Bench(base, tmp_path, extra={"loss_workers": {**LIMITS, "start": 15.0}})
     registry.cache_clear()
-    for lane in "ab":
-        bench.create(lane)
+    for queue_id in "ab":
+        bench.create(queue_id)
     bad, good = beside(bench, "AcmeImport")
     with pytest.raises(UserError, match=words):
         answer(bad)
@@ -502,8 +502,8 @@ def test_a_plugin_whose_import_raises_fails_its_own_operations(base, tmp_path, m
     registry.cache_clear()
     bench = Bench(base, tmp_path, extra={"loss_workers": LIMITS})
     registry.cache_clear()
-    for lane in "ab":
-        bench.create(lane)
+    for queue_id in "ab":
+        bench.create(queue_id)
     bad, good = beside(bench, "AcmeImport")
     with pytest.raises(
         UserError, match=r"'AcmeImport' of plugin 'acme-import' raised PluginBroken: .*broken on purpose"

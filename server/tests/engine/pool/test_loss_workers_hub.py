@@ -69,7 +69,7 @@ def workers() -> Iterator[LossWorkers]:
 
 def test_a_worker_imports_it_from_the_store(spec: ComponentSpec, workers: LossWorkers) -> None:
     workers.prepare([spec])
-    loss = workers.open(spec, {}, lane="a", number=1, weighted=False)
+    loss = workers.open(spec, {}, queue_id="a", number=1, weighted=False)
     logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     output = loss({"labels": torch.tensor([[3, 4]])}, {"logps": logps})
     output.loss_sum.backward()
@@ -91,4 +91,4 @@ def test_a_file_that_was_changed_in_the_store_is_refused_there_too(
     with pytest.raises(
         (UserError, TwinkleError), match=r"'AcmeHub' of plugin 'acme-hub' raised .*(changed|sha256|SHA-256)"
     ):
-        workers.open(spec, {}, lane="a", number=1, weighted=False)
+        workers.open(spec, {}, queue_id="a", number=1, weighted=False)

@@ -31,12 +31,12 @@ def trained(bench):
     return bench
 
 
-def go_on(bench, lane):
+def go_on(bench, queue_id):
     """Train two steps more and return the weights."""
     for turn in (7, 8):
-        bench.run(lane, [datum(11, turn)])
-        bench.step(lane, learning_rate=1e-2, weight_decay=0.1)
-    return bench.weights(lane)
+        bench.run(queue_id, [datum(11, turn)])
+        bench.step(queue_id, learning_rate=1e-2, weight_decay=0.1)
+    return bench.weights(queue_id)
 
 
 def test_a_model_from_a_checkpoint_with_its_optimizer_goes_on_as_if_nothing_had_happened(trained, fresh):
@@ -203,8 +203,8 @@ def test_a_state_fits_a_pool_that_lays_matrices_out_otherwise(trained, fresh, mo
         laid = lambda shapes, rank_multiple=1: real(sorted(shapes, reverse=True), rank_multiple=8)  # noqa: E731
         patch.setattr(pool_config.Layout, "of", staticmethod(laid))
         other.create("a", rank=4)
-    monkeypatch.setattr(other.executor._models, "_add", lambda lane, spec: other.executor._models[lane])
-    monkeypatch.setattr(other.executor._models, "remove", lambda lane: None)
+    monkeypatch.setattr(other.executor._models, "_add", lambda queue_id, spec: other.executor._models[queue_id])
+    monkeypatch.setattr(other.executor._models, "remove", lambda queue_id: None)
     other.executor.restore("a", folder)
     assert other.step("a")["grad_norm"] == pytest.approx(norm["grad_norm"], rel=1e-6)
     mine, theirs = trained.weights("a"), other.weights("a")
@@ -233,19 +233,19 @@ def test_models_that_are_paged_out_come_back_as_they_were(base, tmp_path, fresh)
     room = fresh()
     small = fresh(extra={"model": {"adapter_memory": 400_000, "host_memory": 300_000}})
     for bench in (room, small):
-        for lane in "abcdef":
-            bench.create(lane, seed=ord(lane))
+        for queue_id in "abcdef":
+            bench.create(queue_id, seed=ord(queue_id))
         for turn in range(2):
-            for lane in "abcdef":
-                bench.run(lane, [datum(5, turn)])
-            for lane in "abcdef":
-                bench.step(lane, learning_rate=1e-2)
+            for queue_id in "abcdef":
+                bench.run(queue_id, [datum(5, turn)])
+            for queue_id in "abcdef":
+                bench.step(queue_id, learning_rate=1e-2)
     folders = [bench.snapshot("a") for bench in (room, small)]
     one, other = (load_file(folder / "state.safetensors") for folder in folders)
     assert same(one, other)
-    for lane in "abcdef":
-        assert same(room.weights(lane), small.weights(lane))
-        small.executor.remove(lane)
+    for queue_id in "abcdef":
+        assert same(room.weights(queue_id), small.weights(queue_id))
+        small.executor.remove(queue_id)
 
 
 def test_arrays_of_a_message_may_be_read_only(bench):

@@ -110,16 +110,16 @@ def test_a_traced_loss_trains_like_the_published_one(fresh: Callable[..., Any]):
     bench = fresh(extra={"custom_losses": True})
     data = [datum(9, 1), datum(4, 2), datum(6, 3)]
     name = loss_id(traced(likelihood, logprobs=1, weights=1))
-    for lane in ("a", "b"):
-        bench.create(lane)
-        bench.shake(lane)
+    for queue_id in ("a", "b"):
+        bench.create(queue_id)
+        bench.shake(queue_id)
     outputs, metrics = bench.run("a", data, "custom", loss_id=name)
     wanted, published = bench.run("b", data)
     assert metrics["loss:sum"] == pytest.approx(published["loss:sum"], rel=1e-5)
     assert metrics["custom/rows:sum"] == 3.0
     assert metrics["custom/mean:mean"] == pytest.approx(sum(float(row.mean()) for row in outputs) / 3, rel=1e-5)
     assert [row.tolist() for row in outputs] == [row.tolist() for row in wanted]
-    norms = [bench.step(lane)["grad_norm"] for lane in ("a", "b")]
+    norms = [bench.step(queue_id)["grad_norm"] for queue_id in ("a", "b")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     ours, theirs = bench.weights("a"), bench.weights("b")
     assert all(torch.allclose(ours[key], theirs[key], atol=1e-6) for key in ours)
@@ -180,8 +180,8 @@ def test_lists_that_share_their_entries_are_not_walked_through(levels: int):
 
 def test_other_models_of_the_same_pass_are_trained_though_one_graph_is_refused(fresh: Callable[..., Any]):
     bench = fresh(extra={"custom_losses": True})
-    for lane in ("a", "b"):
-        bench.create(lane)
+    for queue_id in ("a", "b"):
+        bench.create(queue_id)
     hostile = request([datum(9, 1)], "custom", loss_id=loss_id(doubled(60)))
     results, _ = bench.executor.run([Pass("a", hostile, 1), Pass("b", request([datum(9, 1)]), 1)])
     assert isinstance(results[0], UserError)

@@ -38,7 +38,7 @@ def test_a_pass_is_cut_by_tokens_but_not_within_a_row(fresh, pieces, forward):
     found = pieces(bench)
     data = [[datum(n, n) for n in (20, 20, 20, 120, 30)], [datum(10, 1)]]
     payloads = [request(rows, forward=forward) for rows in data]
-    bench.executor.run([Pass(lane, payload, 1) for lane, payload in zip("ab", payloads, strict=True)])
+    bench.executor.run([Pass(queue_id, payload, 1) for queue_id, payload in zip("ab", payloads, strict=True)])
     assert found == [40, 20, 120, 40]
 
 
@@ -58,7 +58,7 @@ def test_operations_of_one_model_share_no_pass_whenever_they_come(fresh, pieces)
     bench.create("a")
     bench.create("b")
     found = pieces(bench)
-    bench.executor.run([Pass(lane, request([datum(9, at)]), at) for at, lane in enumerate("aaba")])
+    bench.executor.run([Pass(queue_id, request([datum(9, at)]), at) for at, queue_id in enumerate("aaba")])
     assert found == [18, 9, 9], "the first of each model, and then one after the other"
 
 

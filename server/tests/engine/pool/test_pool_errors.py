@@ -158,8 +158,8 @@ def test_bytes_that_are_no_message_are_refused(shared):
     ],
 )
 def test_a_bad_step_changes_nothing_and_leaves_the_others(shared, values, words):
-    for lane in "ab":
-        shared.run(lane, [datum(6, 2)])
+    for queue_id in "ab":
+        shared.run(queue_id, [datum(6, 2)])
     before = shared.weights("a")
     bad, good = shared.executor.step([("a", OptimStep(**values)), ("b", OptimStep(learning_rate=0.0))])
     assert isinstance(bad, UserError)
@@ -194,7 +194,7 @@ def test_a_rank_that_is_none_is_refused(shared, rank):
         shared.executor.create("c", Create(rank, 1), None)
 
 
-def test_a_lane_is_created_once(shared):
+def test_a_queue_is_created_once(shared):
     with pytest.raises(UserError, match="already"):
         shared.create("a")
 
@@ -252,7 +252,7 @@ def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
     assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
     assert metrics["fractions:sum"] == pytest.approx(6.0)
     assert all((one == two).all() for one, two in zip(logprobs, plain, strict=True))
-    norms = [shared.step(lane, learning_rate=0.0)["grad_norm"] for lane in "ab"]
+    norms = [shared.step(queue_id, learning_rate=0.0)["grad_norm"] for queue_id in "ab"]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     with pytest.raises(UserError, match="'Fraction' needs the loss_fn_input 'fractions'"):
         shared.run("a", [(tokens, inputs)], "Fraction")

@@ -11,7 +11,7 @@ from server_pool import datum
 from twinkle_server.payloads import Sample
 from twinkle_server.wire.codec import read_sample_response
 
-LANES = "abc"
+QUEUES = "abc"
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 CLOSE = 1e-3
 
@@ -47,50 +47,50 @@ class AppState:
 
         sources._read = counted
         self.base = bench.sample(PROMPT, max_tokens=1, prompt_logprobs=True)[1].logprobs[1:]
-        for lane in LANES:
-            self.make(lane)
-            self.save(lane)
-            self.move(lane)
+        for queue_id in QUEUES:
+            self.make(queue_id)
+            self.save(queue_id)
+            self.move(queue_id)
 
-    def make(self, lane):
+    def make(self, queue_id):
         """The model goes, and another is made in its place."""
-        self.bench.executor.remove(lane)
-        self.bench.create(lane, rank=self.draw.choice([2, 4, 8]), seed=self.draw.randrange(1000))
-        self.bench.shake(lane, seed=self.draw.randrange(1000))
+        self.bench.executor.remove(queue_id)
+        self.bench.create(queue_id, rank=self.draw.choice([2, 4, 8]), seed=self.draw.randrange(1000))
+        self.bench.shake(queue_id, seed=self.draw.randrange(1000))
 
-    def train(self, lane):
-        self.bench.run(lane, [datum(9, self.draw.randrange(10_000))])
-        self.bench.step(lane, learning_rate=0.02)
+    def train(self, queue_id):
+        self.bench.run(queue_id, [datum(9, self.draw.randrange(10_000))])
+        self.bench.step(queue_id, learning_rate=0.02)
 
-    def scored(self, lane, tokens):
+    def scored(self, queue_id, tokens):
         """Return how the model scores all tokens but the first."""
         inputs = {"target_tokens": np.asarray(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
-        [found], _ = self.bench.run(lane, [(tokens[:-1], inputs)], forward=True)
+        [found], _ = self.bench.run(queue_id, [(tokens[:-1], inputs)], forward=True)
         return found
 
-    def saved(self, lane):
-        folder = self.bench.save(lane, "sampler_weights")
+    def saved(self, queue_id):
+        folder = self.bench.save(queue_id, "sampler_weights")
         [text], said = self.bench.sample(PROMPT, folder, max_tokens=6, temperature=0.0, stop=[], prompt_logprobs=True)
         tokens = text.tokens.tolist()
-        scores = self.scored(lane, PROMPT + tokens)
+        scores = self.scored(queue_id, PROMPT + tokens)
         made = Sampler(folder, scores[: len(PROMPT) - 1], tokens, scores[len(PROMPT) - 1 :])
         self.compare(made, text, said)
         assert np.abs(made.scores - self.base).max() > 10 * CLOSE, "it is not the base model"
         return made
 
-    def save(self, lane):
-        self.samplers.append(self.saved(lane))
+    def save(self, queue_id):
+        self.samplers.append(self.saved(queue_id))
 
-    def move(self, lane):
-        self.inflight[lane] = self.saved(lane)
+    def move(self, queue_id):
+        self.inflight[queue_id] = self.saved(queue_id)
 
-    def ask(self, lane):
+    def ask(self, queue_id):
         """Sample from any that was ever saved."""
         self.begin(self.draw.choice(self.samplers))
 
-    def ask_moving(self, lane):
+    def ask_moving(self, queue_id):
         """Sample from what moves with a model; it is what it is when the request comes."""
-        self.begin(self.inflight[lane])
+        self.begin(self.inflight[queue_id])
 
     def begin(self, sampler):
         self._count += 1
@@ -99,10 +99,10 @@ class AppState:
         self.bench.executor.sample(key, sample, sampler.folder)
         self.under_way[key] = sampler
 
-    def decode(self, lane):
+    def decode(self, queue_id):
         self.hear(self.bench.executor.decode())
 
-    def finish(self, lane="a"):
+    def finish(self, queue_id="a"):
         for _ in range(200):
             self.hear(self.bench.executor.decode())
             if not self.under_way:
@@ -134,7 +134,7 @@ def live(bench, seed, words):
         asked += word in (house.ask, house.ask_moving)
         if house.under_way and word in (house.save, house.move):
             house.finish()
-        word(draw.choice(LANES))
+        word(draw.choice(QUEUES))
     house.finish()
     assert house.checked >= 0.9 * asked, "they said what they would have said then"
     assert house.reads > len(house.samplers), "weights were forgotten and read again"

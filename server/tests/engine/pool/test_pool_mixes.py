@@ -10,7 +10,7 @@ from server_pool import answer, datum, drawn, request
 from twinkle_server.engine.executor import Pass
 from twinkle_torch.numerics import RoundingNoise
 
-LANES = "abcdefgh"
+QUEUES = "abcdefgh"
 RANKS = (2, 4, 8, 16)
 DRAWN = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
@@ -19,9 +19,9 @@ DRAWN = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 def house(fresh):
     """Eight models of several ranks, none of them where it began."""
     bench = fresh(extra={"pass_tokens": 1024})  # what comes together is not cut
-    for at, lane in enumerate(LANES):
-        bench.create(lane, rank=RANKS[at % 4], seed=at)
-        bench.shake(lane, seed=at)
+    for at, queue_id in enumerate(QUEUES):
+        bench.create(queue_id, rank=RANKS[at % 4], seed=at)
+        bench.shake(queue_id, seed=at)
     return bench
 
 
@@ -50,11 +50,11 @@ def row(loss, length, seed):
 def mix(draw):
     """Return what comes together: one or two operations of each of several tenants, of any loss and shape."""
     made = []
-    for lane in draw.sample(LANES, draw.randint(2, 8)):
+    for queue_id in draw.sample(QUEUES, draw.randint(2, 8)):
         for number in range(draw.choice([1, 1, 2])):
             loss = draw.choice(("cross_entropy", *DRAWN))
             data = [row(loss, draw.choice([1, 2, 7, 16]), draw.randrange(10_000)) for _ in range(draw.randint(1, 3))]
-            made.append(Pass(lane, request(data, loss, forward=draw.random() < 0.25), number))
+            made.append(Pass(queue_id, request(data, loss, forward=draw.random() < 0.25), number))
     return made
 
 
@@ -62,10 +62,10 @@ def done(house, passes):
     """Do passes in one call and return the answers, and the gradients that they added up to; these are forgotten."""
     found, _ = house.executor.run(passes)
     gradients = {}
-    for lane in LANES:
-        gradient = house.tenant(lane).flat.grad
-        gradients[lane] = None if gradient is None else gradient.clone()
-        house.step(lane, learning_rate=0.0)
+    for queue_id in QUEUES:
+        gradient = house.tenant(queue_id).flat.grad
+        gradients[queue_id] = None if gradient is None else gradient.clone()
+        house.step(queue_id, learning_rate=0.0)
     return [answer(one) for one in found], gradients
 
 
@@ -84,12 +84,12 @@ def compare(house, passes):
         noisy, noisy_gradients = done(house, passes)
     limits = [moved(one, other) for one, other in zip(noisy, together, strict=True)]
     logs = max(limit for limit, _ in limits)  # of all: a few draws may leave a short row as it was
-    lanes = [lane for lane in LANES if gradients[lane] is not None]
-    gradual = max((gap(noisy_gradients[lane], gradients[lane]) for lane in lanes), default=0.0)
+    queues = [queue_id for queue_id in QUEUES if gradients[queue_id] is not None]
+    gradual = max((gap(noisy_gradients[queue_id], gradients[queue_id]) for queue_id in queues), default=0.0)
     assert FACTOR * logs < 1e-2, "a fault would be as small"
     assert FACTOR * gradual < USELESS
-    for lane in LANES:
-        mine = [at for at, item in enumerate(passes) if item.lane == lane]
+    for queue_id in QUEUES:
+        mine = [at for at, item in enumerate(passes) if item.queue_id == queue_id]
         for at in mine:
             found, _ = house.executor.run([passes[at]])
             ours = together[at]
@@ -99,10 +99,10 @@ def compare(house, passes):
                 # A metric is a sum over tokens of what a log-probability moves, magnified by the ratios of its loss.
                 limit = max(limits[at][1][name], logs * sum(map(len, ours[0])), EPSILON * abs(ours[1][name]))
                 assert difference <= FACTOR * limit, name
-        gradient = done(house, [])[1][lane]
-        assert (gradient is None) == (gradients[lane] is None)
+        gradient = done(house, [])[1][queue_id]
+        assert (gradient is None) == (gradients[queue_id] is None)
         if gradient is not None:
-            assert gap(gradients[lane], gradient) <= FACTOR * max(gradual, EPSILON)
+            assert gap(gradients[queue_id], gradient) <= FACTOR * max(gradual, EPSILON)
 
 
 EPSILON = float(np.finfo(np.float32).eps)
@@ -113,9 +113,11 @@ def run(house, flights, seeds):
         passes = mix(random.Random(seed))
         flights.clear()
         compare(house, passes)
-        lanes = {item.lane for item in passes}
-        assert max(flights) == len(lanes), "they went through the model together, one operation of each model at a time"
-        house.shake(LANES[seed % 8], seed=seed)
+        queues = {item.queue_id for item in passes}
+        assert max(flights) == len(queues), (
+            "they went through the model together, one operation of each model at a time"
+        )
+        house.shake(QUEUES[seed % 8], seed=seed)
 
 
 @pytest.mark.full
@@ -141,9 +143,9 @@ def life(bench):
 
 def test_a_second_life_in_the_place_of_the_first_is_equal_to_the_bit(bench):
     first = life(bench)
-    for lane in "bcd":
-        bench.create(lane, rank=8, seed=7)
-        bench.shake(lane)
+    for queue_id in "bcd":
+        bench.create(queue_id, rank=8, seed=7)
+        bench.shake(queue_id)
     bench.executor.remove("a")
     second = life(bench)
     assert len(first) == len(second) > 10

@@ -60,8 +60,8 @@ def expected(logps: torch.Tensor, inputs: Any, numbers: np.ndarray, kl_coeff: fl
     return total
 
 
-def run(bench: Bench, lane: str, made: pb.ForwardBackwardRequest) -> tuple[Any, Any]:
-    [found], _ = bench.executor.run([Pass(lane, made.SerializeToString(), 1)])
+def run(bench: Bench, queue_id: str, made: pb.ForwardBackwardRequest) -> tuple[Any, Any]:
+    [found], _ = bench.executor.run([Pass(queue_id, made.SerializeToString(), 1)])
     return answer(found)
 
 

@@ -29,13 +29,13 @@ def rows_of(name, seed=0, lengths=(7, 12, 9)):
     return made
 
 
-def reference(bench, lane):
-    return Reference(bench.base, bench.save(lane))
+def reference(bench, queue_id):
+    return Reference(bench.base, bench.save(queue_id))
 
 
-def compare(bench, lane, other):
+def compare(bench, queue_id, other):
     """Compare all weights of a model with those of a PEFT model."""
-    mine = bench.weights(lane)
+    mine = bench.weights(queue_id)
     theirs = {name.replace(".default", ""): value.detach() for name, value in other.trained.items()}
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
@@ -47,11 +47,11 @@ def test_a_fresh_model_is_the_base_model_and_follows_from_its_seed(bench):
     bench.create("b", seed=5)
     bench.create("c", seed=6)
     row = datum(11, 1)
-    logprobs = [bench.run(lane, [row], forward=True)[0][0] for lane in "abc"]
+    logprobs = [bench.run(queue_id, [row], forward=True)[0][0] for queue_id in "abc"]
     base = Reference(bench.base).logps(row[0], row[1]["target_tokens"]).detach().numpy()
     for found in logprobs:
         assert found == pytest.approx(base, abs=1e-5)
-    a, b, c = (bench.weights(lane) for lane in "abc")
+    a, b, c = (bench.weights(queue_id) for queue_id in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not all(torch.equal(a[name], c[name]) for name in a)
 
@@ -118,45 +118,45 @@ def test_the_summed_gradient_is_clipped_by_its_norm(bench, bound):
 
 
 def test_one_request_of_two_rows_is_two_requests_of_one(bench):
-    for lane in "ab":
-        bench.create(lane)
-        bench.shake(lane)
+    for queue_id in "ab":
+        bench.create(queue_id)
+        bench.shake(queue_id)
     bench.run("a", [datum(8, 1), datum(8, 2)])
     bench.run("b", [datum(8, 1)])
     bench.run("b", [datum(8, 2)])
-    for lane in "ab":
-        bench.step(lane, learning_rate=1e-2)
+    for queue_id in "ab":
+        bench.step(queue_id, learning_rate=1e-2)
     a, b = bench.weights("a"), bench.weights("b")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_forward_between_leaves_the_update_as_it_is_bit_for_bit(bench):
-    for lane in "ab":
-        bench.create(lane)
-        bench.shake(lane)
+    for queue_id in "ab":
+        bench.create(queue_id)
+        bench.shake(queue_id)
     bench.run("a", [datum(8, 1)])
     bench.run("b", [datum(8, 1)])
     bench.run("b", [datum(12, 2)], forward=True)
-    for lane in "ab":
-        bench.step(lane)
+    for queue_id in "ab":
+        bench.step(queue_id)
     assert all(torch.equal(mine, bench.weights("b")[name]) for name, mine in bench.weights("a").items())
 
 
 def test_operations_of_two_models_in_one_pass_are_each_alone(bench, fresh):
     alone = fresh()
-    for at, lane in enumerate("ab"):
+    for at, queue_id in enumerate("ab"):
         for where in (bench, alone):
-            where.create(lane, rank=4 * (at + 1), seed=at)
-            where.shake(lane, seed=at)
+            where.create(queue_id, rank=4 * (at + 1), seed=at)
+            where.shake(queue_id, seed=at)
     for turn in range(3):
         data = {"a": [datum(9, turn)], "b": rows_of("ppo", seed=turn)}
         names = {"a": "cross_entropy", "b": "ppo"}
-        passes = [Pass(lane, request(data[lane], names[lane]), turn) for lane in "ab"]
+        passes = [Pass(queue_id, request(data[queue_id], names[queue_id]), turn) for queue_id in "ab"]
         together, cost = bench.executor.run(passes)
-        for lane, found in zip("ab", together, strict=True):
+        for queue_id, found in zip("ab", together, strict=True):
             logprobs, metrics = answer(found)
-            mine, said = alone.run(lane, data[lane], names[lane])
+            mine, said = alone.run(queue_id, data[queue_id], names[queue_id])
             for one, other in zip(logprobs, mine, strict=True):
                 assert one == pytest.approx(other, abs=1e-5)
             assert metrics["loss:sum"] == pytest.approx(said["loss:sum"], rel=1e-5)
@@ -165,8 +165,8 @@ def test_operations_of_two_models_in_one_pass_are_each_alone(bench, fresh):
         bench.executor.step([("a", OptimStep()), ("b", OptimStep(learning_rate=1e-3))])
         alone.step("a")
         alone.step("b", learning_rate=1e-3)
-    for lane in "ab":
-        mine, theirs = bench.weights(lane), alone.weights(lane)
+    for queue_id in "ab":
+        mine, theirs = bench.weights(queue_id), alone.weights(queue_id)
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-7)
 
@@ -221,8 +221,8 @@ def test_several_targets_a_position_are_scored_and_trained_dense_or_sparse(bench
     flat = (tokens[:5], {"target_tokens": targets[:5, 0], "weights": weights[:5, 0]})
     bench.create("a")
     bench.create("b")
-    for lane in "ab":
-        bench.shake(lane)
+    for queue_id in "ab":
+        bench.shake(queue_id)
     other = reference(bench, "a")
     found, metrics = bench.run("a", [dense, wide, flat])
     for (ids, inputs), mine in zip((dense, wide, flat), found, strict=True):
@@ -250,8 +250,8 @@ def test_positions_of_weight_zero_are_scored_too(bench):
 
 
 def test_weight_zero_is_no_target_for_a_loss_that_knows_labels_alone(bench):
-    for lane in "ab":
-        bench.create(lane)
+    for queue_id in "ab":
+        bench.create(queue_id)
     tokens, inputs = datum(9, 1)
     kept = np.arange(9) % 3 > 0
     masked = {**inputs, "weights": kept.astype(np.float32)}

@@ -52,7 +52,7 @@ class Process:
     def send(self, message: Message) -> None:
         """Hear what the engine tells the service."""
         if message.type == messages.SNAPSHOTTED:
-            self.snapshots[message.head["lane"]] = message.head
+            self.snapshots[message.head["queue_id"]] = message.head
         if message.type != messages.DONE or message.head["id"] not in self._open:
             return
         assert message.head["error"] is None, message.head
@@ -61,25 +61,32 @@ class Process:
         if text := message.head.get("composition"):
             self.compositions[key] = text
 
-    def ask(self, lane: str, kind: str, payload: bytes) -> None:
+    def ask(self, queue_id: str, kind: str, payload: bytes) -> None:
         """Send a new operation."""
-        operations = self.log.setdefault(lane, [])
+        operations = self.log.setdefault(queue_id, [])
         operations.append((kind, payload))
-        self._run(lane, len(operations) - 1, kind, payload)
+        self._run(queue_id, len(operations) - 1, kind, payload)
 
-    def again(self, lane: str, number: int, kind: str, payload: bytes, composition: str | None) -> None:
+    def again(self, queue_id: str, number: int, kind: str, payload: bytes, composition: str | None) -> None:
         """Send an operation of which only the effect is wanted."""
         more = {} if composition is None else {"composition": composition}
-        self._run(lane, number, kind, payload, replay=True, **more)
+        self._run(queue_id, number, kind, payload, replay=True, **more)
 
-    def _run(self, lane: str, number: int, kind: str, payload: bytes, **more: Any) -> None:
+    def _run(self, queue_id: str, number: int, kind: str, payload: bytes, **more: Any) -> None:
         tokens = 1 if kind != "forward_backward" else 90
-        head = {"id": next(self._ids), "lane": lane, "number": number, "kind": kind, "tenant": lane, "tokens": tokens}
-        self._open[head["id"]] = lane, number
+        head = {
+            "id": next(self._ids),
+            "queue_id": queue_id,
+            "number": number,
+            "kind": kind,
+            "tenant": queue_id,
+            "tokens": tokens,
+        }
+        self._open[head["id"]] = queue_id, number
         self.host._inbox.put(Message(messages.RUN, head | more, payload))
 
     def sample(self, tokens: int) -> None:
-        head = {"id": next(self._ids), "lane": "s", "number": 0, "kind": "sample", "tenant": "s", "tokens": tokens}
+        head = {"id": next(self._ids), "queue_id": "s", "number": 0, "kind": "sample", "tenant": "s", "tokens": tokens}
         payload = Sample([5] * 8, max_tokens=tokens, stop=[], seed=1).dump()
         self.host._inbox.put(Message(messages.RUN, head, payload))
 
@@ -90,11 +97,11 @@ class Process:
             assert time.monotonic() < end, f"{self._open} are not over"
             self.host.turn()
 
-    def numbers(self, lane: str) -> list[Any]:
+    def numbers(self, queue_id: str) -> list[Any]:
         """Return what each pass and step of a model answered."""
         found: list[Any] = []
-        for number, (kind, _) in enumerate(self.log[lane]):
-            body = self.results[lane, number]
+        for number, (kind, _) in enumerate(self.log[queue_id]):
+            body = self.results[queue_id, number]
             if kind == "forward_backward":
                 logps, metrics = answer(body)
                 found += [metrics, *logps]
@@ -102,8 +109,8 @@ class Process:
                 found.append(body)
         return found
 
-    def weights(self, lane: str) -> list[Any]:
-        return [value.numpy() for value in self.bench.weights(lane).values()]
+    def weights(self, queue_id: str) -> list[Any]:
+        return [value.numpy() for value in self.bench.weights(queue_id).values()]
 
 
 @pytest.fixture
@@ -111,20 +118,20 @@ def process(fresh: Callable[..., Bench]) -> Callable[[int], Process]:
     return lambda pass_tokens: Process(fresh(extra={"pass_tokens": pass_tokens}))
 
 
-def step_of(lane: str, step: int) -> list[tuple[str, bytes]]:
+def step_of(queue_id: str, step: int) -> list[tuple[str, bytes]]:
     """Return the operations of a step of one model: two passes of rows of mixed lengths, and an update."""
-    seed = 100 * step + sum(map(ord, lane))
+    seed = 100 * step + sum(map(ord, queue_id))
     passes = [[datum(LENGTHS[(row + step + half) % 6], seed + row + 50 * half) for row in range(3)] for half in (0, 1)]
     update = OptimStep(learning_rate=RATE, grad_clip_norm=1.0).dump()
     return [*(("forward_backward", request(rows)) for rows in passes), ("optim_step", update)]
 
 
-def life(made: Process, lane: str, *, at_once: bool) -> Process:
+def life(made: Process, queue_id: str, *, at_once: bool) -> Process:
     """Let one model learn alone: all that it asks for is there at once, or each comes when the one before is over."""
-    made.ask(lane, "create", Create(4, 1).dump())
+    made.ask(queue_id, "create", Create(4, 1).dump())
     for step in range(STEPS):
-        for kind, payload in step_of(lane, step):
-            made.ask(lane, kind, payload)
+        for kind, payload in step_of(queue_id, step):
+            made.ask(queue_id, kind, payload)
             if not at_once:
                 made.work()
     made.work()
@@ -155,50 +162,50 @@ def test_twenty_five_steps_of_a_model_alone_are_equal_to_the_bit_on_a_quiet_and_
     assert equal(quiet.weights("m"), busy.weights("m"))
 
 
-def several(made: Process, lanes: str) -> Process:
+def several(made: Process, queues: str) -> Process:
     """Let models of several ranks learn in passes that they share."""
-    for at, lane in enumerate(lanes):
-        made.ask(lane, "create", Create((4, 8, 4)[at], at).dump())
+    for at, queue_id in enumerate(queues):
+        made.ask(queue_id, "create", Create((4, 8, 4)[at], at).dump())
     made.work()
     for step in range(4):
-        for lane in lanes[step % 2 :]:  # not always the same are there
-            for kind, payload in step_of(lane, step):
-                made.ask(lane, kind, payload)
+        for queue_id in queues[step % 2 :]:  # not always the same are there
+            for kind, payload in step_of(queue_id, step):
+                made.ask(queue_id, kind, payload)
         made.work()
         if step == 1:
-            made.host._inbox.put(Message(messages.SNAPSHOT, {"lane": lanes[1]}))
-            while lanes[1] not in made.snapshots:
+            made.host._inbox.put(Message(messages.SNAPSHOT, {"queue_id": queues[1]}))
+            while queues[1] not in made.snapshots:
                 made.host.turn()
     return made
 
 
-def remade(made: Process, old: Process, lanes: str) -> Process:
+def remade(made: Process, old: Process, queues: str) -> Process:
     """Make models again in a new engine: their snapshots, and what came after them."""
-    for lane in lanes:
-        snapshot = old.snapshots.get(lane, {"number": -1, "folder": None})
-        made.host._inbox.put(Message(messages.RESTORE, {"lane": lane, "folder": snapshot["folder"]}))
-        for number, (kind, payload) in enumerate(old.log[lane]):
+    for queue_id in queues:
+        snapshot = old.snapshots.get(queue_id, {"number": -1, "folder": None})
+        made.host._inbox.put(Message(messages.RESTORE, {"queue_id": queue_id, "folder": snapshot["folder"]}))
+        for number, (kind, payload) in enumerate(old.log[queue_id]):
             if number > snapshot["number"]:
-                made.again(lane, number, kind, payload, old.compositions.get((lane, number)))
+                made.again(queue_id, number, kind, payload, old.compositions.get((queue_id, number)))
     made.work()
     return made
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lanes", ["a", "abc"])
-def test_models_that_are_made_again_are_equal_to_the_bit(process: Callable[[int], Process], lanes: str) -> None:
+@pytest.mark.parametrize("queues", ["a", "abc"])
+def test_models_that_are_made_again_are_equal_to_the_bit(process: Callable[[int], Process], queues: str) -> None:
     """One of them has a snapshot that is newer than passes which it shared with the others."""
     old = several(process(WHOLE), "abc")
     assert old.snapshots
-    new = remade(process(WHOLE), old, lanes)
-    for lane in lanes:
-        assert equal(old.weights(lane), new.weights(lane))
+    new = remade(process(WHOLE), old, queues)
+    for queue_id in queues:
+        assert equal(old.weights(queue_id), new.weights(queue_id))
         last = request([datum(40, 9)], forward=True)
         for each in (old, new):
-            each.ask(lane, "forward", last)
+            each.ask(queue_id, "forward", last)
             each.work()
-        number = len(old.log[lane]) - 1
-        assert equal(answer(old.results[lane, number])[0], answer(new.results[lane, 0])[0])
+        number = len(old.log[queue_id]) - 1
+        assert equal(answer(old.results[queue_id, number])[0], answer(new.results[queue_id, 0])[0])
 
 
 def test_composed_anew_models_that_shared_passes_differ_in_the_last_places(process: Callable[[int], Process]) -> None:
@@ -215,13 +222,13 @@ def test_an_update_is_the_same_to_the_bit_whoever_steps_with_it(fresh: Callable[
     found = []
     for others in ("", "bcd"):
         bench = fresh()
-        for at, lane in enumerate("a" + others):
-            bench.create(lane, rank=(4, 4, 8, 4)[at], seed=at)
+        for at, queue_id in enumerate("a" + others):
+            bench.create(queue_id, rank=(4, 4, 8, 4)[at], seed=at)
         for step in range(4):
-            for lane in "a" + others:
-                bench.run(lane, [datum(20, step)])
+            for queue_id in "a" + others:
+                bench.run(queue_id, [datum(20, step)])
             update = OptimStep(learning_rate=RATE, grad_clip_norm=0.5 * (step % 2))
-            bench.executor.step([(lane, update) for lane in others + "a"])
+            bench.executor.step([(queue_id, update) for queue_id in others + "a"])
         found.append([value.numpy() for value in bench.weights("a").values()])
     assert equal(*found)
 

@@ -56,18 +56,25 @@ class Inside:
         for operation in message.head["ids"] if message.type == messages.BEGIN else ():
             self.on_begin.pop(operation, lambda: None)()
 
-    def ask(self, lane: str, number: int, kind: str, payload: bytes, tokens: int = 1, tenant: str = "t") -> int:
+    def ask(self, queue_id: str, number: int, kind: str, payload: bytes, tokens: int = 1, tenant: str = "t") -> int:
         """Send an operation and return its id."""
-        head = {"id": next(self._ids), "lane": lane, "number": number, "kind": kind, "tenant": tenant, "tokens": tokens}
+        head = {
+            "id": next(self._ids),
+            "queue_id": queue_id,
+            "number": number,
+            "kind": kind,
+            "tenant": tenant,
+            "tokens": tokens,
+        }
         self.host._inbox.put(Message(messages.RUN, head, payload))
         return int(head["id"])
 
-    def create(self, lane: str) -> int:
-        return self.ask(lane, 0, "create", Create(4, 1).dump(), tenant=lane)
+    def create(self, queue_id: str) -> int:
+        return self.ask(queue_id, 0, "create", Create(4, 1).dump(), tenant=queue_id)
 
-    def train(self, lane: str, number: int, rows: int) -> int:
+    def train(self, queue_id: str, number: int, rows: int) -> int:
         payload = request([datum(LENGTH, at) for at in range(rows)])
-        return self.ask(lane, number, "forward_backward", payload, rows * LENGTH, tenant=lane)
+        return self.ask(queue_id, number, "forward_backward", payload, rows * LENGTH, tenant=queue_id)
 
     def sample(self, tokens: int) -> int:
         return self.ask("s", 0, "sample", Sample([5] * 8, max_tokens=tokens, stop=[], seed=1).dump(), tenant="s")
@@ -115,18 +122,24 @@ def test_a_request_that_comes_in_the_middle_of_a_long_operation_waits_for_a_piec
 
 @pytest.mark.full
 def test_a_request_has_its_turn_among_the_steps_and_checkpoints_of_many_tenants(inside: Inside) -> None:
-    lanes = [f"m{at}" for at in range(24)]
-    inside.work(*[inside.create(lane) for lane in lanes])
-    passes = [inside.train(lane, 1, 1) for lane in lanes]
-    steps = [inside.ask(lane, 2, "optim_step", OptimStep().dump(), tenant=lane) for lane in lanes]
-    last = [*steps, *(inside.ask(lane, 3, "save", Save(f"c/{lane}", "weights").dump(), tenant=lane) for lane in lanes)]
+    queues = [f"m{at}" for at in range(24)]
+    inside.work(*[inside.create(queue_id) for queue_id in queues])
+    passes = [inside.train(queue_id, 1, 1) for queue_id in queues]
+    steps = [inside.ask(queue_id, 2, "optim_step", OptimStep().dump(), tenant=queue_id) for queue_id in queues]
+    last = [
+        *steps,
+        *(
+            inside.ask(queue_id, 3, "save", Save(f"c/{queue_id}", "weights").dump(), tenant=queue_id)
+            for queue_id in queues
+        ),
+    ]
     inside.on_begin[passes[0]] = lambda: inside.sample(400)
     begun: list[int] = []
     for operation in last:
         inside.on_begin[operation] = lambda: begun.append(len(inside.steps))
     inside.work(*passes, *last)
     assert len(set(begun)) >= 3, "steps of sampling came between them"
-    assert max(len(turn.intersection(steps)) for turn in inside.turns) <= STEPS < len(lanes)
+    assert max(len(turn.intersection(steps)) for turn in inside.turns) <= STEPS < len(queues)
 
 
 def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,21 +154,23 @@ def test_a_checkpoint_is_written_while_others_are_served(inside: Inside, monkeyp
         write(state, folder)
 
     monkeypatch.setattr(AdapterSnapshot, "write", slow)
-    lanes = [f"m{at}" for at in range(5)]
-    inside.work(*[inside.create(lane) for lane in lanes])
-    saves = [inside.ask(lane, 1, "save", Save(f"c/{lane}", "weights").dump(), tenant=lane) for lane in lanes]
-    passes = [inside.train(lane, 2, 1) for lane in lanes]
+    queues = [f"m{at}" for at in range(5)]
+    inside.work(*[inside.create(queue_id) for queue_id in queues])
+    saves = [
+        inside.ask(queue_id, 1, "save", Save(f"c/{queue_id}", "weights").dump(), tenant=queue_id) for queue_id in queues
+    ]
+    passes = [inside.train(queue_id, 2, 1) for queue_id in queues]
     other = inside.create("other")
     inside.work(other, inside.train("other", 1, 1))
-    assert not inside.over.keys() & {*saves, *passes}, "a lane waits for its own checkpoint, and for no other's"
+    assert not inside.over.keys() & {*saves, *passes}, "a queue waits for its own checkpoint, and for no other's"
     inside.work(*saves, *passes)
     assert threading.current_thread() not in writers
     sizes = [inside.over[save].head["extra"]["size_bytes"] for save in saves]
-    assert sizes == [sum(p.stat().st_size for p in folder_of(inside, lane)) for lane in lanes]
+    assert sizes == [sum(p.stat().st_size for p in folder_of(inside, queue_id)) for queue_id in queues]
 
 
-def folder_of(inside: Inside, lane: str) -> list[Path]:
-    folder = inside.host._turns._sources.place(f"c/{lane}")
+def folder_of(inside: Inside, queue_id: str) -> list[Path]:
+    folder = inside.host._turns._sources.place(f"c/{queue_id}")
     return [path for path in folder.iterdir() if path.name != "manifest.json"]
 
 

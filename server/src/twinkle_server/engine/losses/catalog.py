@@ -75,7 +75,7 @@ class Losses:
         return (*(name for name in first if name in names), *sorted(names - set(first)))
 
     def build(
-        self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows, *, lane: str = "", number: int = 0
+        self, spec: ComponentSpec, config: Mapping[str, float | str], rows: Rows, *, queue_id: str = "", number: int = 0
     ) -> Any:
         """Return a loss for one operation, its options and the rows' inputs checked against what it declares.
 
@@ -83,7 +83,7 @@ class Losses:
             spec: which loss.
             config: its options.
             rows: of the request.
-            lane: the model, which has a worker of its own for each plugin.
+            queue_id: the model, which has a worker of its own for each plugin.
             number: of the operation.
 
         Raises:
@@ -92,7 +92,7 @@ class Losses:
         _check_inputs(spec, rows)
         if self.workers is not None and self._is_remote(spec):
             weighted = mask_weightless(rows)
-            loss: Any = self.workers.open(spec, config, lane=lane, number=number, weighted=weighted)
+            loss: Any = self.workers.open(spec, config, queue_id=queue_id, number=number, weighted=weighted)
             loss.row_inputs = with_inputs(loss.row_inputs, spec)
             _check_missing(spec, loss, rows)
             return loss

@@ -58,7 +58,7 @@ class _Plugin:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A worker of one lane and plugin; `call` is the number of the call that it computes."""
+    """A worker of one queue and plugin; `call` is the number of the call that it computes."""
 
     process: Child
     call: int | None = None
@@ -111,9 +111,9 @@ class LossWorkers:
         """End all processes."""
         self._close()
 
-    def forget(self, lane: str) -> None:
+    def forget(self, queue_id: str) -> None:
         """End the workers of a model that is gone."""
-        for key in [key for key in self._tree.workers if key[0] == lane]:
+        for key in [key for key in self._tree.workers if key[0] == queue_id]:
             self._tree.workers.pop(key).process.end()
 
     def keep(self, names: Collection[str]) -> None:
@@ -128,14 +128,14 @@ class LossWorkers:
             self._drop(self._tree.plugins.pop(name))
 
     def open(
-        self, spec: ComponentSpec, config: Mapping[str, float | str], *, lane: str, number: int, weighted: bool
+        self, spec: ComponentSpec, config: Mapping[str, float | str], *, queue_id: str, number: int, weighted: bool
     ) -> WorkerLoss:
         """Return the loss of an operation, which the worker of its model has built.
 
         Args:
             spec: which loss.
             config: its options.
-            lane: the model.
+            queue_id: the model.
             number: of the operation.
             weighted: the rows have weights other than 0 and 1, which the loss must read.
 
@@ -143,19 +143,19 @@ class LossWorkers:
             UserError: an option is wrong, or the worker failed; says how.
         """
         how = {"operation": next(self._calls), "spec": fields_of(spec), "config": dict(config), "weighted": weighted}
-        remote = _Remote(self, spec, lane, how)
+        remote = _Remote(self, spec, queue_id, how)
         description = remote.begin({}, do="open")()
         return WorkerLoss(remote, what_of(spec), description, number)
 
-    def worker(self, spec: ComponentSpec, lane: str) -> _Worker:
+    def worker(self, spec: ComponentSpec, queue_id: str) -> _Worker:
         """Return the worker of a model and plugin, forked if there is none.
 
         Raises:
             UserError: the plugin cannot be imported.
             Ended: it cannot be forked.
         """
-        key = (lane, spec.dist)
-        found = self.find(spec, lane)
+        key = (queue_id, spec.dist)
+        found = self.find(spec, queue_id)
         self._tree.workers.pop(key, None)
         if found is None:
             found = _Worker(self._forked(self._plugin(spec)))
@@ -165,9 +165,9 @@ class LossWorkers:
             self._tree.workers.pop(old).process.end()
         return found
 
-    def find(self, spec: ComponentSpec, lane: str) -> _Worker | None:
+    def find(self, spec: ComponentSpec, queue_id: str) -> _Worker | None:
         """Return the worker of a model and plugin, if there is one that runs."""
-        found = self._tree.workers.get((lane, spec.dist))
+        found = self._tree.workers.get((queue_id, spec.dist))
         if found is not None and found.call is None and found.process.lost:
             found.process.end()  # it ended while nobody asked it for anything
         return None if found is None or found.process.gone else found
@@ -256,8 +256,8 @@ class LossWorkers:
 class _Remote:
     """The loss of one operation in the worker of its model."""
 
-    def __init__(self, workers: LossWorkers, spec: ComponentSpec, lane: str, how: Mapping[str, Any]) -> None:
-        self._workers, self._spec, self._lane, self._how = workers, spec, lane, how
+    def __init__(self, workers: LossWorkers, spec: ComponentSpec, queue_id: str, how: Mapping[str, Any]) -> None:
+        self._workers, self._spec, self._queue, self._how = workers, spec, queue_id, how
         self._left = workers.limits.seconds
 
     def begin(self, request: Mapping[str, Any], do: str = "call") -> Callable[[], dict[str, Any]]:
@@ -268,14 +268,14 @@ class _Remote:
         return lambda: self._receive(number, *(sent or self._send(frame)))
 
     def _busy(self) -> bool:
-        found = self._workers.find(self._spec, self._lane)
+        found = self._workers.find(self._spec, self._queue)
         return found is not None and found.call is not None
 
     def _send(self, frame: Mapping[str, Any]) -> tuple[_Worker, float]:
         """Send a call, and return its worker and its deadline."""
         worker: _Worker | None = None
         try:
-            worker = self._workers.worker(self._spec, self._lane)  # a plugin that is being imported has its own limit
+            worker = self._workers.worker(self._spec, self._queue)  # a plugin that is being imported has its own limit
             until = time.monotonic() + self._left
             worker.process.send(frame, until)
             worker.call = frame["id"]
