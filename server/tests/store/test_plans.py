@@ -16,7 +16,7 @@ NAMES = sorted(name for name in vars(statements) if name.isupper() and name not 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_busy_statement_finds_its_rows_by_an_index(store: Store, name: str) -> None:
     query = getattr(statements, name)
-    values: Any = {"lane": "x"} if ":queue" in query else (None,) * query.count("?")
+    values: Any = {"lane": "x"} if ":lane" in query else (None,) * query.count("?")
 
     def plan(connection: Connection) -> list[str]:
         return [row[3] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values)]
