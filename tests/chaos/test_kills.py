@@ -96,6 +96,7 @@ def test_a_hundred_random_kills_lose_nothing(tmp_path: Path) -> None:
     print(f"{done:.0f} operations; ready after {slowest:.1f} s, every future over after {longest:.1f} s at most")
 
 
+@pytest.mark.full
 def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
     drain(tmp_path, 2)
 

@@ -90,6 +90,7 @@ async def until_held(line: Line, polls: int) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.full
 def test_heartbeats_and_submissions_do_not_stand_in_the_line_of_large_passes(tmp_path: Path) -> None:
     with served(tmp_path) as service:
         probes, bursts = uvloop.run(control_plane(service.url, 300, 4096, 3.0))

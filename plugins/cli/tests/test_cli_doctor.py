@@ -135,6 +135,7 @@ def test_the_lock_is_verified_where_there_is_one(
     assert "schema = 3, but this version reads" in problem
 
 
+@pytest.mark.full
 def test_a_wrong_policy_is_a_problem_before_any_code_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_models_without_such_blocks_are_refused() -> None:
         apply_patch(model, Moe)
 
 
+@pytest.mark.full
 def test_from_a_hub_in_the_form_of_published_scripts(tmp_path: Path) -> None:
     """Refused until it is added, then `model.apply_patch("ms://...")` as it stands in scripts."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "MODELSCOPE_"))}

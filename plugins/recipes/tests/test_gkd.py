@@ -43,6 +43,7 @@ def values(
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on_policy", [0.0, 1.0], ids=["off-policy", "on-policy"])
 def test_the_divergence_from_the_teacher_halves_on_held_out_prompts(
     values: dict[str, Any], on_policy: float, capsys: pytest.CaptureFixture[str]
