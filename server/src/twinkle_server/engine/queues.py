@@ -115,7 +115,7 @@ class Lanes:
         """Remove a task, which is the next of its lane."""
         tasks = self._waiting[task.lane]
         if tasks[0] is not task:
-            raise RuntimeError(f"operation {task.id} is not the next of its lane")
+            raise RuntimeError(f"operation {task.id} is not the next one of its queue")
         tasks.popleft()
         if not tasks:
             del self._waiting[task.lane]

@@ -153,7 +153,7 @@ class Snapshots:
         except EngineFault:
             raise
         except Exception:
-            _log.exception("a model could not be copied for a snapshot")
+            _log.exception("cannot copy a model for a snapshot")
             self._end(lane, state, changed, None)
             return
         self._thread.submit(self._write, lane, number, copy, state, changed)
@@ -166,7 +166,7 @@ class Snapshots:
             head = {"lane": lane, "number": number, "folder": folder, "digest": done.digest, "size": done.size}
             message = Message(messages.SNAPSHOTTED, head)
         except Exception:
-            _log.exception("a snapshot could not be written")
+            _log.exception("cannot write a snapshot")
         self._later(lambda: self._end(lane, state, changed, message))
 
     def _end(self, lane: str, state: _Lane, changed: float | None, message: Message | None) -> None:
