@@ -42,13 +42,13 @@ def test_anything_else_is_no_path(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "...", "a/b", "a\\b", "a b", "ä", "a\n", "x" * 129])
 def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
-    with pytest.raises(BadRequest, match="is no name of a checkpoint"):
+    with pytest.raises(BadRequest, match="a checkpoint name must be"):
         check_name(name)
 
 
 def test_a_name_with_a_key_in_it_is_refused() -> None:
     assert check_name("tml-first-run") == "tml-first-run"
-    with pytest.raises(BadRequest, match="holds an API key"):
+    with pytest.raises(BadRequest, match="must not contain an API key"):
         check_name(f"of-{new_key()}")
 
 

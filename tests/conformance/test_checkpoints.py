@@ -123,7 +123,7 @@ def test_line_99_a_name_is_taken_unless_it_may_be_replaced(raw: Raw, trained: Ra
     first = trained.logprobs(OTHER)
     trained.train(TOKENS)
     body = {"model_id": trained.id, "seq_id": trained.next(), "path": "a"}
-    assert f"{path} is there already" in raw.refusal("/save_weights", body)
+    assert f"{path} already exists" in raw.refusal("/save_weights", body)
     assert np.array_equal(raw.load(path).logprobs(OTHER), first)
     assert trained.save("a", overwrite=True) == path
     assert np.array_equal(raw.load(path).logprobs(OTHER), trained.logprobs(OTHER))
@@ -138,7 +138,7 @@ def test_line_100_a_name_can_never_become_a_path(counting: Served, counted: Raw,
     model = counted.model()
     around = {path for path in counting.data.parent.rglob("*") if not path.is_relative_to(counting.data)}
     body = {"model_id": model.id, "seq_id": model.next(), "path": name, "type": kind}
-    assert "no name of a checkpoint" in counted.refusal(f"/{kind}", body)
+    assert "a checkpoint name must be" in counted.refusal(f"/{kind}", body)
     assert {path for path in counting.data.parent.rglob("*") if not path.is_relative_to(counting.data)} == around
     assert counted.get(f"/training_runs/{model.id}/checkpoints")["checkpoints"] == []
     assert model.forward_backward([row([1, 2])]), "the number is used up and the model goes on"

@@ -102,7 +102,7 @@ def test_line_58_a_request_that_comes_after_its_number_was_given_up_is_told_so_a
         counted.result(submit_step(model, 2))
     late = counted.send("/forward_backward", pass_body(model.id, 1, [row(ROWS[0])]))
     assert late.status_code == 200, "the SDK repeats a 409 for five minutes"
-    with pytest.raises(Failed, match=r"cannot run number 1 .* nothing was computed") as failed:
+    with pytest.raises(Failed, match=r"cannot run sequence number 1 .* nothing was computed") as failed:
         counted.result(late.json()["request_id"], "pass")
     assert failed.value.category == "user"
     model.last = 2

@@ -119,7 +119,7 @@ def test_a_tracker_may_be_a_mapping_that_names_its_type() -> None:
     assert config.model_dump(mode="json")["trackers"] == given
     names = [name for kind, name in components(config) if kind == "tracker"]
     assert names == ["JsonlTracker", "TensorBoardTracker"]
-    with pytest.raises(ValueError, match="has no `type`"):
+    with pytest.raises(ValueError, match="a tracker must have a `type`"):
         SFTConfig.model_validate({"trackers": [{"flush_seconds": 0}]})
 
 

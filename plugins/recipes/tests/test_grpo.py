@@ -283,14 +283,14 @@ def test_an_answer_without_a_token_is_rewarded_and_not_trained(values: dict[str,
 @pytest.mark.parametrize(
     ("kind", "changes", "told"),
     [
-        (RLOOConfig, {"sampling": {"num_generations": 1}}, "RLOO compares an answer with the others"),
-        (GRPOConfig, {"reference": "never", "loss": {"args": {"beta": 0.1}}}, "beta needs a reference"),
+        (RLOOConfig, {"sampling": {"num_generations": 1}}, "must be at least 2, because RLOO compares"),
+        (GRPOConfig, {"reference": "never", "loss": {"args": {"beta": 0.1}}}, "beta requires a reference"),
         (GRPOConfig, {"loss": {"args": {"tis_cap": 2.0}}}, "old_logps: trainer"),
         (GRPOConfig, {"mini_batch_size": 99}, "larger than the 16 answers"),
         (GRPOConfig, {"sampling": {"temperature": 0}}, "greater than 0"),
         (GRPOConfig, {"rewards": []}, "at least 1"),
-        (GRPOConfig, {"rewards": [{"name": "./a.py:A"}, {"name": "b:A"}]}, "two rewards have one name"),
-        (GRPOConfig, {"rewards": [{"name": "A"}, {"name": "A"}]}, "two rewards have one name"),
+        (GRPOConfig, {"rewards": [{"name": "./a.py:A"}, {"name": "b:A"}]}, "names of rewards must be unique"),
+        (GRPOConfig, {"rewards": [{"name": "A"}, {"name": "A"}]}, "names of rewards must be unique"),
         (GRPOConfig, {"data": {"truncation": "right"}}, "raise"),
     ],
 )

@@ -81,4 +81,4 @@ def _http_error(request: Request, error: Any) -> Response:
 
 def _failure(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.scope.get("path", "")[:300], exc_info=error)
-    return answer({"detail": "the service failed at this request; its log says why"}, 500)
+    return answer({"detail": "internal server error; see the log of the service"}, 500)

@@ -34,12 +34,10 @@ def check_name(name: str) -> str:
         BadRequest: it is empty, too long, has other characters than `[A-Za-z0-9._-]`, is only dots, or holds a key.
     """
     if holds_key(name):
-        raise BadRequest(
-            f"{name[:140]!r} holds an API key, which everybody who reads the name would have: take another"
-        )
+        raise BadRequest(f"the name must not contain an API key, got {name[:140]!r}; choose another name")
     if not _NAME.fullmatch(name) or not name.strip("."):
         raise BadRequest(
-            f"{name[:140]!r} is no name of a checkpoint: 1 to 128 letters, digits, '.', '_' and '-', and not dots alone"
+            f"a checkpoint name must be 1 to 128 letters, digits, '.', '_' and '-', not only dots, got {name[:140]!r}"
         )
     return name
 
@@ -70,5 +68,5 @@ class CheckpointPath:
         """
         run, kind, name, *rest = [*text.removeprefix("tinker://").split("/"), "", "", ""]
         if not text.startswith("tinker://") or any(rest) or not run or kind not in KINDS:
-            raise BadRequest(f"{text[:300]!r} is no path of a checkpoint: tinker://<run>/<{'|'.join(KINDS)}>/<name>")
+            raise BadRequest(f"a checkpoint path must be tinker://<run>/<{'|'.join(KINDS)}>/<name>, got {text[:300]!r}")
         return cls(run, kind, check_name(name))

@@ -36,7 +36,7 @@ class AsyncLink:
             LinkClosed: the other end is gone.
         """
         if self._writer.is_closing():
-            raise LinkClosed("the engine's end of the socket is closed")
+            raise LinkClosed("the engine closed the socket")
         if len(message.body) < _TOGETHER:
             self._writer.write(message.pack())
             return
@@ -52,7 +52,7 @@ class AsyncLink:
         try:
             await self._writer.drain()
         except ConnectionError as error:
-            raise LinkClosed("the engine's end of the socket is closed") from error
+            raise LinkClosed("the engine closed the socket") from error
 
     async def receive(self) -> Message:
         """Return the next message.
@@ -64,7 +64,7 @@ class AsyncLink:
             head, body = SIZES.unpack(await self._reader.readexactly(SIZES.size))
             frame = await self._reader.readexactly(head + body)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise LinkClosed("the engine's end of the socket is closed") from error
+            raise LinkClosed("the engine closed the socket") from error
         return Message.unpack(frame[:head], frame[head:])
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class BlockingLink:
                     self._sock.sendall(message.pack_head())
                     self._sock.sendall(message.body)
         except OSError as error:
-            raise LinkClosed("the service's end of the socket is closed") from error
+            raise LinkClosed("the service closed the socket") from error
 
     def __iter__(self) -> Iterator[Message]:
         """Give messages until the other end is gone; a frame that was cut off is dropped."""

@@ -22,7 +22,7 @@ class _Payload:
         try:
             return orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)  # type: ignore[call-overload]
         except TypeError as error:
-            raise BadRequest(f"the request holds a value that cannot be kept: {error}") from error
+            raise BadRequest(f"cannot store a value of the request: {error}") from error
 
     @classmethod
     def parse(cls, data: bytes) -> Self:

@@ -71,7 +71,7 @@ def check(settings: Settings) -> None:
     """
     if not settings.auth and not is_loopback(settings.host):
         raise ConfigError(
-            f"--no-auth serves everybody who reaches {settings.host}: leave it out, or serve 127.0.0.1 only"
+            f"--no-auth would accept requests from anyone who can reach {settings.host}; remove it, or serve 127.0.0.1"
         )
 
 
@@ -127,8 +127,8 @@ def check_losses(names: Sequence[str]) -> None:
         spec = registry().find(name, "loss")
         if not (spec.tenant_safe and "served" in spec.runtimes):
             raise ConfigError(
-                f'--loss {name}: its manifest does not say `tenant_safe = true` and `"served"` among its `runtimes`; '
-                "leave it out, or say so there if it is"
+                f'--loss {name}: its manifest must declare `tenant_safe = true` and the runtime `"served"`; '
+                "remove the option, or declare them if the loss is safe"
             )
 
 
@@ -271,8 +271,8 @@ async def _check_keys(settings: Settings, store: Store) -> None:
     known = await store.keys.all(revoked=True)
     if settings.auth and known and not is_loopback(settings.host) and all(key.revoked for key in known):
         raise ConfigError(
-            f"every key of this directory is revoked, and {settings.host} would serve nobody: "
-            f"`twinkle server keys create NAME --data {settings.data}` makes one"
+            f"all keys of this directory are revoked; create one with "
+            f"`twinkle server keys create NAME --data {settings.data}`"
         )
 
 

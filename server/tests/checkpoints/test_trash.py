@@ -91,7 +91,7 @@ def test_a_path_that_was_saved_anew_is_not_taken_from_its_checkpoint(data: Path)
     finally:
         store.close()
     done = CliRunner().invoke(server, ["trash", "restore", "checkpoints/0", "--data", str(data)])
-    assert f"cannot restore {PATH}: a checkpoint of that path was saved since" in str(done.exception)
+    assert f"cannot restore {PATH}: a newer checkpoint has this path" in str(done.exception)
     assert len(list(Trash(data).entries())) == 1
 
 

@@ -71,7 +71,7 @@ def test_no_more_operations_wait_than_a_key_may_have(tenant: Callable[..., Raw])
     assert [answer.status_code for answer in waiting] == [200, 200]
     refused = send(model, 4)
     assert refused.status_code == 429
-    assert "2 is this key's limit" in refused.json()["detail"]
+    assert "limit of this key: 2" in refused.json()["detail"]
     again = send(model, 3)
     assert (again.status_code, again.json()) == (200, waiting[1].json()), "one that came before takes no room"
     awaited = send(model, 1)

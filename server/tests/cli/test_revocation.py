@@ -88,7 +88,7 @@ def test_a_revoked_loss_is_dropped_from_a_running_service(tmp_path: Path, enviro
                     time.sleep(0.5)
                 except Failed as error:
                     refusal = str(error)
-            assert refusal.startswith("user: loss_fn 'Focal' is not offered any more")
+            assert refusal.startswith("user: loss_fn 'Focal' is no longer available")
             assert "it was revoked: 'it leaks rewards' (list number 2)" in refusal
             assert tenant.forward_backward([row([1, 2, 3])]), "other losses go on, for the same tenant"
             loader = Path(environment["TWINKLE_STATE_DIR"], "imported-by").read_text()

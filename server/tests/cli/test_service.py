@@ -82,7 +82,7 @@ def test_a_key_has_no_more_adapters_than_it_may(service: Process) -> None:
         assert first.status_code == 200
         second = client.post("/api/v1/create_model", json={**body, "model_seq_id": 1})
         assert second.status_code == 403
-        assert "1 is this key's limit" in second.json()["detail"]
+        assert "limit of this key: 1" in second.json()["detail"]
         again = client.post("/api/v1/create_model", json={**body, "model_seq_id": 0})
         assert (again.status_code, again.json()) == (200, first.json())
 
@@ -107,7 +107,7 @@ def test_a_key_without_room_for_checkpoints_is_told_so_and_trains_on(service: Pr
         assert saved["path"] == f"tinker://{model}/weights/a"
         refused = result("/save_weights", model_id=model, seq_id=2, path="b")
         assert refused["category"] == "user"
-        assert "1 is this key's limit" in refused["error"]
+        assert "limit of this key: 1" in refused["error"]
         assert "error" not in result("/optim_step", model_id=model, seq_id=3, adam_params={})
         copied = client.post("/api/v1/copy_weights", json={"source_path": saved["path"]})
         assert copied.status_code == 403

@@ -71,7 +71,10 @@ def test_what_was_trained_belongs_to_the_name_of_its_model(tmp_path: Path) -> No
         saved = raw.model().save("kept")
     with running(data, "other") as url, Raw(url) as raw, pytest.raises(Failed) as failed:
         raw.load(saved)
-    assert (failed.value.category, "'one' is not served here; 'other' is" in str(failed.value)) == ("user", True)
+    assert (failed.value.category, "base_model must be 'other', the served model, got 'one'" in str(failed.value)) == (
+        "user",
+        True,
+    )
     with running(data, "one") as url, Raw(url) as raw:
         assert raw.load(saved).id
 

@@ -97,8 +97,8 @@ def test_what_is_under_way_is_told_before_its_outcome(ledger: Engine) -> None:
     [
         (request([1], loss="nonsense"), "no loss_fn 'nonsense'"),
         (request(), "at least one datum"),
-        (request([]), "model_input is empty"),
-        (request([-1]), "has the token -1"),
+        (request([]), "model_input must have at least one token"),
+        (request([-1]), "got -1"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_its_users_fault_and_harms_nothing(

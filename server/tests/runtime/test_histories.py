@@ -103,7 +103,7 @@ class History:
 
 
 def _excused(future: Future) -> bool:
-    words = ("twice", "told to fail", "never made", "session was finished")
+    words = ("twice", "told to fail", "its creation failed", "session was finished")
     return any(word in str(future.error) for word in words)
 
 

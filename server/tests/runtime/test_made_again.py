@@ -50,7 +50,7 @@ def test_a_model_that_cannot_be_made_again_is_never_guessed(plan: Plan) -> None:
         told = [await answer(runtime, (await ask(runtime, n)).request) for n in (4, 5)]
         assert [future.category for future in told] == ["server", "server"]
         assert told[0].error is not None
-        assert "cannot be made again" in told[0].error
+        assert "cannot restore this model" in told[0].error
         await runtime.close()
 
     within(SOON, scenario)
@@ -100,7 +100,7 @@ def test_what_the_log_says_failed_is_taken_out_of_the_model(monkeypatch: pytest.
         runtime = await world.runtime()
         asked = [await ask(runtime, n, "create" if n == 0 else "forward_backward") for n in range(3)]
         assert applied(await answer(runtime, asked[1].request)) == [1]
-        assert (await answer(runtime, asked[2].request)).error == "its result could not be written"
+        assert (await answer(runtime, asked[2].request)).error == "the result could not be written"
         assert applied(await answer(runtime, (await ask(runtime, 3)).request)) == [1, 3]
         await runtime.close()
 
@@ -114,7 +114,7 @@ def test_an_operation_that_a_snapshot_contains_and_whose_outcome_is_lost_fails()
         world.plan.disk["snapshots/a"] = (2, [1, 2])
         await world.journal.snapshotted(Snapshot(QUEUE, 2, "snapshots/a", "", 1))
         runtime = await world.runtime()
-        assert (await answer(runtime, lost.request)).error == "its result could not be written"
+        assert (await answer(runtime, lost.request)).error == "the result could not be written"
         assert applied(await answer(runtime, (await ask(runtime, 3)).request)) == [1, 2, 3]
         await runtime.close()
 

@@ -106,7 +106,7 @@ def test_an_outcome_that_cannot_be_written_fails_alone_and_is_told(not_even_fail
         for operation in await _operations(disk, 3):
             outcomes.put(operation, Outcome(operation.id, result=b""))
         await outcomes.flush()
-        assert told == {1: None, 2: "its result could not be written", 3: None}
+        assert told == {1: None, 2: "the result could not be written", 3: None}
         assert unwritten == [2]
         await outcomes.stop(SOON)
 

@@ -119,7 +119,7 @@ def test_what_kills_the_engine_twice_fails_and_its_neighbours_live() -> None:
         ]
         bad = await answer(runtime, asked[3].request)
         assert bad.category == "server"
-        assert bad.error == "the engine died, twice while this was under way; it is not tried again"
+        assert bad.error == "the engine died, twice while running this operation; it is not retried"
         assert applied(await answer(runtime, asked[5].request)) == [1, 2, 4, 5]
         assert applied(await answer(runtime, other[2].request, "bob")) == [1, 2]
         tries = [run for run in world.plan.runs if run[:2] == (QUEUE, 3)]
@@ -195,7 +195,7 @@ def test_a_gap_is_told_as_the_reason_and_given_up_in_the_end() -> None:
         assert applied(await answer(runtime, (await ask(runtime, 4)).request)) == [4]
         late = await answer(runtime, (await ask(runtime, 1)).request)
         assert (late.status, late.category) == ("failed", "user")
-        assert "cannot run number 1 of this model" in str(late.error)
+        assert "cannot run sequence number 1" in str(late.error)
         await runtime.close()
         later = await world.runtime()
         assert applied(await answer(later, (await ask(later, 5)).request)) == [4, 5]
@@ -333,7 +333,7 @@ def test_an_inflight_sample_uses_the_weights_of_the_moment() -> None:
         runtime = await world.runtime()
         payload = b'{"tokens":[1],"inflight":"s:train:0"}'
         first = await runtime.submit(Submission("ada", "s:sample:0", "sample", payload, 1))
-        assert "no inflight weights yet" in str((await answer(runtime, first.request)).error)
+        assert "no inflight weights" in str((await answer(runtime, first.request)).error)
         world.effects.inflight = "checkpoints/b"
         second = await runtime.submit(Submission("ada", "s:sample:0", "sample", payload, 2))
         told = await answer(runtime, second.request)

@@ -97,7 +97,7 @@ def test_a_created_model_lives_and_a_failed_one_is_gone(tmp_path: Path) -> None:
             assert await at.status() == "live"
         async with house(tmp_path / "b", Plan(poison=frozenset({0}))) as at:
             assert (await at.begin()).category == "server"
-            assert "never made" in str((await at.do("forward")).error)
+            assert "its creation failed" in str((await at.do("forward")).error)
             assert await at.status() == "gone"
 
     within(SOON, scenario)
@@ -132,7 +132,7 @@ def test_a_save_has_a_row_and_its_name_is_taken(tmp_path: Path) -> None:
             assert row.expires is not None
             again = await at.do("save", Save(_folder("b"), "weights", name="one").dump())
             assert (again.status, again.category) == ("failed", "user")
-            assert "is there already" in str(again.error)
+            assert "already exists" in str(again.error)
             assert applied(await at.do("forward_backward"))[-1] == 3
             await at.do("save", Save(_folder("c"), "weights", name="one", overwrite=True).dump())
             row = await at.store.checkpoints.get("ada", CheckpointPath.parse(path), time.time())
@@ -192,7 +192,7 @@ def test_an_unloaded_model_is_gone_with_its_snapshots_also_after_a_restart(tmp_p
         async with house(tmp_path) as at:
             at.number = 3
             told = await at.do("forward")
-            assert (told.error, told.category) == ("this model is gone: it was unloaded", "user")
+            assert (told.error, told.category) == ("this model no longer exists: it was unloaded", "user")
 
     within(SOON, scenario)
 

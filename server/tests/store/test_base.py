@@ -33,7 +33,7 @@ def test_a_changed_model_is_refused_with_both_fingerprints(store: Store, run: Ru
     run(check_base(store.database, "m", model))
     before, now = fingerprint(model), change(model)
     with pytest.raises(
-        StoreError, match=rf"the 1 adapters .* fingerprint {before}, and this one has {now}.*--accept-base"
+        StoreError, match=rf"the 1 adapters .* fingerprint {before}, but this model has {now}.*--accept-base"
     ):
         run(check_base(store.database, "m", model))
     run(check_base(store.database, "other", model))

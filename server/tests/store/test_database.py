@@ -220,7 +220,7 @@ def test_a_network_file_system_is_refused(tmp_path: Path, kind: str) -> None:
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "twinkle.db").write_bytes(b"something else entirely" * 100)
-    with pytest.raises(StoreError, match="cannot be opened"):
+    with pytest.raises(StoreError, match="cannot open"):
         SqliteDatabase(tmp_path / "twinkle.db")
 
 

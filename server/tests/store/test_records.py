@@ -69,7 +69,7 @@ def test_nothing_new_is_made_in_a_session_that_has_ended_or_never_was(store: Sto
         lambda connection: models.add(connection, late),
         lambda connection: samplers.add(connection, sampler()),
     ):
-        with pytest.raises(Gone, match="has finished: create another one"):
+        with pytest.raises(Gone, match="has finished; create a new one"):
             run(store.database.write(make))
     with pytest.raises(NotFound):
         run(store.database.write(lambda connection: models.add(connection, replace(late, session="never"))))
@@ -126,7 +126,7 @@ def test_a_search_goes_on_where_it_stopped_though_new_sessions_come(store: Store
 
 @pytest.mark.parametrize("cursor", ["x", "====", base64.b64encode(b"no number").decode(), "\u00e9"])
 def test_an_invented_cursor_is_the_users_fault(store: Store, run: Run, cursor: str) -> None:
-    with pytest.raises(BadRequest, match="no cursor of a list"):
+    with pytest.raises(BadRequest, match="the cursor must be"):
         run(store.sessions.search("ada", SessionSearch(cursor=cursor)))
 
 

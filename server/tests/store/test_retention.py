@@ -50,7 +50,7 @@ def test_a_result_that_nobody_read_is_kept_a_day(store: Store, run: Run, model: 
     assert run(store.retention.purge(START + DAY - 1)).results == 0
     assert run(store.retention.purge(START + DAY + 1)).results == 2  # the model's creation, too
     assert list((store.data / "results").iterdir()) == []
-    with pytest.raises(Gone, match="no longer kept"):
+    with pytest.raises(Gone, match="has expired"):
         run(store.journal.future(request, "ada"))
 
 
@@ -86,7 +86,7 @@ def test_rows_go_after_a_week_when_no_replay_can_want_them(store: Store, run: Ru
             run(store.journal.future(request, "ada"))
         with pytest.raises(NotFound):
             run(store.journal.future(request, "eve"))
-    with pytest.raises(Gone, match=r"number 1 .* used long ago"):
+    with pytest.raises(Gone, match=r"number 1 .* has expired"):
         run(done(store, 1))
 
 

@@ -70,15 +70,15 @@ def test_samples_of_an_inflight_client_name_the_model_and_no_weights(served, cli
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", "no name"),
-        (".", "no name"),
-        ("..", "no name"),
-        ("a/b", "no name"),
-        ("../a", "no name"),
-        ("a\0b", "no name"),
-        ("ä", "no name"),
-        ("a" * 129, "no name"),
-        (None, "path is missing"),
+        ("", "a checkpoint name must be"),
+        (".", "a checkpoint name must be"),
+        ("..", "a checkpoint name must be"),
+        ("a/b", "a checkpoint name must be"),
+        ("../a", "a checkpoint name must be"),
+        ("a\0b", "a checkpoint name must be"),
+        ("ä", "a checkpoint name must be"),
+        ("a" * 129, "a checkpoint name must be"),
+        (None, "path is required"),
     ],
 )
 def test_a_name_that_could_be_a_path_fails_and_uses_up_its_number(served, client, model, name: str | None, words: str):
@@ -94,7 +94,11 @@ def test_a_name_that_could_be_a_path_fails_and_uses_up_its_number(served, client
         ("/save_weights", {"ttl_seconds": 10}, "3600"),
         ("/save_weights", {"overwrite": "perhaps"}, "overwrite"),
         ("/save_weights_external", {"age_encryption_recipients": ["age1"]}, "age_encryption_recipients[0] must be"),
-        ("/save_weights_for_sampler", {"sampling_session_seq_id": 1}, "send path"),
+        (
+            "/save_weights_for_sampler",
+            {"sampling_session_seq_id": 1},
+            "sampling_session_seq_id (for a sampling session) is required",
+        ),
         ("/save_weights_for_sampler", {"kind": "other"}, "kind"),
         ("/save_weights_for_sampler", {"kind": "inflight"}, "inflight"),
     ],
@@ -108,7 +112,7 @@ def test_a_save_that_makes_no_sense_fails_and_uses_up_its_number(client, model, 
 
 def test_a_name_is_used_again_only_where_that_is_asked_for(client, model):
     save(client, model, 1)
-    assert "there already" in save(client, model, 2)["error"]
+    assert "already exists" in save(client, model, 2)["error"]
     assert save(client, model, 3, overwrite=True)["path"]
     assert client.get("/checkpoints").json()["cursor"]["total_count"] == 1
 
@@ -184,7 +188,7 @@ def test_a_deleted_checkpoint_is_nowhere(client, model):
     assert client.delete(route).status_code == 404
     assert client.post("/weights_info", json={"tinker_path": path}).status_code == 404
     load = {"session_id": model.partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
-    assert "no checkpoint" in result(client, client.post("/load_weights", json=load))["error"]
+    assert "does not exist" in result(client, client.post("/load_weights", json=load))["error"]
 
 
 @pytest.mark.parametrize(
@@ -217,10 +221,10 @@ def test_loading_into_a_model_wants_the_same_shape(client):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"path": "tinker://a/sampler_weights/b"}, "for sampling"),
-        ({"path": "/etc/passwd"}, "no path"),
-        ({"path": "tinker://a/weights/b"}, "no checkpoint"),
-        ({"base_model": "other"}, "'other' is not served"),
+        ({"path": "tinker://a/sampler_weights/b"}, "sampler checkpoint"),
+        ({"path": "/etc/passwd"}, "a checkpoint path must be"),
+        ({"path": "tinker://a/weights/b"}, "does not exist"),
+        ({"base_model": "other"}, "got 'other'"),
         ({"weights_access_token": "x"}, "publish"),
         ({"optimizer_config": {"type": "dimuon"}}, "'dimuon'"),
     ],

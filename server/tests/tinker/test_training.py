@@ -81,11 +81,14 @@ def test_a_model_is_described_at_once(served):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"base_model": "other"}, "'other' is not served here; '/models/of/tiny/v1' is"),
+        ({"base_model": "other"}, "base_model must be '/models/of/tiny/v1', the served model, got 'other'"),
         ({"lora_config": None}, "LoRA"),
-        ({"lora_config": {"rank": 0}}, "rank 0"),
-        ({"lora_config": {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}}, "nothing"),
-        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon' is not offered"),
+        ({"lora_config": {"rank": 0}}, "rank must be between 1 and 512, got 0"),
+        (
+            {"lora_config": {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}},
+            "at least one of train_attn",
+        ),
+        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon'"),
     ],
 )
 def test_a_model_that_cannot_be_made_fails_as_the_users_fault(served, changes: dict[str, Any], words: str):
@@ -185,7 +188,7 @@ def test_an_update_has_the_sdks_defaults(served):
         ({"adam_params": {"beta1": 1.0}}, "beta1 is 1.0"),
         ({"adam_params": {"learning_rate": -1}}, "learning_rate is -1"),
         ({"adam_params": {"eps": "x"}}, "adam_params.eps"),
-        ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "'dimuon' is not offered"),
+        ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "'dimuon'"),
     ],
 )
 def test_an_update_that_makes_no_sense_fails_and_uses_up_its_number(served, fields: dict[str, Any], words: str):

@@ -128,19 +128,19 @@ def sparse(values: int, rows: list[int], columns: list[int], shape: list[int]) -
     [
         (pb.Tensor(dense=b"12345", dtype=pb.DTYPE_FLOAT32), "5 bytes"),
         (pb.Tensor(dense=b"1234"), "unknown dtype 0"),
-        (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[2]), r"shape \(2\), and there are 1"),
+        (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[2]), r"shape \(2\), got 1"),
         (pb.Tensor(dense=b"12341234", dtype=pb.DTYPE_FLOAT32, shape=[-1, -2]), "shape"),
         (pb.Tensor(dense=b"", dtype=pb.DTYPE_FLOAT32, shape=[2**62, 2**62, 9, 9, 9, 9]), "…"),
         (sparse(1, [0, 1], [0], [1]), "two dimensions"),
-        (sparse(0, [0, 0], [], [1, 2**40]), "more than"),
+        (sparse(0, [0, 0], [], [1, 2**40]), "at most"),
         (sparse(0, [0], [], [2**60, 1]), "row pointers"),
-        (sparse(1, [0, 1], [5], [1, 5]), r"outside 0\.\.4"),
-        (sparse(1, [0, 1], [-1], [1, 5]), "outside"),
-        (sparse(2, [0, 3, 2], [0, 1], [2, 5]), "go down"),
-        (sparse(2, [0, 2], [1, 1], [1, 5]), "go up within a row"),
-        (sparse(2, [0, 2], [1], [1, 5]), "2 values and 1 column"),
+        (sparse(1, [0, 1], [5], [1, 5]), "between 0 and 4"),
+        (sparse(1, [0, 1], [-1], [1, 5]), "between 0 and 4"),
+        (sparse(2, [0, 3, 2], [0, 1], [2, 5]), "must not decrease"),
+        (sparse(2, [0, 2], [1, 1], [1, 5]), "increase within a row"),
+        (sparse(2, [0, 2], [1], [1, 5]), "one column index per value .2., got 1"),
         (sparse(1, [0, 2], [1], [1, 5]), "row pointers from 0 to 1"),
-        (sparse(0, [], [], [-1, 5]), "sizes are 0 or more"),
+        (sparse(0, [], [], [-1, 5]), "sizes of a sparse array must be at least 0"),
     ],
 )
 def test_a_tensor_that_does_not_fit_its_bytes_is_refused_with_its_name(tensor: pb.Tensor, words: str):
@@ -182,7 +182,7 @@ def test_chunks_that_are_no_text_are_refused_and_still_have_a_cost():
     datum = pb.Datum()
     datum.model_input.add().image.CopyFrom(pb.ImageChunk(data=b"x", format="png", expected_tokens=7))
     assert datum_length(datum) == 7
-    with pytest.raises(ValueError, match="reads text; a chunk of model_input is image"):
+    with pytest.raises(ValueError, match="must be text for this model, got image"):
         datum_tokens(datum)
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="an empty chunk"):
         datum_tokens(pb.Datum(model_input=[pb.Chunk()]))

@@ -11,7 +11,7 @@ from twinkle.loss_scale import LossScale, TurnWeight
 
 
 class RoleLossScale(LossScale):
-    """Weights messages by who speaks.
+    """Weights messages by role.
 
     Args:
         weights: a weight for each role; roles that are not named are not trained. By default `{"assistant": 1.0}`.
@@ -49,7 +49,7 @@ class LastRoundLossScale(LossScale):
 
 
 class TurnLossScale(LossScale):
-    """Weights the assistant's turns by their number.
+    """Weights assistant turns by their index.
 
     Args:
         weights: a weight for each number: 0 is the assistant's first turn, -1 its last. A number that a conversation is

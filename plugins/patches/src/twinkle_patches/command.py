@@ -10,7 +10,7 @@ from twinkle.errors import NotTrusted, TwinkleError
 from twinkle_registry import ComponentSpec, PluginRecord, missing_requirements
 
 
-@click.command(short_help="List patches: what they change, and whether they fit what is installed.")
+@click.command(short_help="List patches, what they change, and whether they fit the installed packages.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def patches(as_json: bool) -> None:
     """List every installed patch: changed symbols, supported versions, when it is needed, whether it applies."""

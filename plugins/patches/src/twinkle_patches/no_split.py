@@ -1,4 +1,4 @@
-"""Says which blocks of a model stay in one piece when it is spread over devices."""
+"""Sets which blocks of a model are not split when it is distributed over devices."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar

@@ -17,13 +17,13 @@ class GroupsConfig(DataConfig):
         description="File, folder, `hf://org/name`, `ms://org/name` or builtin",
     )
     preprocessor: str | None = Field(
-        default=None, description="Component of kind `preprocessor`; none: rows hold the columns named here"
+        default=None, description="Component of kind `preprocessor`; null: rows contain the columns named below"
     )
-    anchor_key: str = Field(default="anchor", description="Column of the texts that are compared with others")
-    positive_key: str = Field(default="positive", description="Column of the text that each shall be near to")
+    anchor_key: str = Field(default="anchor", description="Column of the anchor texts")
+    positive_key: str = Field(default="positive", description="Column of the text that should be close to the anchor")
     negative_key: str | None = Field(
         default="negative",
-        description="Column of the text, or list of texts, that each shall be far from; null: other rows' texts alone",
+        description="Column of the text or list of texts that should be far from the anchor; null: use other rows",
     )
 
 
@@ -40,19 +40,19 @@ class EmbeddingConfig(RunConfig):
     recipe = "embedding"
     kept_in_checkpoints = RunConfig.kept_in_checkpoints | {"epochs"}
 
-    data: GroupsConfig = Field(default_factory=GroupsConfig, description="Which rows, and how they become tokens")
-    loss: EmbeddingLossConfig = Field(default_factory=EmbeddingLossConfig, description="What is minimised")
+    data: GroupsConfig = Field(default_factory=GroupsConfig, description="Data set and tokenization")
+    loss: EmbeddingLossConfig = Field(default_factory=EmbeddingLossConfig, description="Loss function")
     metrics: list[str] = Field(
-        default=["EmbeddingMetric"], description="Components of kind `metric`, beside the model's own"
+        default=["EmbeddingMetric"], description="Components of kind `metric`, in addition to those of the model"
     )
     batch_size: Positive = Field(
-        default=16, description="Groups of one optimizer step; each anchor is compared with the texts of all"
+        default=16, description="Groups per optimizer step; each anchor is compared with the texts of all groups"
     )
     micro_batch_size: Positive | None = Field(
         default=None,
-        description="Texts in memory at once, in whole groups; only with a loss that compares within groups",
+        description="Texts in memory at once, in whole groups; only for a loss that compares within groups",
     )
-    epochs: Positive = Field(default=1, description="How often each group is seen")
+    epochs: Positive = Field(default=1, description="Passes over the groups")
 
 
 GROUP = "group"

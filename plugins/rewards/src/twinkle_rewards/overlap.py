@@ -18,7 +18,7 @@ _ARTICLES = frozenset({"a", "an", "the"})
 
 
 class F1Reward(Reward):
-    r"""F1 of the words of answer and truth, in [0, 1] (SQuAD, arXiv:1606.05250, section 6.1).
+    r"""Word-level F1 of answer and ground truth, in [0, 1] (SQuAD, arXiv:1606.05250, section 6.1).
 
     With c words in common, counted as often as both have them, precision is c / words of the answer, recall c / words
     of the truth, and F1 their harmonic mean. Case, punctuation and English articles do not count; each Chinese or

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from twinkle.testing import Report
 
 
-@click.command("test", short_help="Hold components to the contracts of their kinds.")
+@click.command("test", short_help="Check components against the contracts of their kinds.")
 @click.argument("what")
 @click.option("-k", "words", metavar="TEXT", default="", help="Only checks (or components) whose name holds TEXT.")
 @click.option("--kind", default="", help="Only components of this kind; what a function in a file is.")

@@ -82,7 +82,7 @@ def _open(folder: Path, name: str, size: int) -> BufferedReader:
         raise LookupError(name) from error
     if os.fstat(file.fileno()).st_size != size:
         file.close()
-        raise LookupError(f"{name} has another size than was published")
+        raise LookupError(f"the size of {name} differs from the published size")
     return file
 
 

@@ -61,7 +61,7 @@ class Links:
         try:
             names = list(read_manifest(self.data / folder).files)
         except Damaged as error:
-            raise NotFound("the checkpoint's files are not there any more") from error
+            raise NotFound("the files of the checkpoint no longer exist") from error
         token, expires = self._token(folder, whole=False)
         return {name: f"{base_url.rstrip('/')}/download/{token}/{name}" for name in names}, expires
 
@@ -85,9 +85,9 @@ class Links:
             said: Any = self._signer.loads(token) if len(token) <= _LONGEST else None
             grant = Grant(str(said["f"]), bool(said["w"]), float(said["e"]))
         except (BadData, TypeError, KeyError, ValueError) as error:
-            raise NotFound("this link is not one of this service") from error
+            raise NotFound("the download link is not valid for this service") from error
         if grant.expires < time.time():
-            raise NotFound("this link is over; ask for a new one")
+            raise NotFound("the download link has expired; request a new one")
         return grant
 
     def _token(self, folder: str, whole: bool) -> tuple[str, float]:
@@ -107,7 +107,7 @@ def download_routes(links: Links) -> APIRouter:
         try:
             return await asyncio.to_thread(_answer, links.data / grant.folder, grant, file)
         except (LookupError, Damaged) as error:
-            raise NotFound("the checkpoint has no such file, or is not there any more") from error
+            raise NotFound("the checkpoint does not contain this file or no longer exists") from error
 
     return router
 

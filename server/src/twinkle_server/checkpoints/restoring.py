@@ -34,11 +34,11 @@ async def restore(store: Store, what: str) -> str:
     folder = entry.folder if entry is not None else what
     row = await store.database.read(lambda connection: _deleted(connection, folder))
     if entry is None and (row is None or not (store.data / folder).is_dir()):
-        raise NotFound(f"no entry {what!r} in the trash; `twinkle server trash list` shows what is there")
+        raise NotFound(f"no entry {what!r} in the trash; `twinkle server trash list` shows the entries")
     if row is not None:
         await store.database.read(lambda connection: _check_free(connection, row))
     if entry is not None and not await asyncio.to_thread(trash.put_back, entry):
-        raise BadRequest(f"cannot restore {folder}: something is in its place, or the entry was emptied meanwhile")
+        raise BadRequest(f"cannot restore {folder}: the destination exists, or the entry was removed from the trash")
     if row is None:
         return folder
     return await store.database.write(lambda connection: _undelete(connection, row))
@@ -64,9 +64,7 @@ def _check_free(connection: Connection, row: Row[tuple[object, ...]]) -> None:
         checkpoints.c.deleted.is_(None),
     )
     if connection.execute(query).first() is not None:
-        raise BadRequest(
-            f"cannot restore {path_of(row)}: a checkpoint of that path was saved since; delete that one first"
-        )
+        raise BadRequest(f"cannot restore {path_of(row)}: a newer checkpoint has this path; delete it first")
 
 
 def _undelete(connection: Connection, row: Row[tuple[object, ...]]) -> str:

@@ -149,7 +149,7 @@ class Upkeep:
 
         restored = await asyncio.to_thread(work)
         if restored:
-            _log.warning("folders that the database names were in the trash, and are restored", folders=restored)
+            _log.warning("restored folders from the trash that the database references", folders=restored)
         return restored
 
     async def make_room(self) -> Swept:
@@ -158,7 +158,7 @@ class Upkeep:
             return Swept()
         emptied = await asyncio.to_thread(self._empty, 0.0, False, ())
         if emptied.entries:
-            _log.warning("the disk is full: the trash was emptied", entries=emptied.entries, bytes=emptied.size)
+            _log.warning("the disk is full: emptied the trash", entries=emptied.entries, bytes=emptied.size)
         return emptied
 
     def _is_full(self) -> bool:

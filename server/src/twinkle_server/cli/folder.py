@@ -170,10 +170,10 @@ def remove_orphans(folders: tuple[str, ...], everything: bool, hours: float, dat
 def _chosen(there: list[str], asked: tuple[str, ...], everything: bool, what: str) -> list[str]:
     """Return the names that were asked for, each of which is there."""
     if everything == bool(asked):
-        raise click.UsageError(f"give names of `twinkle server {what} list`, or --all")
+        raise click.UsageError(f"specify names from `twinkle server {what} list`, or --all")
     for name in asked:
         if name not in there:
-            raise click.UsageError(f"no {name!r} there; `twinkle server {what} list` shows what is")
+            raise click.UsageError(f"{name!r} does not exist; `twinkle server {what} list` shows the names")
     return there if everything else list(asked)
 
 

@@ -70,11 +70,11 @@ def _recipient(text: str) -> Any:
     import pyrage
 
     if len(text) > _LONGEST:
-        raise ValueError(f"it has {len(text)} characters, and {_LONGEST} are the limit")
+        raise ValueError(f"it must have at most {_LONGEST} characters, got {len(text)}")
     for prefix, kind in _KINDS:
         if text.startswith(prefix):
             try:
                 return getattr(pyrage, kind).Recipient.from_str(text)
             except pyrage.RecipientError as error:
                 raise ValueError(str(error)[-200:]) from error
-    raise ValueError("no kind of recipient begins so")
+    raise ValueError("unknown kind of recipient")

@@ -45,9 +45,7 @@ def public_error(error: Exception) -> Exception:
     elif isinstance(error, _CLIENT_ERRORS):
         public = UserError(_anonymous(str(error)))
     elif isinstance(error, CapacityError):  # its text may name adapters of other tenants
-        public = CapacityError(
-            "there is no memory for this operation now; send fewer or shorter rows at once, or later"
-        )
+        public = CapacityError("not enough memory for this operation; send fewer or shorter rows, or retry later")
     else:
         return error
     public.__cause__ = error

@@ -278,7 +278,7 @@ def _output(outcome: OperationResult | OperationError, rows: Rows) -> bytes | Ex
     outputs = []
     for output, shape in zip(outcome.outputs, rows.shapes, strict=True):
         if "logps" not in output:
-            return UserError("this loss scores no tokens, so that there are no logprobs; name another")
+            return UserError("this loss does not return token logprobs; use another loss")
         outputs.append({"logprobs": np.asarray(_on_host(output["logps"]), np.float32).reshape(shape)})
     metrics = dict(_metric(name, float(value), len(rows.shapes)) for name, value in outcome.metrics.items())
     metrics["loss:sum"] = float(outcome.loss_sum or 0.0)

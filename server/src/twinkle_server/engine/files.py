@@ -161,7 +161,7 @@ def open_file(folder: Path, name: str) -> BufferedReader:
         OSError: it is not there, or is no regular file of this folder.
     """
     if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
-        raise FileNotFoundError(f"{name[:200]!r} is no name of a file in a folder")
+        raise FileNotFoundError(f"{name[:200]!r} is not a valid file name")
     above = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)  # a pipe would wait
@@ -169,7 +169,7 @@ def open_file(folder: Path, name: str) -> BufferedReader:
         os.close(above)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise FileNotFoundError(f"{name!r} is no regular file")
+        raise FileNotFoundError(f"{name!r} is not a regular file")
     return os.fdopen(handle, "rb")
 
 
@@ -200,9 +200,9 @@ def _seal(work: Path, facts: Mapping[str, Any]) -> Published:
 
 def _entry(work: Path, name: str) -> Entry:
     if name == MANIFEST:
-        raise ValueError(f"{MANIFEST} is written by publish, and not by what it calls")
+        raise ValueError(f"{MANIFEST} is written by publish; the callback must not write it")
     if not stat.S_ISREG((work / name).lstat().st_mode):
-        raise ValueError(f"{name!r} is no regular file; a published folder is flat")
+        raise ValueError(f"{name!r} is not a regular file; a published folder must be flat")
     with open_file(work, name) as file:
         entry = Entry(hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size)
         os.fsync(file.fileno())

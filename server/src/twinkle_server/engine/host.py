@@ -113,7 +113,7 @@ class Host:
         except LinkClosed:
             os._exit(0)
         except EngineFault:
-            _log.exception("the engine cannot go on")
+            _log.exception("the engine cannot continue")
         except BaseException:
             _log.exception("the engine failed")
         os._exit(FATAL)
@@ -212,7 +212,7 @@ class Host:
             self._draining = True
             self._snapshots.drain()
         else:
-            raise RuntimeError(f"the engine knows no message {item.type!r}")
+            raise RuntimeError(f"unknown message type {item.type!r}")
 
     def _train(self) -> None:
         tasks = self._scheduler.next(self._turn_tokens)

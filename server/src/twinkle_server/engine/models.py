@@ -50,7 +50,7 @@ class Models:
             UserError: there is none of this id.
         """
         if queue_id not in self._models:
-            raise UserError(f"there is no model {queue_id!r}; it was never created, or it is over")
+            raise UserError(f"model {queue_id!r} does not exist; it was never created or it was unloaded")
         return self._models[queue_id]
 
     def create(self, queue_id: str, create: Create, source: Path | None) -> None:
@@ -84,7 +84,7 @@ class Models:
         elif save.kind in ("sampler_weights", "external_weights"):
             copied = self._engine.export(model.ref, self._base)
         else:
-            raise UserError(f"there is no kind of checkpoint {save.kind!r}")
+            raise UserError(f"unknown kind of checkpoint {save.kind!r}")
         return copied, {name: getattr(model.spec, name) for name in _SHAPE}
 
     def snapshot(self, queue_id: str) -> SavedAdapter:
@@ -96,7 +96,7 @@ class Models:
         with _checkpoint_errors():
             spec = self._engine.read_spec(folder)
             if spec is None:
-                raise CheckpointError(f"there is no snapshot in {folder}")
+                raise CheckpointError(f"no snapshot found in {folder}")
             self.remove(queue_id)
             model = self._add(queue_id, spec)
             with self._removed_on_error(queue_id):
@@ -109,7 +109,7 @@ class Models:
 
     def _add(self, queue_id: str, spec: AdapterSpec) -> Model:
         if queue_id in self._models:
-            raise UserError(f"there is already a model {queue_id!r}")
+            raise UserError(f"model {queue_id!r} already exists")
         self._count += 1
         model = self._models[queue_id] = Model(self._engine.add(f"model-{self._count}", spec), spec)
         with self._removed_on_error(queue_id):
@@ -120,14 +120,14 @@ class Models:
         spec = self._engine.read_spec(source)
         if spec is None:
             if optimizer:
-                raise UserError("this checkpoint holds weights alone, without the optimizer's state; load it without")
+                raise UserError("this checkpoint contains only weights; load it without the optimizer state")
             self._engine.load(model.ref, source)
             self._reset_optimizer(model)
             return
         for name in _SHAPE:
             own, saved = getattr(model.spec, name), getattr(spec, name)
             if own != saved:
-                raise UserError(f"the checkpoint was saved with {name}={saved}, and this model has {name}={own}")
+                raise UserError(f"{name} of the checkpoint must equal that of the model ({own}), got {saved}")
         self._engine.restore(model.ref, source)
         if not optimizer:
             self._reset_optimizer(model)

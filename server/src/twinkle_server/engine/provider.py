@@ -19,7 +19,7 @@ def engine_name(backend: str | None) -> str:
         from twinkle_registry.index import search
 
         published = ", ".join(f"{entry.name}: {entry.command}" for entry in search((), "engine"))
-        raise ComponentNotFound(f"no engine is installed, so that nothing can train or sample; published: {published}")
+        raise ComponentNotFound(f"no engine is installed; install one of: {published}")
     if len(names) > 1:
         raise ComponentConflict(f"several engines are installed: {', '.join(names)}; choose one with --backend NAME")
     return names[0]

@@ -115,7 +115,7 @@ class TaskQueues:
         """Remove a task, which is the next of its queue."""
         tasks = self._waiting[task.queue_id]
         if tasks[0] is not task:
-            raise RuntimeError(f"operation {task.id} is not the next of its queue")
+            raise RuntimeError(f"operation {task.id} is not the next one of its queue")
         tasks.popleft()
         if not tasks:
             del self._waiting[task.queue_id]

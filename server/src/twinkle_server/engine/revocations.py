@@ -35,7 +35,7 @@ class RevocationWatch:
                 _log.warning("revocation list: %s", problem)
         self._known = problems
         for record in dropped:
-            _log.error("plugin %s is dropped: %s; what it patched stays until a restart", record.name, record.reason)
+            _log.error("plugin %s is disabled: %s; its patches stay active until a restart", record.name, record.reason)
         if dropped:
             self._dropped()
 
@@ -44,5 +44,5 @@ class RevocationWatch:
             try:
                 self.look()
             except Exception:  # whatever it is, code that is revoked later must still be dropped
-                _log.exception("revoked plugins cannot be looked for; it is tried again")
+                _log.exception("cannot check for revoked plugins; retrying")
             time.sleep(self._every)

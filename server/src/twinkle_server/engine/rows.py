@@ -73,7 +73,7 @@ def read_rows(
         UserError: there are none, or one cannot be used; says which datum, which key, and the numbers.
     """
     if not request.data:
-        raise UserError("data is empty; a pass needs at least one datum")
+        raise UserError("data must contain at least one datum")
     rows = Rows()
     keys: set[str] | None = None
     left = MOST_CELLS
@@ -87,20 +87,20 @@ def read_rows(
         left -= sum(array.size for array in inputs.values())
         if left < 0:
             raise UserError(
-                f"{where}: the loss_fn_inputs up to here have more than {MOST_CELLS} numbers; send fewer at once"
+                f"{where}: the loss_fn_inputs of a request must have at most {MOST_CELLS} numbers; send fewer datums"
             )
         _check_tokens(where, tokens, context, vocabulary)
         inputs = {name: array for name, array in inputs.items() if name not in ignores}
         if spans and SEQUENCES in inputs:
             raise UserError(
-                f"{where}: cannot take the loss_fn_input {SEQUENCES!r}: the provenance spans of the datum give it; "
-                "leave it out"
+                f"{where}: cannot use the loss_fn_input {SEQUENCES!r}: it is derived from the provenance spans of the "
+                "datum; remove it"
             )
         named = inputs.keys() - {WEIGHTS}
         if keys is not None and named != keys:
             odd = sorted(named ^ keys)[0]
             raise UserError(
-                f"{where}: some datums have the loss_fn_input {odd!r} and others not; give all the same "
+                f"{where}: some datums have the loss_fn_input {odd!r} and others do not; all must have the same "
                 f"(loss_fn {request.loss_fn!r} takes {', '.join(takes)})"
             )
         keys = set(named)
@@ -122,7 +122,9 @@ def _fill_weights(rows: Rows) -> None:
 def _sequences(where: str, datum: pb.Datum, tokens: Array, shape: tuple[int, ...]) -> Array:
     """Return the input `SEQUENCES` of a datum."""
     if len(shape) != 1:
-        raise UserError(f"{where}: {TARGETS} must have one target a position with provenance spans, got {list(shape)}")
+        raise UserError(
+            f"{where}: {TARGETS} must have one target per position with provenance spans, got {list(shape)}"
+        )
     try:
         spans = provenance.target_spans(datum, shape[0])
         provenance.check_input_spans(datum, len(tokens))
@@ -136,38 +138,42 @@ def _check_room(rows: Rows) -> None:
     width = max(shape[1] if len(shape) == 2 else 1 for shape in rows.shapes)
     if width * sum(shape[0] for shape in rows.shapes) > MOST_CELLS:
         raise UserError(
-            f"some datums have {width} targets a position; with the others beside them that is more than {MOST_CELLS} "
-            "numbers; send those with fewer targets in a request of their own"
+            f"some datums have {width} targets per position; padded to this width, the request exceeds {MOST_CELLS} "
+            "numbers; send datums with fewer targets in a separate request"
         )
 
 
 def _check_tokens(where: str, tokens: Array, context: int, vocabulary: int) -> None:
     if not len(tokens):
-        raise UserError(f"{where}: model_input is empty; a row needs at least one token")
+        raise UserError(f"{where}: model_input must have at least one token")
     if len(tokens) > context:
-        raise UserError(f"{where}: model_input has {len(tokens)} tokens, the model's context is {context}; shorten it")
+        raise UserError(
+            f"{where}: model_input must have at most {context} tokens (the model's context), got {len(tokens)}"
+        )
     _check_ids(f"{where}: model_input", tokens, vocabulary)
 
 
 def _check_ids(what: str, tokens: Array, vocabulary: int) -> None:
     if not ((tokens >= 0) & (tokens < vocabulary)).all():
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
-        raise UserError(f"{what} has the token {wrong}; the model's tokens are 0 to {vocabulary - 1}")
+        raise UserError(f"tokens of {what} must be between 0 and {vocabulary - 1}, got {wrong}")
 
 
 def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], vocabulary: int) -> None:
     targets = inputs.get(TARGETS)
     if targets is None:
-        raise UserError(f"{where}: the loss_fn_input {TARGETS!r} is missing; it has {sorted(inputs) or 'none'}")
+        raise UserError(f"{where}: the loss_fn_input {TARGETS!r} is required, got {sorted(inputs) or 'none'}")
     if targets.dtype.kind not in "iu":
-        raise UserError(f"{where}: {TARGETS} holds {targets.dtype}; give whole numbers (int64)")
+        raise UserError(f"{where}: {TARGETS} must contain integers (int64), got {targets.dtype}")
     if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
         raise UserError(
-            f"{where}: {TARGETS} has the shape {list(targets.shape)}, and model_input {len(tokens)} tokens; give one "
-            "target (or K targets) for each token"
+            f"{where}: {TARGETS} must have one target (or K targets) for each of the {len(tokens)} tokens of "
+            f"model_input, got the shape {list(targets.shape)}"
         )
     if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS:
-        raise UserError(f"{where}: {TARGETS} has {targets.shape[1]} targets a position; there may be {MOST_TARGETS}")
+        raise UserError(
+            f"{where}: {TARGETS} must have at most {MOST_TARGETS} targets per position, got {targets.shape[1]}"
+        )
     _check_ids(f"{where}: {TARGETS}", targets, vocabulary)
     feature: dict[str, Any] = {"input_ids": tokens.astype(np.int64), "labels": targets.astype(np.int64)}
     for name, values in inputs.items():
@@ -177,7 +183,8 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
         if name == WEIGHTS:
             if values.shape != targets.shape:
                 raise UserError(
-                    f"{where}: {WEIGHTS} has the shape {list(values.shape)}, and {TARGETS} {list(targets.shape)}"
+                    f"{where}: {WEIGHTS} must have the shape {list(targets.shape)} of {TARGETS}, "
+                    f"got {list(values.shape)}"
                 )
             feature["loss_scale"] = values.astype(np.float32)
         else:
@@ -189,4 +196,4 @@ def _add(rows: Rows, where: str, tokens: Array, inputs: Mapping[str, Array], voc
 def _check_finite(where: str, name: str, values: Array) -> None:
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         at = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise UserError(f"{where}: {name} is {values.reshape(-1)[at]} at {at}; it must be finite")
+        raise UserError(f"{where}: {name} must be finite, got {values.reshape(-1)[at]} at {at}")

@@ -115,7 +115,7 @@ class Sources:
         """
         path = PurePosixPath(folder)
         if not folder or path.is_absolute() or ".." in path.parts:
-            raise ValueError("a folder of the service is named outside of the data directory")
+            raise ValueError("a folder must be inside the data directory")
         return self._data / path
 
     def __call__(self, folder: str | None) -> Path | None:
@@ -179,7 +179,7 @@ class OperationRunner:
             return
         kind = tasks[0].kind
         if kind in queues.ORDERS:
-            raise RuntimeError(f"{kind} is no turn")
+            raise RuntimeError(f"unknown kind of turn {kind}")
         self._interleaving.begin([task.id for task in tasks])
         begin = self._interleaving.clock()
         if kind in PASSES:
@@ -327,13 +327,13 @@ class OperationRunner:
             load = Load.parse(task.payload)
             source = self._sources(load.source)
             if source is None:
-                raise ValueError("there is nothing to load from")
+                raise ValueError("the load operation has no checkpoint")
             self._executor.load(task.queue_id, load, source)
         elif task.kind == "unload":
             self._snapshots.forget(task.queue_id)
             self._executor.remove(task.queue_id)
         else:
-            raise ValueError(f"the engine knows no operation {task.kind!r}")
+            raise ValueError(f"unknown operation {task.kind!r}")
 
     def _passed(self, kind: str, tasks: Sequence[Task], seconds: float, cost: Cost) -> None:
         head = {

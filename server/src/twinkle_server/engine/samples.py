@@ -170,17 +170,15 @@ class Versions:
 
     def _read(self, folder: Path) -> AdapterVersion:
         if not folder.is_dir():
-            raise UserError("the checkpoint to sample from is gone; it was deleted, or its time was over")
+            raise UserError("the checkpoint to sample from does not exist; it was deleted or it expired")
         try:
             if self._engine.read_spec(folder) is not None:
-                raise UserError("this checkpoint is for training; sample from one that was saved for the sampler")
+                raise UserError("cannot sample from a training checkpoint; save one for the sampler")
             return self._engine.read_version(folder)
         except CheckpointError as error:
             raise damaged_checkpoint(error) from error
         except Unsupported as error:
-            raise UserError(
-                "this checkpoint holds more than low-rank matrices, which cannot be sampled from"
-            ) from error
+            raise UserError("cannot sample from this checkpoint: it contains more than low-rank matrices") from error
 
 
 def read_sample(sample: Sample, info: ModelInfo) -> tuple[dict[str, Any], Array | Sparse | None]:
@@ -194,7 +192,7 @@ def read_sample(sample: Sample, info: ModelInfo) -> tuple[dict[str, Any], Array 
     targets = None if sample.targets is None else _targets(sample, info)
     scored = sample.prompt_logprobs or sample.topk_prompt_logprobs > 0
     if sample.prompt_logprobs_last_n is not None and not sample.prompt_logprobs:
-        raise UserError("prompt_logprobs_last_n needs prompt_logprobs=True")
+        raise UserError("prompt_logprobs_last_n requires prompt_logprobs=True")
     seed = int(sample.seed) % _SEEDS
     params: dict[str, Any] = {
         "max_tokens": sample.max_tokens,
@@ -221,16 +219,16 @@ def _check_lengths(sample: Sample, info: ModelInfo) -> None:
         raise UserError("the prompt is empty; give at least one token")
     for token in sample.tokens:
         if not 0 <= token < info.vocabulary:
-            raise UserError(f"the prompt has the token {token}; the model's tokens are 0 to {info.vocabulary - 1}")
+            raise UserError(f"prompt tokens must be between 0 and {info.vocabulary - 1}, got {token}")
     left = info.context - length
     if left < 1:
-        raise UserError(f"the prompt has {length} tokens, and the model's context is {info.context}; shorten it")
+        raise UserError(f"the prompt must have at most {info.context} tokens (the model's context), got {length}")
     if sample.max_tokens is not None and sample.max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {sample.max_tokens}")
     if sample.max_tokens is not None and sample.max_tokens > left:
         raise UserError(
-            f"the prompt's {length} tokens and max_tokens={sample.max_tokens} are more than the model's context of "
-            f"{info.context}; ask for at most {left}"
+            f"max_tokens must be at most {left} for a prompt of {length} tokens (the model's context is "
+            f"{info.context}), got {sample.max_tokens}"
         )
 
 
@@ -255,7 +253,7 @@ def _check_numbers(sample: Sample) -> None:
         checks[name] = (count, 0 <= count <= _MOST_ALTERNATIVES, alternatives)
     for name, (value, good, allowed) in checks.items():
         if not good:
-            raise UserError(f"{name} is {value}; it must be {allowed}")
+            raise UserError(f"{name} must be {allowed}, got {value}")
 
 
 def _stop(stop: list[Any] | None, info: ModelInfo) -> list[Any] | None:
@@ -265,14 +263,14 @@ def _stop(stop: list[Any] | None, info: ModelInfo) -> list[Any] | None:
         if isinstance(item, str) and item:
             if not info.tokenizer:
                 raise UserError(
-                    f"cannot stop at the text {item[:80]!r}: the folder of the served model has no tokenizer; "
-                    "give token ids in stop"
+                    f"cannot use the stop string {item[:80]!r}: the folder of the served model has no tokenizer; "
+                    "use token ids in stop"
                 )
             continue
         if isinstance(item, bool) or not isinstance(item, int):
-            raise UserError(f"stop holds {item!r:.80}; give strings that are not empty, or token ids")
+            raise UserError(f"stop must contain non-empty strings or token ids, got {item!r:.80}")
         if not 0 <= item < info.vocabulary:
-            raise UserError(f"stop holds the token {item}; the model's tokens are 0 to {info.vocabulary - 1}")
+            raise UserError(f"token ids in stop must be between 0 and {info.vocabulary - 1}, got {item}")
     return stop
 
 
@@ -282,15 +280,15 @@ def _targets(sample: Sample, info: ModelInfo) -> Array | Sparse:
     try:
         found = _read_targets(given)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"target_prompt_logprobs cannot be read: {error}") from error
+        raise UserError(f"cannot read target_prompt_logprobs: {error}") from error
     rows, least = found.shape[0], 0 if isinstance(found, Sparse) else -1
     values = found.values if isinstance(found, Sparse) else found
     if rows > len(sample.tokens):
-        raise UserError(f"target_prompt_logprobs has {rows} rows, and the prompt {len(sample.tokens)} tokens")
+        raise UserError(f"target_prompt_logprobs must have one row per prompt token ({len(sample.tokens)}), got {rows}")
     if values.size and not ((values >= min(least, -1)) & (values < info.vocabulary)).all():
         wrong = values[(values < -1) | (values >= info.vocabulary)].reshape(-1)[0]
         raise UserError(
-            f"target_prompt_logprobs has the token {wrong}; give 0 to {info.vocabulary - 1}, or -1 for none"
+            f"tokens in target_prompt_logprobs must be between 0 and {info.vocabulary - 1}, or -1 for none, got {wrong}"
         )
     return found
 
@@ -300,12 +298,12 @@ def _read_targets(given: dict[str, Any]) -> Array | Sparse:
     values = np.asarray(given["data"], dtype=np.int64).reshape(-1)
     if given.get("sparse_crow_indices") is not None:
         if len(shape) != 2:
-            raise ValueError(f"a sparse array has two dimensions, and the shape says {list(shape)}")
+            raise ValueError(f"a sparse array must have two dimensions, got the shape {list(shape)}")
         rows = np.asarray(given["sparse_crow_indices"], dtype=np.int64)
         columns = np.asarray(given["sparse_col_indices"], dtype=np.int64)
         return Sparse(values, rows, columns, (shape[0], shape[1]))
     if len(shape) not in (1, 2) or math.prod(shape) != len(values):
-        raise ValueError(f"it has {len(values)} values and says the shape {list(shape)}; give one or two dimensions")
+        raise ValueError(f"the shape must have one or two dimensions and {len(values)} values, got {list(shape)}")
     return values.reshape(shape)
 
 
@@ -316,7 +314,7 @@ def _dense(targets: Array | Sparse) -> Array:
     counts = np.diff(targets.rows)
     width = int(counts.max(initial=0))
     if len(counts) * max(width, 1) > MAX_CELLS:
-        raise UserError(f"target_prompt_logprobs asks for more than {MAX_CELLS} cells")
+        raise UserError(f"target_prompt_logprobs must have at most {MAX_CELLS} cells")
     out = np.full((len(counts), width), -1, np.int64)
     out[np.arange(width) < counts[:, None]] = targets.values
     return out
@@ -378,7 +376,7 @@ def _floats(values: Sequence[float | None]) -> Any:
 def _scores(values: Sequence[Sequence[float | None]] | None, wanted: Array | Sparse) -> Array:
     rows = wanted.shape[0]
     if values is None or len(values) != rows:
-        raise RuntimeError(f"{rows} rows of targets were asked for, and {len(values or [])} were scored")
+        raise RuntimeError(f"expected {rows} rows of target log-probabilities, got {len(values or [])}")
     return np.asarray([[np.nan if v is None else v for v in row] for row in values], np.float32).reshape(rows, -1)
 
 
@@ -386,7 +384,7 @@ def _drawn(rows: Sequence[Sequence[tuple[int, float]]] | None, count: int, lengt
     if not count:
         return None
     if rows is None or len(rows) != length - 1:
-        raise RuntimeError(f"{length - 1} rows of alternatives were asked for, and {len(rows or [])} were drawn")
+        raise RuntimeError(f"expected {length - 1} rows of alternatives, got {len(rows or [])}")
     tokens = np.asarray([[pair[0] for pair in row] for row in rows], np.int64).reshape(length - 1, count)
     logprobs = np.asarray([[pair[1] for pair in row] for row in rows], np.float32).reshape(length - 1, count)
     return tokens, logprobs

@@ -153,7 +153,7 @@ class Snapshots:
         except EngineFault:
             raise
         except Exception:
-            _log.exception("a model could not be copied for a snapshot")
+            _log.exception("cannot copy a model for a snapshot")
             self._end(queue_id, state, changed, None)
             return
         self._thread.submit(self._write, queue_id, number, copy, state, changed)
@@ -168,7 +168,7 @@ class Snapshots:
             head = {"queue_id": queue_id, "number": number, "folder": folder, "digest": done.digest, "size": done.size}
             message = Message(messages.SNAPSHOTTED, head)
         except Exception:
-            _log.exception("a snapshot could not be written")
+            _log.exception("cannot write a snapshot")
         self._later(lambda: self._end(queue_id, state, changed, message))
 
     def _end(self, queue_id: str, state: _SnapshotState, changed: float | None, message: Message | None) -> None:

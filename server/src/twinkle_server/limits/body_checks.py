@@ -27,7 +27,7 @@ def check_depth(body: bytes, deepest: int = DEEPEST) -> None:
         BadRequest: it is deeper.
     """
     if not is_flat(body, deepest) and _is_deeper(body, deepest):
-        raise BadRequest(f"the body's JSON is nested deeper than {deepest}; no request of the protocol is")
+        raise BadRequest(f"the JSON of the request body must be nested at most {deepest} levels deep")
 
 
 def is_flat(body: bytes, deepest: int = DEEPEST) -> bool:

@@ -27,7 +27,7 @@ class Budget:
         """
         with self._lock:
             if self.used + count > self.size:
-                raise Busy(f"{self.used} bytes of requests are in memory, of {self.size}; send this one again later")
+                raise Busy(f"request memory is full ({self.used} of {self.size} bytes in use); retry later")
             self.used += count
 
     def give(self, count: int) -> None:

@@ -159,7 +159,7 @@ class BodyLimitMiddleware:
     async def _body(self, scope: Any, receive: Any, share: Share) -> bytes:
         encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
         if encoding not in ("identity", "zstd"):
-            raise BadRequest(f"Content-Encoding {encoding[:40]!r} is not read here; send zstd, or the body as it is")
+            raise BadRequest(f"Content-Encoding must be zstd or absent, got {encoding[:40]!r}")
         declared = header(scope, b"content-length") or "0"
         if declared.isdecimal() and int(declared) > self._limits.body_bytes:
             raise self._too_large()

@@ -39,8 +39,8 @@ def decompress(body: bytes, limit: int, take: Callable[[int], None]) -> bytes:
             kept.write(piece)
     except zstandard.ZstdError as error:
         raise BadRequest(
-            "the body says Content-Encoding: zstd and cannot be decompressed with a window of 8 MiB: "
-            "send zstd of level 19 at most, or the body as it is"
+            "cannot decompress the zstd request body with a window of 8 MiB: "
+            "use zstd level 19 or lower, or send the body uncompressed"
         ) from error
     return kept.getvalue()
 
@@ -68,7 +68,7 @@ def _largest(body: bytes) -> int:
         place, inside, more = _frame(body, place, _BLOCKS - blocks)
         blocks, size = blocks + inside, size + more
     if place != len(body) or not body:
-        raise BadRequest("the body's zstd frame is cut off")
+        raise BadRequest("the zstd frame of the request body is truncated")
     return size
 
 
@@ -80,7 +80,7 @@ def _frame(body: bytes, start: int, allowed: int) -> tuple[int, int, int]:
     while not last:
         header = int.from_bytes(body[place : place + _BLOCK_HEADER], "little")
         if place + _BLOCK_HEADER > len(body) or count == allowed:
-            raise BadRequest("the body's zstd frame is cut off, or has too many blocks")
+            raise BadRequest("the zstd frame of the request body is truncated or has too many blocks")
         last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
         place += _BLOCK_HEADER + (1 if kind == _RLE else size)
         largest += _BLOCK if kind == _COMPRESSED else size

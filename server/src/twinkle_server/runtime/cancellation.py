@@ -79,7 +79,9 @@ class Cancellation:
         self._looked = time.monotonic()
         for queue in list(self._dispatcher.queues.values()):
             for operation in queue.order.drop_far(self._farthest):  # submissions so far away were taken once
-                self._dispatcher.fail(operation, f"number {operation.number} is too far above those before it", "user")
+                self._dispatcher.fail(
+                    operation, f"sequence number {operation.number} is too far above the previous ones", "user"
+                )
             gap, now = queue.order.gap(), time.monotonic()
             if gap is not None and now >= self._lost_at(queue, gap):
                 await self._give_up(queue, now - gap.since)
@@ -104,8 +106,8 @@ class Cancellation:
         for operation in queue.order.give_up():
             self._dispatcher.fail(
                 operation,
-                f"cannot run number {operation.number}: {reason} (a request that fails in the client uses up its "
-                "number), and nothing runs out of order; send this request again under the next number",
+                f"cannot run sequence number {operation.number} out of order: {reason} (a request that fails in the "
+                "client uses up its number); send this request again with the next number",
                 "user",
             )
         self._dispatcher.kick(queue)

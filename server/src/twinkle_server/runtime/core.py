@@ -114,7 +114,7 @@ class Runtime:
                 self.dispatcher.arrive(queue, operation)
             elif operation.number <= queue.snapshot_number:  # its outcome was never written, and a snapshot contains it
                 self.futures.open(operation)
-                self.dispatcher.fail(operation, "its result could not be written")
+                self.dispatcher.fail(operation, "the result could not be written")
 
     async def wait_ready(self) -> None:
         """Wait until the engine is ready.
@@ -185,7 +185,7 @@ class Runtime:
         queued, limit = self.futures.waiting[submission.tenant], self._settings.limits.queued
         passes = submission.refusal is not None or submission.number is None or self._is_here(submission)
         if queued >= limit and not passes and not self.awaited(submission):
-            raise Busy(f"{queued} operations of yours wait or run, and {limit} may: wait for some of them")
+            raise Busy(f"too many unfinished operations: you have {queued} (limit {limit}); wait for some to finish")
 
     def _is_here(self, submission: Submission) -> bool:
         """Return whether the number of a model's operation came before: it is a repetition, or will be a conflict."""
@@ -225,7 +225,7 @@ class Runtime:
                 queue = await self.dispatcher.queue(operation.queue_id, operation.tenant, operation.ordered)
                 break
             except Exception:
-                _log.exception("a queue cannot be read; it is tried again")
+                _log.exception("cannot read a queue; retrying")
                 await asyncio.sleep(_AGAIN)
         if operation.id > queue.newest_row:
             if operation.status == "pending":
@@ -317,7 +317,7 @@ class Runtime:
         elif message.type == messages.DETACHED:
             self._events.detached(message)
         else:
-            _log.error("the engine sent %r, which nobody knows", message.type)
+            _log.error("the engine sent a message of unknown type %r", message.type)
         if self._figures is not None:
             count_message(self._figures, message)
 
@@ -363,8 +363,8 @@ class Runtime:
     def _end_with_the_engine(self, task: asyncio.Task[None]) -> None:
         """End the process, for who started it to start it again, if nobody looks after the engine any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical("the engine's keeper failed", exc_info=error)
-            self._lease_lost("the service failed, and is ending")
+            _log.critical("the engine supervisor failed", exc_info=error)
+            self._lease_lost("the service failed and is shutting down")
 
     def _lease_lost(self, why: str) -> None:
         _log.critical("%s; this process does nothing more", why)

@@ -104,7 +104,7 @@ MAX_DEATHS: Final = 6
 """Consecutive deaths of engines by the same operation or snapshot, after which its model is given up."""
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before a model is attached again, by the number of consecutive postponements."""
-NEVER_CREATED: Final = Closed("this model was never made: its creation failed")
+NEVER_CREATED: Final = Closed("this model does not exist: its creation failed")
 
 
 class Corrupted(Exception):
@@ -184,9 +184,11 @@ class Dispatcher:
             queue.order.use_up(operation.number)
         elif operation.attempts > 1:
             queue.order.use_up(operation.number)
-            self.fail(operation, "the engine died twice while it was under way; it is not tried again")
+            self.fail(operation, "the engine died twice while running this operation; it is not retried")
         elif not queue.arrive(operation, time.monotonic()):
-            self.fail(operation, f"number {operation.number} of this model is over: it was given up, or ran", "user")
+            self.fail(
+                operation, f"sequence number {operation.number} of this model was already used or skipped", "user"
+            )
         self.kick(queue)
 
     def fail(self, operation: Operation, reason: str, category: Category = "server") -> None:
@@ -249,7 +251,7 @@ class Dispatcher:
         except Corrupted as error:
             self.corrupt(queue, str(error))
         except Exception:
-            _log.exception("operations of model %s cannot be read; they are tried again", queue.name)
+            _log.exception("cannot read the operations of model %s; retrying", queue.name)
             await asyncio.sleep(_RETRY)
         finally:
             if self._senders.get(queue) is asyncio.current_task():  # else it was cancelled, and the queue knows
@@ -288,7 +290,7 @@ class Dispatcher:
             return payload
         sample.source = await self._effects.inflight_folder(operation.tenant, sample.inflight)
         if sample.source is None and queue.withdraw(operation):
-            self.fail(operation, f"model {sample.inflight} has no inflight weights yet: save them first", "user")
+            self.fail(operation, f"model {sample.inflight} has no inflight weights; save them first", "user")
         return sample.dump()
 
     def _send(self, child: Child, queue: ModelQueue, operation: Operation, payload: bytes) -> None:
@@ -415,7 +417,7 @@ class Dispatcher:
             if self.child is None:
                 self._outcomes.then(queue.trust)
             return
-        _log.warning("model %s is attached again later: %s", queue.name, reason)
+        _log.warning("cannot restore model %s yet: %s; retrying later", queue.name, reason)
         if (sender := self._senders.pop(queue, None)) is not None:
             sender.cancel()
         for flight in flights:
@@ -439,9 +441,9 @@ class Dispatcher:
         victims = [flight.operation for flight in queue.in_flight.values() if not flight.replay]
         for number in list(queue.in_flight):
             self.land(number)
-        victims += queue.close(Closed(f"this model cannot be made again: {why}", "server"))
+        victims += queue.close(Closed(f"cannot restore this model: {why}", "server"))
         self._forget(queue)
-        _log.error("model %s cannot be made again: %s", queue.name, why)
+        _log.error("cannot restore model %s: %s", queue.name, why)
         task = asyncio.create_task(self._bury(queue, victims))
         self._burials.add(task)
         task.add_done_callback(self._burials.discard)
@@ -452,7 +454,7 @@ class Dispatcher:
             last = await self._effects.last_checkpoint(queue.tenant, queue.name)
             reason += f"; its last good checkpoint is {last}" if last else "; it has no checkpoint"
         except Exception:
-            _log.exception("the last checkpoint of a model cannot be found")
+            _log.exception("cannot look up the last checkpoint of a model")
         victims += queue.close(Closed(reason, "server"))
         self._outcomes.then(lambda: self._effects.corrupted(queue.tenant, queue.name, reason))
         for operation in victims:
@@ -503,7 +505,7 @@ class Dispatcher:
                 continue
             operation.attempts += guilty
             if operation.attempts > 1:
-                self.fail(operation, f"{why}, twice while this was under way; it is not tried again")
+                self.fail(operation, f"{why}, twice while running this operation; it is not retried")
             else:
                 again.append(operation)
         queue.put_back(again)

@@ -135,7 +135,7 @@ class StoreEffects:
         for folder in folders:
             place, _, name = folder.partition("/")
             if place not in _PLACES or not name.isalnum():
-                _log.error("%r is no folder of a snapshot, and is left alone", folder)
+                _log.error("%r is not a snapshot folder; it is not removed", folder)
                 continue
             reach("effects.before_remove")
             await asyncio.to_thread(shutil.rmtree, self._data / place / name, ignore_errors=True)
@@ -210,7 +210,7 @@ def _add_sampler(connection: Connection, model: Model, save: Save, sampler: str,
 
 def _payload(operation: Operation) -> bytes:
     if operation.payload is None:
-        raise LookupError(f"operation {operation.id} has lost what it asked for")
+        raise LookupError(f"the payload of operation {operation.id} is missing")
     return operation.payload
 
 

@@ -63,8 +63,8 @@ class EngineEvents:
             outcome.composition = head.get("composition")
             return outcome
         except Exception:
-            _log.exception("what operation %d did cannot be written", operation.id)
-            return Outcome(operation.id, error="its result could not be written", category="server")
+            _log.exception("cannot write the result of operation %d", operation.id)
+            return Outcome(operation.id, error="the result could not be written", category="server")
 
     def _follow(self, queue: ModelQueue, operation: Operation, failed: bool) -> None:
         if failed and operation.kind == "create":
@@ -87,7 +87,7 @@ class EngineEvents:
             self._dispatcher.postpone(queue, _LACKING)
         elif message.head.get("error") is not None and queue.closed is None:
             _log.error("snapshot of model %s: %s", queue.name, message.head["error"])
-            self._dispatcher.corrupt(queue, "its newest snapshot cannot be read")
+            self._dispatcher.corrupt(queue, "the newest snapshot cannot be read")
 
     def snapshotted(self, message: Message) -> None:
         """Write that a snapshot is there, behind the outcomes of what it contains."""

@@ -84,7 +84,9 @@ class Futures:
                 return await self._journal.future(request, tenant)
             return self._read(operation, recent)
         if (mine := self._polls_of[tenant]) >= self._each or self._polls >= _POLLS:
-            raise Busy(f"{mine} requests of yours wait for results already, {self._polls} in all", retry_after=2.0)
+            raise Busy(
+                f"too many pending result requests: you have {mine}, the service has {self._polls}", retry_after=2.0
+            )
         if not self._closed and seconds > 0:
             await self._hold(entry, seconds)
         operation = entry.operation

@@ -54,5 +54,5 @@ class Janitor:
             try:
                 await chore.work()
             except Exception:
-                _log.exception("%s failed; it is tried again", chore.name)
+                _log.exception("%s failed; it will be retried", chore.name)
             chore.due = time.monotonic() + chore.every

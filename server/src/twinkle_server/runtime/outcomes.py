@@ -95,7 +95,10 @@ class Outcomes:
             async with asyncio.timeout(seconds):
                 await self.flush()
         except TimeoutError:
-            _log.error("outcomes of %d operations were not written; they are done again", len(self._queue))
+            _log.error(
+                "the outcomes of %d operations were not written; the operations run again after the next start",
+                len(self._queue),
+            )
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -140,7 +143,7 @@ class Outcomes:
 
     async def _fail(self, operation: Operation, outcome: Outcome) -> None:
         """Let an operation fail whose outcome is nothing that can be written; at the worst, only who waits is told."""
-        failed = replace(outcome, result=None, error="its result could not be written", category="server", also=None)
+        failed = replace(outcome, result=None, error="the result could not be written", category="server", also=None)
         written = await self._persist(lambda: self._journal.finish([failed]))
         if outcome.error is None:
             self._unwritten(operation)
@@ -150,7 +153,7 @@ class Outcomes:
         try:
             self._written(operation, outcome)
         except Exception:
-            _log.exception("the outcome of operation %d is written, and not everybody was told", operation.id)
+            _log.exception("the outcome of operation %d was written, but notifying its listeners failed", operation.id)
 
     async def _job(self, job: Job) -> None:
         async def run() -> list[Outcome]:
@@ -171,12 +174,12 @@ class Outcomes:
                 raise asyncio.CancelledError from error  # nothing of this process may be written any more
             except (Busy, OSError) as error:
                 if self.trouble is None:
-                    _log.error("the store cannot be written, outcomes are kept and tried again: %s", error)
+                    _log.error("cannot write outcomes to the store; retrying: %s", error)
                 self.trouble = str(error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_WAIT)
             except Exception:
-                _log.exception("an outcome could not be written")
+                _log.exception("cannot write an outcome")
                 return None
             else:
                 self.trouble = None

@@ -484,5 +484,5 @@ class ModelQueue:
 
     def _move(self, state: State) -> None:
         if state not in TRANSITIONS[self._state]:
-            raise RuntimeError(f"model {self.name} cannot go from {self._state} to {state}")
+            raise RuntimeError(f"cannot change the state of model {self.name} from {self._state} to {state}")
         self._state = state

@@ -51,11 +51,13 @@ class Service(Runtime):
         await self._upkeep.bring_back()
         await self._store.models.end_never_made()
         if found := await self._store.models.try_again(time.time()):
-            _log.warning("%d models could not be made again; what was kept of them is tried once more", found)
+            _log.warning(
+                "%d models could not be restored at an earlier start; trying again from their stored state", found
+            )
         times = self._settings.times
         every = min(10.0, times.session / 4)
         self.janitor.add("expiry of sessions", every, self._sessions.expire)
-        self.janitor.add("models of sessions that ended", max(every, min(60.0, times.session)), self._sessions.settle)
+        self.janitor.add("models of ended sessions", max(every, min(60.0, times.session)), self._sessions.settle)
         self.janitor.add("retention", min(_PURGE, max(1.0, times.read_result)), self._purge)
         self.janitor.add("upkeep of checkpoints", times.upkeep, self._upkeep.run)
         self.janitor.add("room on the disk", _ROOM, self._upkeep.make_room)

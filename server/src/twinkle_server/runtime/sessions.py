@@ -130,7 +130,7 @@ class SessionKeeper:
             if await self._store.sessions.end(session.tenant, session.id, "expired", now, "expired"):
                 _log.info("session %s expired", session.id)
                 self._heartbeats.forget(session.id)
-                self._cancellation.leave(f"{session.id}:", "its session expired: no heartbeat came")
+                self._cancellation.leave(f"{session.id}:", "the session expired: no heartbeat received")
 
     def _runs(self, session: str) -> bool:
         queues = self._dispatcher.queues.items()
@@ -160,5 +160,5 @@ class SessionKeeper:
             return
         reason = f"nothing was asked of it for {self._times.kept_run / 86400:.3g} days"
         if queue is not None:
-            self._dispatcher.close(queue, Closed(f"this model is gone: {reason}"))
+            self._dispatcher.close(queue, Closed(f"this model no longer exists: {reason}"))
         await self._effects.gone(tenant, model, reason)

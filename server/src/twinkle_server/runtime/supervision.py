@@ -223,7 +223,10 @@ class Supervisor:
                     self._child.put(Message(messages.DRAIN))
                     await self._drained.wait()
         except (TimeoutError, LinkClosed):
-            _log.warning("the engine did not come to an end within %g s; what it had is done again", self._times.drain)
+            _log.warning(
+                "the engine did not stop within %g s; its unfinished operations run again after the next start",
+                self._times.drain,
+            )
 
     async def stop(self) -> None:
         """End the engine, and do not start another."""
@@ -284,7 +287,7 @@ class Supervisor:
         except TimeoutError:
             self._why = f"the engine was not ready within {self._times.start:g} s"
         except Exception:
-            _log.exception("the engine said what nobody understands")
+            _log.exception("cannot process a message of the engine")
         finally:
             self.up = False
             child.kill()
@@ -309,7 +312,7 @@ class Supervisor:
             self._first_ready.set_exception(EngineFailed(f"the engine ended before it was ready ({end}){said}"))
             self._first_ready.exception()  # who waits raises it; nobody has to
             return
-        _log.error("%s, %s; %d operations were under way", self._why or DIED, end, len(self._under_way))
+        _log.error("%s, %s; %d operations were in flight", self._why or DIED, end, len(self._under_way))
 
     def _hear(self, message: Message) -> None:
         if self._alive is not None or message.type == messages.ALIVE:

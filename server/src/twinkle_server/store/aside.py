@@ -43,7 +43,7 @@ def set_aside(data: Path, now: float | None = None) -> Path:
 def _move(data: Path, now: float) -> Path:
     names = [name for name in _MOVED if os.path.lexists(data / name)]
     if not names:
-        raise StoreError(f"cannot move {data} aside: it holds nothing of a service; check --data")
+        raise StoreError(f"cannot move {data} aside: it does not contain data of a service; check --data")
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
     (data / ASIDE).mkdir(mode=0o700, exist_ok=True)
     target = data / ASIDE / stamp

@@ -33,9 +33,8 @@ async def check_base(database: Database, name: str, folder: Path, accept: bool =
         if count:
             raise StoreError(
                 f"cannot serve {folder} as {name!r}: the {count} adapters and checkpoints of this directory belong to "
-                f"a model with the fingerprint {before}, and this one has {now}; restore the model's files, serve the "
-                "changed model under another name (--name), or, to use the adapters with it on purpose, start with "
-                "--accept-base"
+                f"a model with the fingerprint {before}, but this model has {now}; restore the model's files, serve "
+                "the changed model under another name (--name), or start with --accept-base to use the adapters with it"
             )
     if before != now:
         await database.write(lambda connection: _record(connection, name, now))

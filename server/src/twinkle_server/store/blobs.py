@@ -87,9 +87,9 @@ class Blobs:
         try:
             data = self._path(name).read_bytes()
         except OSError as error:
-            raise LookupError(f"file {name} of {self.folder.name} cannot be read") from error
+            raise LookupError(f"cannot read file {name} of {self.folder.name}") from error
         if hashlib.sha256(data).hexdigest() != name[:64]:
-            raise LookupError(f"file {name} of {self.folder.name} is not what was written")
+            raise LookupError(f"file {name} of {self.folder.name} does not match its checksum")
         return data
 
     def _drop(self, names: list[str]) -> None:
@@ -99,5 +99,5 @@ class Blobs:
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise LookupError(f"{name[:100]!r} is no name of a file of {self.folder.name}")
+            raise LookupError(f"{name[:100]!r} is not a valid file name in {self.folder.name}")
         return self.folder / name

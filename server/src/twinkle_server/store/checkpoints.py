@@ -34,7 +34,7 @@ def add(connection: Connection, checkpoint: Checkpoint, overwrite: bool = False)
     if row is not None:
         expired = row.expires is not None and row.expires <= checkpoint.created
         if not overwrite and not expired:
-            raise BadRequest(f"{path} is there already: save under another name, or with overwrite=True")
+            raise BadRequest(f"checkpoint {path} already exists; save under another name, or with overwrite=True")
         _delete(connection, checkpoint.tenant, checkpoints.c.id == row.id, checkpoint.created)
     connection.execute(insert(checkpoints).values({**rows.values(checkpoints, checkpoint), "id": None}))
     folders.name(connection, checkpoint.folder, checkpoint.created)
@@ -58,7 +58,7 @@ def get(connection: Connection, tenant: str, path: CheckpointPath, now: float, p
     whose = or_(mine, checkpoints.c.public) if public else mine
     row = connection.execute(select(checkpoints).where(whose, _at(path), _there(now))).one_or_none()
     if row is None:
-        raise NotFound(f"no checkpoint {path}")
+        raise NotFound(f"checkpoint {path} does not exist")
     return rows.record(Checkpoint, row)
 
 
@@ -149,7 +149,7 @@ class Checkpoints:
         """Change a row; the tenant is in the query (`_of`)."""
         where = query.where(_at(path), _there(now))
         if not await self._database.write(lambda connection: connection.execute(where).rowcount):
-            raise NotFound(f"no checkpoint {path}")
+            raise NotFound(f"checkpoint {path} does not exist")
 
     async def bytes(self, tenant: str, now: float, project: str | None = None) -> int:
         """Return the bytes of a tenant's checkpoints; of one project if it is given."""

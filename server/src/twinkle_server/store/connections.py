@@ -63,7 +63,7 @@ def connect(path: Path, readonly: bool = False) -> sqlite3.Connection:
         if raw is not None:
             raw.close()
         raise StoreError(
-            f"{path} cannot be opened as a database: {error}; bring it back from a copy, or choose another --data"
+            f"cannot open the database {path}: {error}; restore it from a backup, or choose another --data"
         ) from error
     return raw
 
@@ -77,7 +77,7 @@ def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
     raw.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has effect in a new file only, before anything is written there
     mode = raw.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode != "wal":
-        raise sqlite3.OperationalError(f"its file system does not bear write-ahead logging (mode {mode!r})")
+        raise sqlite3.OperationalError(f"its file system does not support write-ahead logging (mode {mode!r})")
     raw.execute("PRAGMA synchronous = FULL")
     raw.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
 
@@ -85,7 +85,7 @@ def _prepare(raw: sqlite3.Connection, readonly: bool) -> None:
 def worded(error: Exception) -> Exception:
     """Return what callers get: `Unavailable` for faults of the disk, `BadRequest` for what no column can hold."""
     if isinstance(error, UnicodeEncodeError | OverflowError):
-        return BadRequest("the request holds a number beyond 64 bits, or text that is not Unicode")
+        return BadRequest("the request contains a number beyond 64 bits or text that is not Unicode")
     found: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(found, "sqlite_errorcode", None)
     if code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

@@ -63,7 +63,7 @@ class SqliteDatabase:
         """
         check_local(path.parent)
         if sqlite3.sqlite_version_info < _OLDEST:
-            raise StoreError(f"SQLite is {sqlite3.sqlite_version}: this needs {'.'.join(map(str, _OLDEST))} or newer")
+            raise StoreError(f"SQLite must be {'.'.join(map(str, _OLDEST))} or newer, got {sqlite3.sqlite_version}")
         path.touch(mode=0o600)
         self.healthy = True
         self.commits = 0
@@ -190,7 +190,7 @@ def _deliver(batch: list[_Job]) -> None:
         try:
             loop.call_soon_threadsafe(_settle, jobs)
         except RuntimeError:
-            _LOG.warning("%d writes were done after their event loop had been closed", len(jobs))
+            _LOG.warning("%d writes finished after their event loop was closed", len(jobs))
 
 
 def _settle(jobs: list[_Job]) -> None:
@@ -264,7 +264,7 @@ class _Writer:
             if self._raw.in_transaction:
                 self._raw.execute("ROLLBACK")
         except sqlite3.Error:
-            _LOG.exception("the store could not roll back; its connection is opened anew before the next commit")
+            _LOG.exception("the store could not roll back; reopening its connection before the next commit")
             self._lost = True
 
     def _reopen(self) -> None:
@@ -277,7 +277,7 @@ class _Writer:
         try:
             self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
-            _LOG.warning("the store's log was not moved into its file, which the next start does: %s", error)
+            _LOG.warning("could not checkpoint the write-ahead log; the next start does it: %s", error)
         self._connection.close()
 
 

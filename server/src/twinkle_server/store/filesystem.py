@@ -38,7 +38,7 @@ def check_local(folder: Path, mounts: Path = _MOUNTS) -> None:
     kind = _kind(folder.resolve(), mounts)
     if kind in _REMOTE:
         raise StoreError(
-            f"{folder} is on a network file system ({kind}), where SQLite's locks do not hold: "
+            f"{folder} is on a network file system ({kind}), where SQLite's locks are unreliable; "
             f"choose a --data on a local disk"
         )
 

@@ -123,9 +123,9 @@ class SqliteJournal:
             lambda connection: driver(connection).execute(sql.FUTURE, (request, tenant)).fetchone()
         )
         if row is None and not is_ours(self.context.secret, request, tenant):
-            raise NotFound(f"no request {request[:80]!r}")
+            raise NotFound(f"request {request[:80]!r} does not exist")
         if row is None or row[6]:
-            raise Gone(f"request {request!r} is over, and its result is no longer kept: send it again as a new one")
+            raise Gone(f"the result of request {request!r} has expired; send the request again as a new one")
         operation, kind, status, queue_id, error, category, _, where, data = row
         if status == "pending":
             return Future(kind, status, queue_id)
@@ -155,7 +155,7 @@ class SqliteJournal:
             lambda connection: driver(connection).execute(sql.GET_PAYLOAD, (operation,)).fetchone()
         )
         if row is None or row[0] is None:
-            raise LookupError(f"the payload of operation {operation} is no longer kept")
+            raise LookupError(f"the payload of operation {operation} has been deleted")
         return await self.payloads.get(row[0]) if row[0] != IN_ROW else bytes(row[1])
 
     async def composition(self, operation: int) -> str | None:
@@ -190,7 +190,7 @@ class SqliteJournal:
             self.context.fence(raw)
             row = raw.execute(sql.SNAPSHOT, (snapshot.queue_id,)).fetchone()
             if row is None:
-                raise LookupError(f"no model {snapshot.queue_id!r}, of which there is a snapshot")
+                raise LookupError(f"model {snapshot.queue_id!r} of a snapshot does not exist")
             number, folder, _, _, status = row
             if status == "gone" or (number is not None and number > snapshot.number):
                 return [snapshot.folder]

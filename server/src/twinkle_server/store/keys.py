@@ -26,7 +26,7 @@ class Keys:
         def work(connection: Connection) -> None:
             taken = select(func.count()).where(keys.c.name == key.name, keys.c.revoked.is_(None))
             if connection.execute(taken).scalar_one():
-                raise BadRequest(f"there is a key {key.name!r}: choose another name, or revoke it first")
+                raise BadRequest(f"key {key.name!r} already exists; choose another name, or revoke it first")
             tenant = sqlite.insert(tenants).values(id=key.tenant, created=key.created)
             connection.execute(tenant.on_conflict_do_nothing())
             connection.execute(insert(keys).values(rows.values(keys, key)))
@@ -52,7 +52,7 @@ class Keys:
         def work(connection: Connection) -> Key:
             row = connection.execute(query.returning(keys)).one_or_none()
             if row is None:
-                raise NotFound(f"no key {name!r} that is not revoked: `twinkle server keys list` shows them")
+                raise NotFound(f"no active key {name!r}; `twinkle server keys list` shows the keys")
             return rows.record(Key, row)
 
         return await self._database.write(work)

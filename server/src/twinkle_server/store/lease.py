@@ -129,7 +129,7 @@ def _check_dead(row: Row[Any], data: Path, owner: Owner) -> None:
     same_boot = row.boot == owner.boot and row.boot != ""
     if not same_boot and row.host != owner.host:
         raise StoreError(
-            f"{_who(row, data)}, on another machine: stop it there, or, if that machine is gone, start with --take-over"
+            f"{_who(row, data)}, on another machine; stop it there, or start with --take-over if that machine is gone"
         )
     alive = same_boot and row.host == owner.host and row.pid != owner.pid and started(row.pid) == row.started
     if alive:

@@ -41,7 +41,7 @@ class MemoryJournal:
         if number in numbers:
             return self._repeated(numbers[number], submission, digest)
         if submission.ordered and number <= covered:
-            raise Gone(f"number {number} of {submission.queue_id!r} was used long ago: its result is no longer kept")
+            raise Gone(f"the result of sequence number {number} of {submission.queue_id!r} has expired")
         if also is not None and submission.refusal is None:
             await self._database.write(also)
         request = new_request(self._secret, submission.tenant)
@@ -65,9 +65,11 @@ class MemoryJournal:
     def _repeated(self, found: int, submission: Submission, digest: bytes) -> tuple[Accepted, Operation]:
         operation = self._operations[found]
         if operation.tenant != submission.tenant:
-            raise NotFound(f"no model or sampling session {submission.queue_id[:120]!r}")
+            raise NotFound(f"model or sampling session {submission.queue_id[:120]!r} does not exist")
         if self._digests[found] not in (digest, LOST_DIGEST):
-            raise SequenceConflict(f"number {operation.number} of {operation.queue_id!r} was used for another request")
+            raise SequenceConflict(
+                f"sequence number {operation.number} of {operation.queue_id!r} was used for another request"
+            )
         return Accepted(operation.request, False), replace(operation, payload=None)
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -77,7 +79,7 @@ class MemoryJournal:
     async def _finish(self, outcome: Outcome) -> Outcome:
         operation = self._operations.get(outcome.operation)
         if operation is None:
-            raise LookupError(f"no operation {outcome.operation}")
+            raise LookupError(f"operation {outcome.operation} does not exist")
         if operation.status != "pending":
             return self._outcomes[operation.id]
         if outcome.also is not None and outcome.error is None and not outcome.cancelled:
@@ -96,8 +98,8 @@ class MemoryJournal:
         operation = self._operations.get(self._requests.get(request, 0))
         if operation is None or operation.tenant != tenant:
             if is_ours(self._secret, request, tenant):
-                raise Gone(f"request {request!r} is over, and its result is no longer kept")
-            raise NotFound(f"no request {request[:80]!r}")
+                raise Gone(f"the result of request {request!r} has expired")
+            raise NotFound(f"request {request[:80]!r} does not exist")
         if operation.status == "pending":
             return Future(operation.kind, "pending", operation.queue_id)
         over = self._outcomes[operation.id]
@@ -118,7 +120,7 @@ class MemoryJournal:
         """See `SqliteJournal.payload`."""
         found = self._operations.get(operation)
         if found is None or found.payload is None:
-            raise LookupError(f"the payload of operation {operation} is no longer kept")
+            raise LookupError(f"the payload of operation {operation} has been deleted")
         return found.payload
 
     async def composition(self, operation: int) -> str | None:

@@ -23,7 +23,7 @@ def add(connection: Connection, model: Model) -> None:
     sessions.check_active(connection, model.tenant, model.session)
     taken = select(models.c.id).where(models.c.tenant == model.tenant, models.c.id == model.id)
     if connection.execute(taken).scalar() is not None:
-        raise SequenceConflict(f"model {model.number} of this session is there already: take the next number")
+        raise SequenceConflict(f"model {model.number} of this session already exists; use the next number")
     connection.execute(insert(models).values(rows.values(models, model)))
 
 
@@ -44,7 +44,7 @@ def set_status(
         changes |= {"snapshot_folder": None, "snapshot_digest": None, "snapshot_size": None}
     query = update(models).where(models.c.tenant == tenant, models.c.id == model)
     if not connection.execute(query.values(changes)).rowcount:
-        raise NotFound(f"no model {model[:120]!r}")
+        raise NotFound(f"model {model[:120]!r} does not exist")
 
 
 def get(connection: Connection, tenant: str, model: str) -> Model:
@@ -55,7 +55,7 @@ def get(connection: Connection, tenant: str, model: str) -> Model:
     """
     row = connection.execute(select(models).where(models.c.tenant == tenant, models.c.id == model)).one_or_none()
     if row is None:
-        raise NotFound(f"no model {model[:120]!r}")
+        raise NotFound(f"model {model[:120]!r} does not exist")
     return _model(row)
 
 

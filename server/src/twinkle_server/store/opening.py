@@ -101,7 +101,7 @@ def open_store(
         _prepare_folder(data)
         return _open(data, limits, times, serve, take_over, database)
     except OSError as error:
-        raise StoreError(f"{data} cannot be used: {error.strerror}; choose another --data") from error
+        raise StoreError(f"cannot use {data}: {error.strerror}; choose another --data") from error
 
 
 def _open(
@@ -134,7 +134,7 @@ def _prepare_folder(data: Path) -> None:
     left = sorted(entry.name for entry in data.iterdir()) if not (data / DATABASE).exists() else []
     foreign = [name for name in left if name not in _OURS and not name.startswith(".")]
     if foreign:
-        raise StoreError(f"{data} holds other things ({foreign[0]!r}): choose an empty directory for --data")
+        raise StoreError(f"{data} contains unrelated files ({foreign[0]!r}); choose an empty directory for --data")
     for name in PLACES:
         (data / name).mkdir(mode=0o700, exist_ok=True)
     sync_folder(data)
@@ -143,9 +143,7 @@ def _prepare_folder(data: Path) -> None:
 def _migrate(connection: Connection, serve: bool) -> None:
     found = schema.version(connection)
     if not serve and found is not None and found in schema.VERSIONS[:-1]:
-        raise StoreError(
-            f"the database is of version {found!r}: start `twinkle serve` once, which brings it up to date"
-        )
+        raise StoreError(f"the database has the old version {found!r}; start `twinkle serve` once to upgrade it")
     schema.migrate(connection)
     new = sqlite.insert(meta).values(name="instance", value=new_id())
     connection.execute(new.on_conflict_do_nothing())

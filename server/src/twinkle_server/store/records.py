@@ -272,4 +272,4 @@ def read_cursor(text: str) -> tuple[float, str]:
         created, _, key = base64.b64decode(text, altchars=b"-_", validate=True).decode().partition(" ")
         return float(created), key
     except (ValueError, binascii.Error) as error:
-        raise BadRequest(f"{text[:80]!r} is no cursor of a list: send the next_cursor of the answer before") from error
+        raise BadRequest(f"the cursor must be the next_cursor of a previous response, got {text[:80]!r}") from error

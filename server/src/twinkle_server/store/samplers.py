@@ -25,7 +25,7 @@ def add(connection: Connection, sampler: Sampler) -> None:
         if sampler.folder is not None:
             folders.name(connection, sampler.folder, sampler.created)
     elif (row.base, row.path, row.inflight) != (sampler.base, sampler.path, sampler.inflight):
-        raise SequenceConflict(f"sampling session {sampler.number} of this session was made from something else")
+        raise SequenceConflict(f"sampling session {sampler.number} of this session was created from other weights")
 
 
 def move_inflight(connection: Connection, tenant: str, model: str, folder: str) -> list[str]:
@@ -54,7 +54,7 @@ def get(connection: Connection, tenant: str, sampler: str) -> Sampler:
     query = select(samplers).where(samplers.c.tenant == tenant, samplers.c.id == sampler)
     row = connection.execute(query).one_or_none()
     if row is None:
-        raise NotFound(f"no sampling session {sampler[:120]!r}")
+        raise NotFound(f"sampling session {sampler[:120]!r} does not exist")
     return rows.record(Sampler, row)
 
 
@@ -95,7 +95,7 @@ class Samplers:
         counted = query.values(clones=samplers.c.clones + 1).returning(samplers.c.clones)
         number = await self._database.write(lambda connection: connection.execute(counted).scalar())
         if number is None:
-            raise NotFound(f"no sampling session {sampler[:120]!r}")
+            raise NotFound(f"sampling session {sampler[:120]!r} does not exist")
         return int(number)
 
     async def count(self, tenant: str) -> int:

@@ -51,7 +51,7 @@ def migrate(connection: Connection, target: str | None = VERSIONS[-1]) -> str | 
         return before
     if before is not None and before not in VERSIONS:
         raise StoreError(
-            f"the database is of version {before!r}, which is newer than this program's {VERSIONS[-1]!r}: "
+            f"the database has version {before!r}, which is newer than {VERSIONS[-1]!r} of this program; "
             f"install the twinkle-server that wrote it, or a newer one"
         )
     if before is None and target == VERSIONS[-1]:

@@ -25,8 +25,8 @@ def read_secret(data: Path) -> bytes:
     secret = path.read_bytes()
     if len(secret) != _SIZE:
         raise StoreError(
-            f"{path} has {len(secret)} bytes and not {_SIZE}: restore it from a backup; without it, remove it, and "
-            f"links and unfinished futures that were given out are void"
+            f"{path} must have {_SIZE} bytes, got {len(secret)}; restore it from a backup, or remove it, which "
+            f"invalidates existing download links and unfinished futures"
         )
     path.chmod(0o600)
     return secret

@@ -47,9 +47,9 @@ def check_active(connection: Connection, tenant: str, session: str) -> None:
         select(sessions.c.status).where(sessions.c.tenant == tenant, sessions.c.id == session)
     ).scalar()
     if status is None:
-        raise NotFound(f"no session {session[:80]!r}")
+        raise NotFound(f"session {session[:80]!r} does not exist")
     if status != "active":
-        raise Gone(f"session {session!r} has {status}: create another one")
+        raise Gone(f"session {session!r} has {status}; create a new one")
 
 
 class Sessions:
@@ -84,7 +84,7 @@ class Sessions:
             lambda connection: connection.execute(query.values(last_heartbeat=now)).rowcount
         )
         if not changed:
-            raise Gone(f"session {session[:80]!r} is not active: create another one")
+            raise Gone(f"session {session[:80]!r} is not active; create a new one")
 
     async def heard(self, heard: Iterable[tuple[str, str, float]]) -> None:
         """Note when sessions were last heard of; those that have ended stay as they are.
@@ -143,7 +143,7 @@ class Sessions:
             lambda connection: connection.execute(query.values(project=project)).rowcount
         )
         if not changed:
-            raise NotFound(f"no session {session[:80]!r}")
+            raise NotFound(f"session {session[:80]!r} does not exist")
 
     async def page(self, tenant: str, limit: int, offset: int) -> Page[Session]:
         """Return a tenant's sessions, newest first."""
@@ -190,7 +190,7 @@ def _get(connection: Connection, tenant: str, session: str) -> Session:
         select(sessions).where(sessions.c.tenant == tenant, sessions.c.id == session)
     ).one_or_none()
     if row is None:
-        raise NotFound(f"no session {session[:80]!r}")
+        raise NotFound(f"session {session[:80]!r} does not exist")
     return rows.record(Session, row)
 
 

@@ -105,7 +105,7 @@ class Submit:
         if asked.ordered:
             covered = raw.execute(sql.TOUCH_MODEL, (now, asked.queue_id, asked.tenant)).fetchone()
             if covered is not None and covered[0] is not None and number <= covered[0]:
-                raise Gone(f"number {number} of {asked.queue_id!r} was used long ago: its result is no longer kept")
+                raise Gone(f"the result of sequence number {number} of {asked.queue_id!r} has expired")
         if self.stored.data is not None:
             raw.execute(sql.PUT_PAYLOAD, (row[0], self.stored.data))
         return int(row[0])
@@ -114,11 +114,10 @@ class Submit:
         asked = self.submission
         row = raw.execute(sql.BY_NUMBER, (asked.queue_id, number, asked.tenant)).fetchone()
         if row is None:
-            raise NotFound(f"no model or sampling session {asked.queue_id[:120]!r}")
+            raise NotFound(f"model or sampling session {asked.queue_id[:120]!r} does not exist")
         if row[-1] not in (self.digest, LOST_DIGEST):
             raise SequenceConflict(
-                f"number {number} of {asked.queue_id!r} was used for another request: "
-                "each request takes the next number"
+                f"sequence number {number} of {asked.queue_id!r} was used for another request; use the next number"
             )
         operation = Operation(*row[:-1])
         return Accepted(operation.request, False), operation
@@ -210,6 +209,6 @@ def _as_it_was(raw: sqlite3.Connection, operation: int) -> Outcome:
     """Return how an operation ended that was over before; a result in a file is left there."""
     row = raw.execute(sql.OUTCOME, (operation,)).fetchone()
     if row is None:
-        raise LookupError(f"no operation {operation}")
+        raise LookupError(f"operation {operation} does not exist")
     status, error, category, result = row
     return Outcome(operation, result, error, category or "server", status == "cancelled")

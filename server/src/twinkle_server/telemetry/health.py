@@ -97,11 +97,11 @@ class Access:
         if self.keys is None:
             check_local(scope)
             if not is_local(scope):
-                raise Forbidden("without keys only requests of this machine that no proxy forwarded are answered")
+                raise Forbidden("without keys, the service only accepts local requests that no proxy forwarded")
         elif not (self.local and is_local(scope)):
             found = await identify(header(scope, b"x-api-key"), self.keys)
             if found.role != "operator":
-                raise Forbidden("only an operator's key may ask this")
+                raise Forbidden("this request requires an operator key")
 
 
 def folder_token(secret: bytes) -> str:

@@ -60,7 +60,7 @@ class Room:
         if second != self._second:
             left_out, self._second, self._written = self._written - _LINES, second, 0
             if left_out > 0:
-                _log.warning(f"lines about {self._what} left out", count=left_out)
+                _log.warning(f"suppressed log lines about {self._what}", count=left_out)
         self._written += 1
         return self._written <= _LINES
 

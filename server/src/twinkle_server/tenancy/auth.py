@@ -57,10 +57,10 @@ async def identify(key: str | None, keys: Keys | None) -> Caller:
     if keys is None:
         return LOCAL
     if not key:
-        raise Unauthorized("this service asks for a key: send it as the header X-API-Key")
+        raise Unauthorized("an API key is required; send it in the header X-API-Key")
     found = await keys.find(key)
     if found is None:
-        raise Unauthorized("the key in X-API-Key is not one of this service, or it was revoked")
+        raise Unauthorized("the API key in X-API-Key is unknown or revoked")
     return found
 
 
@@ -72,7 +72,7 @@ def caller(request: Request) -> Caller:
     """
     found = request.scope.get("caller")
     if not isinstance(found, Caller):
-        raise Unauthorized("nobody is known here")
+        raise Unauthorized("the request is not authenticated")
     return found
 
 
@@ -84,7 +84,7 @@ def operator(request: Request) -> Caller:
     """
     found = caller(request)
     if found.role != "operator":
-        raise Forbidden("only an operator's key may ask this")
+        raise Forbidden("this request requires an operator key")
     return found
 
 
@@ -128,11 +128,9 @@ def check_local(scope: Mapping[str, Any]) -> None:
     """
     place = header(scope, b"host") or "localhost"
     if not is_loopback(_host(place)):
-        raise Forbidden(
-            f"without keys only http://127.0.0.1 and http://localhost are answered, and not {place[:200]!r}"
-        )
+        raise Forbidden(f"without keys, the host must be http://127.0.0.1 or http://localhost, got {place[:200]!r}")
     if (page := header(scope, b"origin")) is not None and not is_loopback(_host(page.partition("://")[2])):
-        raise Forbidden("without keys no page of another site is answered")
+        raise Forbidden("without keys, the service rejects cross-site requests")
 
 
 def is_loopback(host: str) -> bool:

@@ -38,7 +38,7 @@ async def issue(
     for text in (name, tenant or name):
         if not _NAME.fullmatch(text):
             raise BadRequest(
-                f"{text[:80]!r} is no name of a key or a tenant: 1 to 64 letters, digits, '.', '_', '@' and '-'"
+                f"the name of a key or tenant must be 1 to 64 letters, digits, '.', '_', '@' and '-', got {text[:80]!r}"
             )
     Quotas.read(quotas or {})
     key, now = new_key(), time.time()

@@ -116,7 +116,7 @@ class Keyring:
             except (ServiceError, SQLAlchemyError, OSError) as error:
                 if not self._rows:
                     raise Unavailable("the keys cannot be read at the moment: try again", retry_after=5.0) from error
-                _log.error("the keys cannot be read at the moment; those that were known count")
+                _log.error("cannot read the keys; using the cached ones")
             self._callers = {place: _caller(row) for place, row in self._rows.items()}
             self._read = began
 

@@ -48,9 +48,9 @@ class Quotas:
         names = [field.name for field in fields(cls)]
         for name, value in said.items():
             if name not in names:
-                raise BadRequest(f"{name!r} is no quota; there are {', '.join(names)}")
+                raise BadRequest(f"unknown quota {name!r}; available: {', '.join(names)}")
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise BadRequest(f"the quota {name} is a positive number, and not {value!r}")
+                raise BadRequest(f"the quota {name} must be a positive number, got {value!r}")
         whole = {name: value if name == "tokens_per_second" else int(value) for name, value in said.items()}
         return cls(**whole)
 
@@ -81,9 +81,11 @@ class Meter:
             rate = quotas.tokens_per_second
             level = self._bucket(caller.key, rate, rate * _BURST).level
             if level < 0:
-                return Busy(f"this key may use {rate:g} tokens a second, and has used more", retry_after=-level / rate)
+                return Busy(
+                    f"token rate exceeded: this key is limited to {rate:g} tokens per second", retry_after=-level / rate
+                )
         if quotas.operations is not None and (found := self._pending(caller.tenant)) >= quotas.operations:
-            return Busy(f"{found} of your operations wait or run, and {quotas.operations} is this key's limit")
+            return Busy(f"too many unfinished operations: you have {found} (limit of this key: {quotas.operations})")
         return None
 
     def charge(self, caller: Caller, tokens: int) -> None:
@@ -99,7 +101,7 @@ class Meter:
         """Return why an operation that fails anyway must come later: each is a row, and costs nothing else."""
         if (level := self._refusals(tenant).level) >= 1:
             return None
-        return Busy("too many of your requests cannot be done as they are asked", retry_after=(1 - level) / _REFUSALS)
+        return Busy("too many invalid requests", retry_after=(1 - level) / _REFUSALS)
 
     def _refusals(self, tenant: str) -> _Bucket:
         return self._bucket(f"refusals of {tenant}", _REFUSALS, _REFUSALS_AT_ONCE)
@@ -143,4 +145,4 @@ def check_room(connection: Connection, caller: Caller, kind: Kind, now: float) -
 
 def _check(found: int, limit: int, what: str, remedy: str) -> None:
     if found >= limit:
-        raise Forbidden(f"you have {found} {what}, and {limit} is this key's limit: {remedy}")
+        raise Forbidden(f"quota exceeded: you have {found} {what} (limit of this key: {limit}); {remedy}")

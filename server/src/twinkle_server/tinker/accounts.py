@@ -63,7 +63,7 @@ async def key(request: Request) -> Response:
 async def revoke_key(request: Request) -> Response:
     """Say that keys are revoked where they are made."""
     caller(request)
-    raise NotFound("keys are revoked by the operator: twinkle server keys revoke NAME")
+    raise NotFound("only the operator can revoke keys: twinkle server keys revoke NAME")
 
 
 def _bounds(day: str) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def _bounds(day: str) -> tuple[float, float]:
         begins = datetime(*(int(part) for part in found.groups()), tzinfo=UTC)  # type: ignore[misc, arg-type]
         return begins.timestamp(), (begins + timedelta(days=1)).timestamp()
     except (ValueError, OverflowError) as error:
-        raise BadRequest(f"{day!r} is no day: YYYY-MM-DD is meant") from error
+        raise BadRequest(f"the date must have the form YYYY-MM-DD, got {day!r}") from error
 
 
 def _entry(entry: AuditEntry) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class AppState:
             NotFound: this service hands out no files.
         """
         if self.links is None:
-            raise NotFound("this service hands out no files of checkpoints")
+            raise NotFound("checkpoint downloads are disabled on this service")
         return self.links
 
 

@@ -30,7 +30,7 @@ def _texts(value: Any) -> Any:
 def _bounded(value: dict[str, str]) -> dict[str, str]:
     size = sum(len(key) + len(text) for key, text in value.items())
     if size > _METADATA:
-        raise ValueError(f"there are {size} characters; {_METADATA} is the most")
+        raise ValueError(f"the metadata must have at most {_METADATA} characters, got {size}")
     return value
 
 

@@ -50,7 +50,7 @@ async def client_dynamic_config(request: Request) -> Response:
 async def auth_token(request: Request) -> Response:
     """Say that keys are used as they are: `client/config` never asks for tokens."""
     caller(request)
-    raise NotFound("this service takes API keys as they are and gives no tokens for them")
+    raise NotFound("this service uses API keys directly and does not issue access tokens")
 
 
 @router.post("/telemetry")

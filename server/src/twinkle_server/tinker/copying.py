@@ -40,9 +40,7 @@ async def copy_weights(request: Request) -> Response:
     who, state = caller(request), app_state_of(request)
     body = await read(request, CopyWeights)
     if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
-        raise BadRequest(
-            "access tokens of other accounts are not known here: publish the checkpoint to let it be copied"
-        )
+        raise BadRequest("access tokens of other accounts are not supported; publish the checkpoint to allow copies")
     if (body.session_id is None) != (body.model_seq_id is None):
         raise Unprocessable("session_id and model_seq_id go together")
     ttl = check_ttl(body.ttl_seconds)
@@ -85,7 +83,7 @@ async def _is_there(
     with contextlib.suppress(NotFound):  # a source that is gone since says nothing
         same &= (await state.store.checkpoints.find(who.tenant, source, now())).digest == found.digest
     if not same:
-        raise SequenceConflict(f"{target} is there already, and is another copy: count model_seq_id up")
+        raise SequenceConflict(f"{target} already exists and is another copy; increment model_seq_id")
     return True
 
 
@@ -97,7 +95,7 @@ async def _copy(
     try:
         published = await asyncio.to_thread(copy_checkpoint, data / source.folder, data / folder)
     except Damaged as error:
-        raise NotFound(f"the files of {source.path} are not there any more") from error
+        raise NotFound(f"the files of {source.path} no longer exist") from error
     copy = Checkpoint(
         who.tenant,
         target.run,

@@ -40,12 +40,12 @@ async def create_custom_loss(request: Request) -> Response:
     body = await read(request, CreateCustomLoss)
     if not state.settings.custom_losses:
         raise BadRequest(
-            "this service runs no losses that clients send as graphs (--custom-losses switches that on): "
-            "forward_backward_custom computes them in the client, and a loss plugin that is installed here is used by "
-            "its name"
+            "custom losses are disabled on this service (enable them with --custom-losses); use "
+            "forward_backward_custom, which computes the loss in the client, or the name of a loss plugin that is "
+            "installed on the service"
         )
     if (size := len(await request.body())) > MOST_WIRE_BYTES:
-        raise BadRequest(f"the body of a custom loss has {size} bytes; the limit is {MOST_WIRE_BYTES}")
+        raise BadRequest(f"the body of a custom loss must have at most {MOST_WIRE_BYTES} bytes, got {size}")
     await state.store.sessions.get(who.tenant, body.session_id)
     try:
         made = loss_id(read_graph(body.inputs, body.graph.nodes))

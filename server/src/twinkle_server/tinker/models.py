@@ -95,7 +95,7 @@ async def create_model(request: Request) -> Response:
 
     async def payload() -> Create:
         if lora is None:
-            raise BadRequest("this service trains LoRA adapters alone: send a lora_config")
+            raise BadRequest("lora_config is required: this service only trains LoRA adapters")
         check_base(state, body.base_model)
         check_optimizer(body.optimizer_config)
         made.append(_fresh(lora))
@@ -167,7 +167,7 @@ def check_free(connection: Any, tenant: str, run: str) -> None:
         models.get(connection, tenant, run)
     except NotFound:
         return
-    raise SequenceConflict(f"run {run!r} is there already: count model_seq_id up")
+    raise SequenceConflict(f"run {run!r} already exists; increment model_seq_id")
 
 
 def check_base(state: AppState, name: str | None) -> None:
@@ -178,7 +178,7 @@ def check_base(state: AppState, name: str | None) -> None:
     """
     served = state.service.info.name
     if name is not None and name != served:
-        raise BadRequest(f"base model {name[:300]!r} is not served here; {served!r} is")
+        raise BadRequest(f"base_model must be {served!r}, the served model, got {name[:300]!r}")
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -188,7 +188,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
         BadRequest: it is another.
     """
     if optimizer.type != "adamw":
-        raise BadRequest(f"optimizer {optimizer.type[:100]!r} is not offered here; 'adamw' is")
+        raise BadRequest(f"optimizer must be 'adamw', got {optimizer.type[:100]!r}")
 
 
 async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
@@ -199,17 +199,17 @@ async def loadable(state: AppState, who: Caller, body: _Source) -> Checkpoint:
         BadRequest: it holds no weights to train on, or none of the optimizer's state though that is asked for.
     """
     if body.weights_access_token is not None:
-        raise BadRequest("weights_access_token is not known here: publish the checkpoint to let others load it")
+        raise BadRequest("weights_access_token is not supported; publish the checkpoint to allow others to load it")
     path = CheckpointPath.parse(body.path)
     if path.kind != "weights":
         raise BadRequest(
-            f"{path} is for sampling; save_state makes what training goes on from: tinker://<run>/weights/…"
+            f"cannot train from the sampler checkpoint {path}; use one of save_state: tinker://<run>/weights/<name>"
         )
     check_base(state, body.base_model)
     found = await state.store.checkpoints.find(who.tenant, path, now())
     check_base(state, found.base)
     if body.optimizer and not found.has_optimizer:
-        raise BadRequest(f"{path} holds no optimizer's state: load it with optimizer=False")
+        raise BadRequest(f"{path} does not contain the optimizer state; load it with optimizer=False")
     return found
 
 
@@ -218,8 +218,8 @@ async def _load(state: AppState, who: Caller, model: Model, body: LoadInto) -> L
     shape = (found.rank, found.train_attn, found.train_mlp, found.train_unembed)
     if shape != (model.rank, model.train_attn, model.train_mlp, model.train_unembed):
         raise BadRequest(
-            f"{body.path} has rank {found.rank} and model {model.id!r} rank {model.rank}, or other layers are trained; "
-            "make a new model from the checkpoint instead"
+            f"cannot load {body.path} (rank {found.rank}) into model {model.id!r} (rank {model.rank}): the ranks or "
+            "the trained layers differ; create a new model from the checkpoint"
         )
     return Load(found.folder, str(found.path), body.optimizer)
 
@@ -237,7 +237,7 @@ async def _create(
     queue_id, begun = model_id(session, number), now()
     found = await state.store.sessions.get(who.tenant, session)
     if found.status != "active":
-        raise Gone(f"session {session!r} has {found.status}: create another one")
+        raise Gone(f"session {session!r} has {found.status}; create a new one")
 
     def also(connection: Any) -> None:
         create = made[0]
@@ -265,9 +265,9 @@ async def _create(
 
 def _fresh(lora: Lora) -> Create:
     if not 1 <= lora.rank <= _RANKS:
-        raise BadRequest(f"rank {lora.rank} is none that an adapter can have: 1 to {_RANKS}")
+        raise BadRequest(f"rank must be between 1 and {_RANKS}, got {lora.rank}")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        raise BadRequest("train_attn, train_mlp and train_unembed are all false: there is nothing to train")
+        raise BadRequest("at least one of train_attn, train_mlp and train_unembed must be true")
     seed = secrets.randbits(48) if lora.seed is None else lora.seed
     return Create(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
 

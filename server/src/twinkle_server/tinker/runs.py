@@ -120,7 +120,7 @@ async def external_weights_urls(request: Request, run: str, kind: str, name: str
     path = _path(run, kind, name)
     found = await state.store.checkpoints.find(who.tenant, path, now())
     if kind != "external_weights":
-        raise BadRequest(f"{path} is no external checkpoint: save_weights_external makes files to take away")
+        raise BadRequest(f"{path} is not an external checkpoint; create one with save_weights_external")
     urls, expires = await asyncio.to_thread(state.need_links().files, str(request.base_url), found.folder)
     return answer({"urls": urls, "expires": moment(expires)})
 

@@ -41,7 +41,7 @@ def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
     except ValueError as error:
         raise ValueError(f"prompt: {error}") from error
     if not tokens:
-        raise ValueError("prompt: there are no tokens in it; send at least one")
+        raise ValueError("prompt must have at least one token")
     return tokens
 
 
@@ -60,7 +60,7 @@ def check_sample(sample: Sample, context: int) -> int:
     longest = sample.max_tokens if sample.max_tokens is not None else max(context, prompt + 1) - prompt
     if context and prompt + longest > context:
         raise ValueError(
-            f"the prompt has {prompt} tokens and max_tokens is {sample.max_tokens}; the model's context is {context}"
+            f"the prompt ({prompt} tokens) and max_tokens ({sample.max_tokens}) exceed the model's context of {context}"
         )
     _check_size(sample, longest)
     _check_scores(sample)
@@ -72,32 +72,32 @@ def _check_size(sample: Sample, longest: int) -> None:
     cells = wide * len(sample.tokens) + sample.topk_sample_logprobs * sample.count * longest
     if cells > _MOST_CELLS:
         raise ValueError(
-            f"topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k ask for {cells} numbers together; "
-            f"there may be {_MOST_CELLS}"
+            f"topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k must request at most {_MOST_CELLS} "
+            f"numbers in total, got {cells}"
         )
 
 
 def _check_params(sample: Sample) -> None:
     if sample.max_tokens is not None and sample.max_tokens < 1:
-        raise ValueError(f"max_tokens is {sample.max_tokens}; it is at least 1")
+        raise ValueError(f"max_tokens must be at least 1, got {sample.max_tokens}")
     if not math.isfinite(sample.temperature) or sample.temperature < 0:
-        raise ValueError(f"temperature is {sample.temperature}; it is 0 (greedy) or more")
+        raise ValueError(f"temperature must be at least 0 (0 is greedy), got {sample.temperature}")
     if sample.top_k < 1 and sample.top_k != -1:
-        raise ValueError(f"top_k is {sample.top_k}; it is at least 1, or -1 for all")
+        raise ValueError(f"top_k must be at least 1, or -1 for all, got {sample.top_k}")
     if not 0 < sample.top_p <= 1:
-        raise ValueError(f"top_p is {sample.top_p}; it is more than 0 and at most 1")
+        raise ValueError(f"top_p must be greater than 0 and at most 1, got {sample.top_p}")
     if sample.stop is not None and "" in sample.stop:
-        raise ValueError("stop holds an empty text, which would stop everywhere")
+        raise ValueError("stop must not contain an empty string")
 
 
 def _check_scores(sample: Sample) -> None:
     if sample.prompt_logprobs_last_n is not None:
         if not sample.prompt_logprobs:
-            raise ValueError("prompt_logprobs_last_n needs prompt_logprobs")
+            raise ValueError("prompt_logprobs_last_n requires prompt_logprobs")
         if not 1 <= sample.prompt_logprobs_last_n <= len(sample.tokens) - 1:
             raise ValueError(
-                f"prompt_logprobs_last_n is {sample.prompt_logprobs_last_n}; "
-                f"1 to {len(sample.tokens) - 1} of this prompt's tokens can be scored"
+                f"prompt_logprobs_last_n must be between 1 and {len(sample.tokens) - 1} for this prompt, "
+                f"got {sample.prompt_logprobs_last_n}"
             )
     if sample.targets is None:
         return
@@ -113,8 +113,8 @@ def _check_scores(sample: Sample) -> None:
     rows = tensor.shape[0] if len(tensor.shape) else 0
     if len(tensor.shape) != 2 or rows != len(sample.tokens) - 1:
         raise ValueError(
-            f"target_prompt_logprobs has the shape {tuple(tensor.shape)}; "
-            f"[{len(sample.tokens) - 1}, K] is meant, a row for each prompt token after the first"
+            f"target_prompt_logprobs must have the shape [{len(sample.tokens) - 1}, K], one row per prompt token after "
+            f"the first, got {tuple(tensor.shape)}"
         )
 
 
@@ -174,14 +174,14 @@ async def create_sampling_session(request: Request) -> Response:
     body = await read(request, CreateSamplingSession)
     check_base(state, body.base_model)
     if body.base_model is None and body.model_path is None:
-        raise BadRequest("send base_model or model_path: what is to be sampled from?")
+        raise BadRequest("base_model or model_path is required")
     name = sampler_id(body.session_id, body.sampling_session_seq_id)
     base = state.service.info.name
     sampler = Sampler(name, who.tenant, body.session_id, body.sampling_session_seq_id, base, now())
     if body.model_path is not None:
         path = CheckpointPath.parse(body.model_path)
         if path.kind not in _KINDS:
-            raise BadRequest(f"{path} is not for sampling: tinker://<run>/sampler_weights/<name> is")
+            raise BadRequest(f"model_path must be tinker://<run>/sampler_weights/<name>, got {path}")
         found = await state.store.checkpoints.find(who.tenant, path, now())
         check_base(state, found.base)
         sampler.path, sampler.folder = str(path), found.folder
@@ -213,9 +213,9 @@ async def asample(request: Request) -> Response:
     body = await read(request, SampleBody)
     most = state.settings.limits.samples
     if not 1 <= body.num_samples <= most:
-        raise BadRequest(f"num_samples is {body.num_samples}; 1 to {most} can be had")
+        raise BadRequest(f"num_samples must be between 1 and {most}, got {body.num_samples}")
     if body.sampling_session_id is None:
-        raise BadRequest("sampling_session_id is missing: create a sampling session first")
+        raise BadRequest("sampling_session_id is required; create a sampling session first")
     sampler = await state.sampler(who, body.sampling_session_id)
     if sampler.ended is not None:
         raise Gone(f"sampling session {sampler.id!r} has ended")

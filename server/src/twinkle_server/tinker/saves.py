@@ -78,7 +78,7 @@ async def _payload(
     if isinstance(body, SaveForSampler):
         _for_sampler(save, body, model)
     elif save.name is None:
-        raise BadRequest("path is missing: the checkpoint needs a name")
+        raise BadRequest("path is required")
     return save
 
 
@@ -98,9 +98,11 @@ def _for_sampler(save: Save, body: SaveForSampler, model: Model) -> None:
     if body.sampling_session_seq_id is not None:
         save.sampler = sampler_id(model.session, body.sampling_session_seq_id)
     if (save.name is None) == (save.sampler is None):
-        raise BadRequest("send path for a checkpoint under a name, or sampling_session_seq_id for a sampling session")
+        raise BadRequest(
+            "path (for a named checkpoint) or sampling_session_seq_id (for a sampling session) is required"
+        )
     if save.inflight and save.sampler is None:
-        raise BadRequest("kind 'inflight' is for sampling sessions: send sampling_session_seq_id instead of path")
+        raise BadRequest("kind 'inflight' requires sampling_session_seq_id instead of path")
 
 
 def check_ttl(seconds: int | None) -> int | None:
@@ -110,5 +112,7 @@ def check_ttl(seconds: int | None) -> int | None:
         BadRequest: that is less than an hour or more than ten years.
     """
     if seconds is not None and not SHORTEST_TTL <= seconds <= LONGEST_TTL:
-        raise BadRequest(f"ttl_seconds is {seconds}; {SHORTEST_TTL} to {LONGEST_TTL} can be had, or null for ever")
+        raise BadRequest(
+            f"ttl_seconds must be between {SHORTEST_TTL} and {LONGEST_TTL}, or null for no expiry, got {seconds}"
+        )
     return seconds

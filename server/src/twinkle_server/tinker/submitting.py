@@ -50,7 +50,7 @@ async def owned_model(state: AppState, who: Caller, model_id: str) -> Model:
     """
     model = await state.model(who, model_id)
     if model.status == "gone":
-        raise Gone(f"model {model_id!r} is gone: {model.reason or 'it was unloaded'}")
+        raise Gone(f"model {model_id!r} no longer exists: {model.reason or 'it was unloaded'}")
     return model
 
 

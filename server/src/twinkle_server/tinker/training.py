@@ -114,9 +114,9 @@ def _from_protobuf(data: bytes, limits: Limits) -> PassBody:
     try:
         message = parse_request(data)
     except ValueError as error:
-        raise BadRequest(f"the body cannot be read: {error}") from error
+        raise BadRequest(f"cannot parse the request body: {error}") from error
     if not message.model_id:
-        raise BadRequest("the body says no model_id")
+        raise BadRequest("model_id is required in the request body")
     return _measured(message, _checked(message.seq_id), data, limits)
 
 
@@ -124,9 +124,9 @@ def _from_json(data: bytes, name: str, limits: Limits) -> PassBody:
     try:
         fields = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the request body is not valid JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_id"), str) or not fields["model_id"]:
-        raise Unprocessable("the body says no model_id")
+        raise Unprocessable("model_id is required in the request body")
     number = _checked(fields.get("seq_id"))
     from twinkle_server.wire.json_bodies import pass_message
 
@@ -204,7 +204,7 @@ async def optim_step(request: Request) -> Response:
 
 async def _payload(_house: AppState, _who: Caller, _model: Model, body: OptimStepBody) -> OptimStep:
     if body.optimizer_params is not None and body.optimizer_params.type != "adamw":
-        raise BadRequest(f"optimizer {body.optimizer_params.type[:100]!r} is not offered here; adam_params are")
+        raise BadRequest(f"unsupported optimizer {body.optimizer_params.type[:100]!r}; use adam_params")
     return checked(body.adam_params or Adam())
 
 
@@ -217,11 +217,11 @@ def checked(adam: Adam) -> OptimStep:
     values = adam.model_dump()
     for name, value in values.items():
         if not math.isfinite(value):
-            raise BadRequest(f"adam_params.{name} is {value}; a finite number is meant")
+            raise BadRequest(f"adam_params.{name} must be a finite number, got {value}")
     for name in ("beta1", "beta2"):
         if not 0 <= values[name] < 1:
-            raise BadRequest(f"adam_params.{name} is {values[name]}; it is at least 0 and less than 1")
+            raise BadRequest(f"adam_params.{name} must be at least 0 and less than 1, got {values[name]}")
     for name in ("learning_rate", "eps", "weight_decay"):
         if values[name] < 0:
-            raise BadRequest(f"adam_params.{name} is {values[name]}; it is not negative")
+            raise BadRequest(f"adam_params.{name} must be at least 0, got {values[name]}")
     return OptimStep(**values)

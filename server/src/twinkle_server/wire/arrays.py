@@ -43,23 +43,25 @@ class Sparse:
     def __post_init__(self) -> None:
         height, width = self.shape
         if height < 0 or width < 0:
-            raise ValueError(f"a sparse array has the shape {self.shape}; sizes are 0 or more")
+            raise ValueError(f"the sizes of a sparse array must be at least 0, got {self.shape}")
         if len(self.rows) != height + 1 or self.rows[0] != 0 or self.rows[-1] != len(self.values):
             raise ValueError(
-                f"a sparse array of {height} rows and {len(self.values)} values needs {height + 1} row pointers from 0 "
-                f"to {len(self.values)}; there are {len(self.rows)}"
+                f"a sparse array of {height} rows and {len(self.values)} values must have {height + 1} row pointers "
+                f"from 0 to {len(self.values)}, got {len(self.rows)}"
             )
         if (np.diff(self.rows) < 0).any():
-            raise ValueError("the row pointers of a sparse array go down somewhere")
+            raise ValueError("the row pointers of a sparse array must not decrease")
         if len(self.columns) != len(self.values):
-            raise ValueError(f"a sparse array has {len(self.values)} values and {len(self.columns)} column indices")
+            raise ValueError(
+                f"a sparse array must have one column index per value ({len(self.values)}), got {len(self.columns)}"
+            )
         if len(self.columns) and not (self.columns.min() >= 0 and self.columns.max() < width):
-            raise ValueError(f"a column index of a sparse array is outside 0..{width - 1}")
+            raise ValueError(f"the column indices of a sparse array must be between 0 and {width - 1}")
         inside = np.ones(max(len(self.columns) - 1, 0), bool)
         starts = self.rows[1:-1]
         inside[starts[(starts > 0) & (starts < len(self.columns))] - 1] = False
         if (np.diff(self.columns)[inside] <= 0).any():
-            raise ValueError("the column indices of a sparse array must go up within a row")
+            raise ValueError("the column indices of a sparse array must increase within a row")
 
     def dense(self, cells: int = MAX_CELLS) -> Array:
         """Return the whole matrix.
@@ -68,7 +70,7 @@ class Sparse:
             ValueError: it has more than `cells` cells.
         """
         if prod(self.shape) > cells:
-            raise ValueError(f"a sparse array of shape {self.shape} has more than {cells} cells")
+            raise ValueError(f"a sparse array must have at most {cells} cells, got the shape {self.shape}")
         out = np.zeros(self.shape, self.values.dtype)
         out[np.repeat(np.arange(self.shape[0]), np.diff(self.rows)), self.columns] = self.values
         return out
@@ -89,7 +91,7 @@ def from_bytes(data: bytes, dtype: int, what: str) -> Array:
     if kind is None:
         raise ValueError(f"{what} has the unknown dtype {dtype}")
     if len(data) % kind.itemsize:
-        raise ValueError(f"{what} has {len(data)} bytes, which are no whole number of {kind.itemsize}-byte values")
+        raise ValueError(f"{what} must have a multiple of {kind.itemsize} bytes, got {len(data)}")
     flat: Array = np.frombuffer(data, kind)
     if dtype == pb.DTYPE_BFLOAT16:
         return (flat.astype("<u4") << 16).view("<f4")
@@ -110,7 +112,7 @@ def read_tensor(tensor: pb.Tensor, what: str = "a tensor", cells: int = MAX_CELL
     flat = from_bytes(tensor.dense, tensor.dtype, what)
     shape = tuple(tensor.shape) or (len(flat),)
     if min(shape) < 0 or prod(shape) != len(flat):
-        raise ValueError(f"{what} says the shape {_shown(shape)}, and there are {len(flat)} values")
+        raise ValueError(f"{what} must have as many values as its shape {_shown(shape)}, got {len(flat)}")
     return flat.reshape(shape)
 
 
@@ -122,7 +124,7 @@ def read_sparse(tensor: pb.Tensor, what: str = "a tensor") -> Sparse:
     """
     csr, shape = tensor.sparse_csr, tuple(tensor.shape)
     if len(shape) != 2:
-        raise ValueError(f"a sparse array has two dimensions, and the shape says {_shown(shape)}")
+        raise ValueError(f"a sparse array must have two dimensions, got the shape {_shown(shape)}")
     return Sparse(
         from_bytes(csr.values, tensor.dtype, what),
         from_bytes(csr.crow_indices, pb.DTYPE_INT64, "the row pointers"),
@@ -153,7 +155,7 @@ def to_bytes(array: Array) -> tuple[pb.DType, bytes]:
     if array.dtype.kind == "f":
         return pb.DTYPE_FLOAT32, array.astype("<f4", copy=False).tobytes()
     if array.dtype.kind not in "iub":
-        raise ValueError(f"an array of {array.dtype} has no form on the wire: floats and integers do")
+        raise ValueError(f"cannot encode an array of {array.dtype}; the dtype must be a float or an integer")
     if array.dtype == np.int32:
         return pb.DTYPE_INT32, array.astype("<i4", copy=False).tobytes()
     return pb.DTYPE_INT64, array.astype("<i8", copy=False).tobytes()
@@ -179,9 +181,13 @@ def read_batch(batch: pb.BatchedTensor, what: str) -> list[Array]:
     size, row = DTYPES[batch.dtype].itemsize, prod(batch.trailing_shape)
     whole = len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == len(batch.data)
     if not whole or (np.diff(offsets) < 0).any() or (offsets % size).any():
-        raise ValueError(f"the offsets of {what} do not go up from 0 to its {len(batch.data)} bytes in whole values")
+        raise ValueError(
+            f"the offsets of {what} must increase from 0 to {len(batch.data)} bytes in multiples of the item size"
+        )
     if min(batch.trailing_shape, default=1) < 1 or (np.diff(offsets) % (size * row)).any():
-        raise ValueError(f"the trailing shape {_shown(batch.trailing_shape)} of {what} does not divide its arrays")
+        raise ValueError(
+            f"the sizes of the arrays of {what} must be multiples of the trailing shape {_shown(batch.trailing_shape)}"
+        )
     parts = np.split(flat, offsets[1:-1] // size) if len(offsets) > 1 else []
     return [part.reshape(len(part) // row, *batch.trailing_shape) for part in parts]
 

@@ -69,7 +69,7 @@ def loss_config(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     for name, value in request.loss_fn_config_v2.items():
         which = value.WhichOneof("value")
         if which is None:
-            raise ValueError(f"the loss's option {name!r} has neither a number nor a text")
+            raise ValueError(f"the loss option {name!r} must have a number or a text")
         config[name] = value.number if which == "number" else value.text
     return config
 
@@ -132,7 +132,7 @@ def read_forward_backward_output(data: bytes) -> tuple[list[dict[str, Array]], d
         fields = {name: read_batch(batch, name) for name, batch in record.fields.items()}
         counts = {len(arrays) for arrays in fields.values()} | {record.num_datums}
         if len(counts) != 1 or not 0 <= record.num_datums <= len(data):
-            raise ValueError(f"a record of {record.num_datums} datums has arrays for {sorted(counts)}")
+            raise ValueError(f"the arrays of a record must cover its {record.num_datums} datums, got {sorted(counts)}")
         outputs += [{name: arrays[i] for name, arrays in fields.items()} for i in range(record.num_datums)]
     return outputs, dict(message.metrics)
 
@@ -164,7 +164,9 @@ class TopK:
         tokens = from_bytes(message.token_ids, pb.DTYPE_INT32, "top-k tokens")
         logprobs = from_bytes(message.logprobs, pb.DTYPE_FLOAT32, "top-k logprobs")
         if not len(tokens) == len(logprobs) == message.k * message.length:
-            raise ValueError(f"a top-k of {message.length} x {message.k} has {len(tokens)} and {len(logprobs)} cells")
+            raise ValueError(
+                f"a top-k must have {message.length} x {message.k} cells, got {len(tokens)} and {len(logprobs)}"
+            )
         shape = (message.length, message.k)
         return cls(tokens.reshape(shape), logprobs.reshape(shape))
 
@@ -215,7 +217,9 @@ def sample_response(sequences: Sequence[SampledText], prompt: SampledPrompt | No
     message = pb.SampleResponse(prompt_cache_hit_tokens=prompt.hits)
     for text in sequences:
         if not len(text.tokens) or len(text.tokens) != len(text.logprobs):
-            raise ValueError(f"a sequence of {len(text.tokens)} tokens has {len(text.logprobs)} log-probabilities")
+            raise ValueError(
+                f"a sequence must have one logprob per token ({len(text.tokens)}), got {len(text.logprobs)}"
+            )
         part = message.sequences.add(
             stop_reason=_STOPS[text.stop], tokens=_i4(text.tokens), logprobs=_f4(text.logprobs)
         )
@@ -271,7 +275,7 @@ def _layout(tensor: pb.Tensor) -> Array | Sparse:
 def _text(chunk: pb.Chunk) -> NDArray[np.int32]:
     which = chunk.WhichOneof("chunk")
     if which != "encoded_text":
-        raise ValueError(f"this model reads text; a chunk of model_input is {which or 'empty'}")
+        raise ValueError(f"chunks of model_input must be text for this model, got {which or 'an empty chunk'}")
     return from_bytes(chunk.encoded_text.tokens, pb.DTYPE_INT32, "the tokens of a chunk")
 
 
@@ -292,7 +296,7 @@ def _parse(kind: type[M], data: bytes) -> M:
     try:
         message: M = kind.FromString(data)
     except DecodeError:
-        raise ValueError(f"{len(data)} bytes are no {kind.__name__}") from None
+        raise ValueError(f"cannot parse {len(data)} bytes as {kind.__name__}") from None
     return message
 
 

@@ -42,7 +42,7 @@ def pass_message(fields: Mapping[str, Any], work: Any, *, forward_only: bool) ->
         elif isinstance(value, int | float):
             message.loss_fn_config_v2[name].number = float(value)
         else:
-            raise ValueError(f"loss_fn_config.{name} is {_kind(value)}; a number or a text is meant")
+            raise ValueError(f"loss_fn_config.{name} must be a number or a text, got {_kind(value)}")
     for index, row in enumerate(_list(work.get("data"), "data")):
         try:
             _datum(_object(row, "the datum"), message.data.add())
@@ -75,14 +75,14 @@ def tensor_message(fields: Any, what: str) -> pb.Tensor:
     name = fields.get("dtype", "float32")
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise ValueError(f"{what} has the dtype {name!r}; there are {', '.join(_DTYPES)}")
+        raise ValueError(f"the dtype of {what} must be one of {', '.join(_DTYPES)}, got {name!r}")
     flat = numbers(fields.get("data"), what, dtype)
     shape = None if fields.get("shape") is None else numbers(fields["shape"], f"the shape of {what}", np.int64)
     if fields.get("sparse_crow_indices") is not None:
         rows = numbers(fields["sparse_crow_indices"], f"the row pointers of {what}", np.int64)
         columns = numbers(fields.get("sparse_col_indices"), f"the column indices of {what}", np.int64)
         if shape is None or len(shape) != 2:
-            raise ValueError(f"{what} is sparse and needs a shape of two sizes")
+            raise ValueError(f"{what} is sparse and must have a shape of two sizes")
         return write_tensor(Sparse(flat, rows, columns, (int(shape[0]), int(shape[1]))))
     tensor = write_tensor(flat)
     if shape is not None:
@@ -99,15 +99,15 @@ def numbers(values: Any, what: str, dtype: type[np.generic]) -> Array:
     integers = np.issubdtype(dtype, np.integer)
     flat = _flat(_list(values, what), dtype)
     if flat.ndim != 1 or flat.dtype.kind not in ("iub" if integers else "iubf"):
-        raise ValueError(f"{what} is no flat list of {'integers of 64 bits' if integers else 'numbers'}")
+        raise ValueError(f"{what} must be a flat list of {'64-bit integers' if integers else 'numbers'}")
     if integers and len(flat):
         info = np.iinfo(dtype)  # type: ignore[type-var]
         if int(flat.min()) < info.min or int(flat.max()) > info.max:
-            raise ValueError(f"{what} has numbers outside {info.min}..{info.max}")
+            raise ValueError(f"the numbers of {what} must be between {info.min} and {info.max}")
     with np.errstate(over="ignore"):
         made = flat.astype(dtype)
     if not integers and bool((np.isinf(made) & np.isfinite(flat)).any()):
-        raise ValueError(f"{what} has numbers outside the range of {np.dtype(dtype).name}")
+        raise ValueError(f"the numbers of {what} must be in the range of {np.dtype(dtype).name}")
     return made
 
 
@@ -174,7 +174,7 @@ def _tensor_json(array: Array, what: str) -> dict[str, Any]:
 
 def _finite(value: Array | float, what: str) -> None:
     if not np.isfinite(value).all():
-        raise ValueError(f"{what} is not finite, which JSON cannot say; SDK 0.25 and newer read it")
+        raise ValueError(f"{what} is not finite, which JSON cannot represent; use SDK 0.25 or newer")
 
 
 def _dump(body: dict[str, Any]) -> bytes:
@@ -198,31 +198,31 @@ def _chunk(fields: Mapping[str, Any], message: pb.Chunk) -> None:
         if fields.get("expected_tokens") is not None:
             message.image.expected_tokens = int(numbers([fields["expected_tokens"]], "expected_tokens", np.int32)[0])
     else:
-        raise ValueError(f"the chunk of type {fields.get('type')!r} is none that this service reads; text chunks are")
+        raise ValueError(f"unsupported chunk type {fields.get('type')!r}; this service only reads text chunks")
 
 
 def _base64(value: Any, what: str) -> bytes:
     try:
         return base64.b64decode(_word(value, what), validate=True)
     except binascii.Error as error:
-        raise ValueError(f"{what} is no base64") from error
+        raise ValueError(f"{what} must be base64") from error
 
 
 def _object(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{what} is {_kind(value)}; an object is meant")
+        raise ValueError(f"{what} must be an object, got {_kind(value)}")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{what} is {_kind(value)}; a list is meant")
+        raise ValueError(f"{what} must be a list, got {_kind(value)}")
     return value
 
 
 def _word(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {_kind(value)}; a text is meant")
+        raise ValueError(f"{what} must be a text, got {_kind(value)}")
     return value
 
 

@@ -111,26 +111,26 @@ def read_graph(inputs: Any, nodes: Any) -> LossGraph:
     """
     ranks = _read_inputs(inputs)
     if not isinstance(nodes, list) or not 1 <= len(nodes) <= MOST_NODES:
-        raise ValueError(f"the graph needs a list of 1 to {MOST_NODES} nodes")
+        raise ValueError(f"the graph must have a list of 1 to {MOST_NODES} nodes")
     known: set[str] = set()
     steps: list[Node] = []
     for place, fields in enumerate(nodes):
         op, node = _read_node(fields, place)
         if op == "output":
             if place != len(nodes) - 1:
-                raise ValueError("the graph goes on behind its output")
+                raise ValueError("the graph must not have nodes after its output")
             loss, metrics = _read_output(node)
             _check_known(node, [loss, *metrics.values()], known)
             return LossGraph(ranks, tuple(steps), loss, metrics)
         _check_known(node, references([*node.args, *(node.kwargs or {}).values()]), known)
         if op == "placeholder" and node.name not in dict(ranks):
             raise ValueError(
-                f"the graph takes {node.name!r}, which is none of its inputs {[name for name, _ in ranks]}"
+                f"the graph uses the undeclared input {node.name!r}; its inputs are {[name for name, _ in ranks]}"
             )
         if op != "placeholder":
             steps.append(node)
         known.add(node.name)
-    raise ValueError("the graph has no output")
+    raise ValueError("the graph must have an output")
 
 
 def loss_id(graph: LossGraph) -> str:
@@ -144,9 +144,9 @@ def loss_id(graph: LossGraph) -> str:
     try:
         data = orjson.dumps(whole, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:  # an integer beyond 64 bits, say
-        raise ValueError(f"the graph cannot be written as JSON: {error}") from error
+        raise ValueError(f"cannot encode the graph as JSON: {error}") from error
     if len(data) > MOST_BYTES:
-        raise ValueError(f"the graph has {len(data)} bytes; there may be {MOST_BYTES}")
+        raise ValueError(f"the graph must have at most {MOST_BYTES} bytes, got {len(data)}")
     return PREFIX + base64.urlsafe_b64encode(zlib.compress(data, 9)).decode().rstrip("=")
 
 
@@ -171,7 +171,7 @@ def read_loss_id(text: str) -> LossGraph:
         ended = {"tuple": [{"ref": said["loss"]}, {"dict": metrics}]}
         nodes.append({"op": "output", "name": "output", "target": "output", "args": [ended]})
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error, binascii.Error) as error:
-        raise ValueError(f"{text[:40]!r} is no loss_id: create_custom_loss gives one") from error
+        raise ValueError(f"loss_id must be one that create_custom_loss returned, got {text[:40]!r}") from error
     return read_graph(inputs, nodes)
 
 
@@ -186,7 +186,7 @@ def references(value: Any, depth: int = 0) -> Iterator[str]:
         ValueError: it is encoded in an unknown way, or nested too deeply.
     """
     if depth > MOST_DEPTH:
-        raise ValueError(f"an argument is nested deeper than {MOST_DEPTH}")
+        raise ValueError(f"an argument must be nested at most {MOST_DEPTH} levels deep")
     if isinstance(value, list):
         for item in value:
             yield from references(item, depth + 1)
@@ -198,11 +198,11 @@ def references(value: Any, depth: int = 0) -> Iterator[str]:
             yield from references(inner, depth + 1)
         elif not (kind == "ellipsis" or (kind == "float" and inner in ("inf", "-inf", "nan"))):
             keys = [key[:40] for key in list(value)[:4]]
-            raise ValueError(f"an argument with the keys {keys} is none that a loss may use")
+            raise ValueError(f"unsupported argument with the keys {keys}")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f'an argument is {value}; write {{"float": "{value}"}}')
+        raise ValueError(f'an argument must not be {value}; write {{"float": "{value}"}}')
     elif not (value is None or isinstance(value, bool | int | float | str)):
-        raise ValueError(f"an argument is a {type(value).__name__}")
+        raise ValueError(f"unsupported argument of type {type(value).__name__}")
 
 
 def _read_inputs(inputs: Any) -> tuple[tuple[str, int], ...]:
@@ -210,40 +210,42 @@ def _read_inputs(inputs: Any) -> tuple[tuple[str, int], ...]:
     for item in inputs if isinstance(inputs, list) else ():
         name, rank = (item.get("name"), item.get("rank")) if isinstance(item, dict) else (None, None)
         if not isinstance(name, str) or not _NAME.fullmatch(name) or rank not in (0, 1, 2):
-            raise ValueError(f"{str(item)[:80]} is no input: a name and a rank of 0, 1 or 2 are meant")
+            raise ValueError(f"an input must have a name and a rank of 0, 1 or 2, got {str(item)[:80]}")
         found.append((name, int(rank)))
     names = [name for name, _ in found]
     if not found or names[0] != "logprobs" or len(set(names)) != len(names) or len(names) > MOST_INPUTS:
-        raise ValueError(f"a loss has up to {MOST_INPUTS} inputs of different names, and 'logprobs' is the first")
+        raise ValueError(
+            f"a loss must have at most {MOST_INPUTS} inputs with unique names, of which 'logprobs' is the first"
+        )
     return tuple(found)
 
 
 def _check_known(node: Node, names: Iterable[str], known: set[str]) -> None:
     missing = [name for name in names if name not in known]
     if missing:
-        raise ValueError(f"node {node.name!r} refers to {missing[0][:80]!r}, which is no node before it")
+        raise ValueError(f"node {node.name!r} must refer to earlier nodes, got {missing[0][:80]!r}")
 
 
 def _read_node(fields: Any, place: int) -> tuple[str, Node]:
     if not isinstance(fields, dict):
-        raise ValueError(f"node {place} is no object")
+        raise ValueError(f"node {place} must be an object")
     op, name, target = fields.get("op"), fields.get("name"), fields.get("target")
     args, kwargs = fields.get("args") or [], fields.get("kwargs") or {}
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(target, str):
-        raise ValueError(f"node {place} has no name or no target")
+        raise ValueError(f"node {place} must have a name and a target")
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise ValueError(f"node {name!r} has no list of arguments")
+        raise ValueError(f"node {name!r} must have a list of arguments")
     # Types are those of the inputs here; what else these say is how a Python function is reported, or saves memory.
     kwargs = {key: kwargs[key] for key in kwargs if key not in _SAID_FOR_NOTHING and kwargs[key] is not None}
     odd = [key for key in kwargs if key not in _KEYWORDS]
     if odd:
-        raise ValueError(f"node {name!r} has the argument {odd[0][:40]!r}, which is none that a loss may use")
+        raise ValueError(f"node {name!r} has the unsupported argument {odd[0][:40]!r}")
     if op == "placeholder":
         return op, Node(target, "")
     if op == "output":
         return op, Node(name, "", tuple(args))
     if op not in ("call_function", "call_method"):
-        raise ValueError(f"node {name!r} is a {str(op)[:40]!r}: a loss may call functions of torch, and nothing else")
+        raise ValueError(f"node {name!r} has the unsupported op {str(op)[:40]!r}; a loss may only call torch functions")
     return op, Node(name, _operation(op, target), tuple(args), kwargs)
 
 
@@ -256,9 +258,7 @@ def _operation(op: str, target: str) -> str:
         name = "" if module is None else target.removeprefix(module)
     name = _SAME.get(name, name)
     if name not in METHODS:
-        raise ValueError(
-            f"{target[:80]!r} is none of the operations that a loss may use here: {', '.join(sorted(METHODS))}"
-        )
+        raise ValueError(f"unsupported operation {target[:80]!r}; available: {', '.join(sorted(METHODS))}")
     return name
 
 
@@ -271,8 +271,8 @@ def _read_output(node: Node) -> tuple[str, Mapping[str, str]]:
         if not isinstance(loss, str):
             raise TypeError(loss)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError("a loss gives (loss, {metric: tensor})") from error
+        raise ValueError("a loss must return (loss, {metric: tensor})") from error
     wrong = [name for name in named if not _METRIC.fullmatch(name)]
     if wrong:
-        raise ValueError(f"metric {wrong[0][:80]!r} is not named custom/<name>:sum or custom/<name>:mean")
+        raise ValueError(f"a metric must be named custom/<name>:sum or custom/<name>:mean, got {wrong[0][:80]!r}")
     return loss, named

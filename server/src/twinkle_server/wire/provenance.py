@@ -82,7 +82,7 @@ def _tiled(messages: Sequence[pb.ProvenanceSpan], what: str, length: int) -> Ite
     for message in messages:
         kind = message.WhichOneof("span")
         if kind is None:
-            raise ValueError(f"a provenance span of {what} is neither of a prompt nor of sampled tokens")
+            raise ValueError(f"a provenance span of {what} must be of prompt or sampled tokens")
         part = message.sampled_tokens if kind == "sampled_tokens" else message.prompt_tokens
         if not 0 < len(part.sequence_id) <= _LONGEST_ID or part.offset < 0 or part.length < 0:
             raise ValueError(

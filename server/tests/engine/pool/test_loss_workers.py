@@ -145,7 +145,7 @@ BAD = {
     "AcmeNan": r"'AcmeNan' of plugin 'acme-rogue' is nan; nothing of this operation was kept",
     "AcmeNanGradient": r"the gradient of loss_fn 'AcmeNanGradient' of plugin 'acme-rogue' is not finite",
     "AcmeCloses": r"crashed: its process was killed by SIGKILL",
-    "AcmeScribbles": r"answered something else than a loss",
+    "AcmeScribbles": r"returned an invalid loss",
     "AcmeSpawns": r"exit status 5",
     "AcmeText": r"returned a str; return LossOutput",
     "AcmeDetached": r"the result of AcmeDetached has no gradient",
@@ -261,14 +261,14 @@ def test_secrets_of_the_environment_do_not_reach_a_worker(monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "rows", "config", "words"),
     [
-        ("AcmeRich", [plain_row()], {}, r"'AcmeRich' needs the loss_fn_input 'fractions'"),
+        ("AcmeRich", [plain_row()], {}, r"'AcmeRich' requires the loss_fn_input 'fractions'"),
         ("AcmeRich", [rich_row(6, 1)], {"shar": 1.0}, r"shar.*share"),
         ("AcmePlain", [plain_row()], {"worse": 1.0}, r"worse"),
         (
             "AcmeRich",
             [(rich_row(6, 1)[0], {**rich_row(6, 1)[1], "weights": np.full(6, 0.5, np.float32)})],
             {},
-            "not read weights",
+            "only accepts the weights",
         ),
     ],
 )
@@ -401,7 +401,7 @@ def test_an_answer_may_not_be_much_larger_than_what_was_sent():
     child = Child(ours, None, MEMORY)
     values = torch.zeros(2**18 + 64)
     theirs.sendall(pack({"values": values})[:64])
-    with pytest.raises(Ended, match="answered something else"):
+    with pytest.raises(Ended, match="returned an invalid"):
         child.receive(time.monotonic() + 60.0)
     ours, theirs = socket.socketpair()
     child = Child(ours, None, MEMORY)

@@ -149,7 +149,7 @@ def test_damaged_files_are_an_error_and_leave_nothing(trained, broken, how):
     with pytest.raises(UserError) as caught:
         trained.executor.create("b", Create(4, 1, source="x"), folder)
     assert str(trained.data) not in str(caught.value)
-    with pytest.raises(UserError, match="no model"):
+    with pytest.raises(UserError, match="does not exist"):
         trained.run("b", [datum(3, 1)])
 
 

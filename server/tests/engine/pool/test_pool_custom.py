@@ -72,16 +72,16 @@ X = {"ref": "logprobs"}
     ("steps", "words"),
     [
         ([("torch.sum", [X, {"ref": "logprobs"}])], "torch.sum|sum"),
-        ([("torch.exp", [X])], "no scalar"),
-        ([("torch.exp", [1.0])], "at least one argument is a tensor"),
-        ([("operator.pow", [10, 10**9])], "at least one argument is a tensor"),
+        ([("torch.exp", [X])], "floating-point scalar"),
+        ([("torch.exp", [1.0])], "at least one argument must be a tensor"),
+        ([("operator.pow", [10, 10**9])], "at least one argument must be a tensor"),
         ([("operator.getitem", [X, 10**6])], "index"),
         ([("getattr", [X, "grad_fn"])], "shape and ndim"),
         ([("getattr", [X, "__class__"])], "shape and ndim"),
         ([("torch.nn.functional.mse_loss", [X, X, "x"])], "mse_loss"),
-        ([("torch.unsqueeze", [X, 1]), ("operator.mul", [{"ref": "n0"}, X])], "beyond"),
-        ([("torch.stack", [[X] * 9000])], "beyond"),
-        ([("operator.gt", [X, 0]), ("torch.any", [{"ref": "n0"}])], "no scalar of floating point"),
+        ([("torch.unsqueeze", [X, 1]), ("operator.mul", [{"ref": "n0"}, X])], "exceeds the limit"),
+        ([("torch.stack", [[X] * 9000])], "exceeds the limit"),
+        ([("operator.gt", [X, 0]), ("torch.any", [{"ref": "n0"}])], "floating-point scalar"),
     ],
 )
 def test_a_step_that_cannot_be_done_is_the_users_fault(steps: list[Any], words: str):
@@ -93,7 +93,7 @@ def test_steps_count_together():
     steps: list[tuple[str, list[Any]]] = [("torch.unsqueeze", [X, 1]), ("torch.unsqueeze", [X, 0])]
     steps += [("operator.mul", [{"ref": "n0"}, {"ref": "n1"}])] * 40
     graph = graph_of(*steps)
-    with pytest.raises(UserError, match="beyond"):
+    with pytest.raises(UserError, match="exceeds the limit"):
         graphs.run(graph, {"logprobs": torch.zeros(1000)})
 
 
@@ -146,14 +146,14 @@ def test_rows_that_do_not_fit_a_traced_loss_are_refused_by_name(fresh: Callable[
     bench = fresh(extra={"custom_losses": True})
     bench.create("a")
     name = loss_id(traced(clipped, logprobs=1, old=1, advantages=1))
-    with pytest.raises(UserError, match="datum 0: the loss_fn_input 'old' is missing"):
+    with pytest.raises(UserError, match="requires the loss_fn_input 'old'"):
         bench.run("a", [datum(5, 1)], "custom", loss_id=name)
     flat = {"old": np.zeros((5, 1), np.float32), "advantages": np.zeros(5, np.float32)}
     with pytest.raises(UserError, match="'old' has 2 dimensions; the loss takes it with 1"):
         bench.run("a", [datum(5, 1, **flat)], "custom", loss_id=name)
-    with pytest.raises(UserError, match="no loss_id"):
+    with pytest.raises(UserError, match="loss_id must be one"):
         bench.run("a", [datum(5, 1)], "custom", loss_id="loss.x")
-    with pytest.raises(UserError, match="no loss_id"):
+    with pytest.raises(UserError, match="loss_id must be one"):
         bench.run("a", [datum(5, 1)], "custom")
 
 
@@ -207,10 +207,10 @@ def test_a_step_that_is_used_often_is_done_once():
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        ([("operator.getitem", [X, [0] * 5000])], "indexed by numbers, slices and masks"),
-        ([("operator.getitem", [X, {"tuple": [[[0, 1]] * 100]}])], "indexed by numbers, slices and masks"),
-        ([("torch.cat", [X])], "a list of tensors is needed"),
-        ([("torch.stack", [X])], "a list of tensors is needed"),
+        ([("operator.getitem", [X, [0] * 5000])], "must consist of numbers, slices and masks"),
+        ([("operator.getitem", [X, {"tuple": [[[0, 1]] * 100]}])], "must consist of numbers, slices and masks"),
+        ([("torch.cat", [X])], "must be a list of tensors"),
+        ([("torch.stack", [X])], "must be a list of tensors"),
         ([("torch.unsqueeze", [X, 2**64 - 1])], "unsqueeze"),
         ([("operator.getitem", [X])], "getitem"),
         ([("torch.clamp", [X, "a"])], "clamp"),
@@ -257,7 +257,5 @@ def test_steps_of_all_rows_are_counted_before_the_first_is_done(fresh: Callable[
     name = loss_id(graph_of(*[("torch.exp", [X])] * 1000, ("torch.sum", [X])))
     bench = fresh(extra={"custom_losses": True})
     bench.create("a")
-    with pytest.raises(
-        UserError, match="1001 nodes for 600 rows are 600600 steps; the limit for one request is 524288"
-    ):
+    with pytest.raises(UserError, match=r"at most 524288 steps, got 600600 .1001 nodes for 600 rows"):
         bench.run("a", [datum(2, seed) for seed in range(600)], "custom", loss_id=name)

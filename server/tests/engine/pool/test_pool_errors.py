@@ -31,26 +31,51 @@ def weights(value):
 
 
 BAD = {
-    "no rows": ([], "cross_entropy", {}, "data is empty"),
-    "empty": ([broken(tokens=[])], "cross_entropy", {}, "datum 0: model_input is empty"),
-    "too long": ([datum(513, 1)], "cross_entropy", {}, "513 tokens.*512"),
-    "token": ([broken(tokens=[1, 2, VOCABULARY, 4, 5, 6])], "cross_entropy", {}, f"model_input.*token {VOCABULARY}"),
-    "negative": ([broken(tokens=[1, 2, -3, 4, 5, 6])], "cross_entropy", {}, "token -3"),
-    "target": ([broken(target_tokens=np.full(6, VOCABULARY))], "cross_entropy", {}, "target_tokens has the token"),
-    "no target": ([broken(target_tokens=None)], "cross_entropy", {}, "'target_tokens' is missing"),
-    "float target": ([broken(target_tokens=np.ones(6, np.float32))], "cross_entropy", {}, "target_tokens holds float"),
-    "short target": ([broken(target_tokens=np.ones(5, np.int64))], "cross_entropy", {}, r"target_tokens has.*\[5\].*6"),
-    "deep target": ([broken(target_tokens=np.ones((6, 1, 1), np.int64))], "cross_entropy", {}, "target_tokens has"),
-    "wide target": ([broken(target_tokens=np.ones((6, 2000), np.int64))], "cross_entropy", {}, "2000 targets"),
-    "short weights": ([broken(weights=np.ones(5, np.float32))], "cross_entropy", {}, r"weights has the shape \[5\]"),
+    "no rows": ([], "cross_entropy", {}, "at least one datum"),
+    "empty": ([broken(tokens=[])], "cross_entropy", {}, "datum 0: model_input must have at least one"),
+    "too long": ([datum(513, 1)], "cross_entropy", {}, "at most 512 tokens.*513"),
+    "token": ([broken(tokens=[1, 2, VOCABULARY, 4, 5, 6])], "cross_entropy", {}, f"model_input.*got {VOCABULARY}"),
+    "negative": ([broken(tokens=[1, 2, -3, 4, 5, 6])], "cross_entropy", {}, "got -3"),
+    "target": (
+        [broken(target_tokens=np.full(6, VOCABULARY))],
+        "cross_entropy",
+        {},
+        "tokens of datum 0: target_tokens must be",
+    ),
+    "no target": ([broken(target_tokens=None)], "cross_entropy", {}, "'target_tokens' is required"),
+    "float target": (
+        [broken(target_tokens=np.ones(6, np.float32))],
+        "cross_entropy",
+        {},
+        "target_tokens must contain integers",
+    ),
+    "short target": (
+        [broken(target_tokens=np.ones(5, np.int64))],
+        "cross_entropy",
+        {},
+        r"target_tokens must have.*6.*\[5\]",
+    ),
+    "deep target": (
+        [broken(target_tokens=np.ones((6, 1, 1), np.int64))],
+        "cross_entropy",
+        {},
+        "target_tokens must have",
+    ),
+    "wide target": ([broken(target_tokens=np.ones((6, 2000), np.int64))], "cross_entropy", {}, "got 2000"),
+    "short weights": (
+        [broken(weights=np.ones(5, np.float32))],
+        "cross_entropy",
+        {},
+        r"weights must have the shape .*\[5\]",
+    ),
     "wide weights": (
         [broken(weights=np.ones((6, 2), np.float32))],
         "cross_entropy",
         {},
-        r"weights has the shape \[6, 2",
+        r"weights must have the shape .*\[6, 2",
     ),
-    "nan": ([broken(weights=weights(np.nan))], "cross_entropy", {}, "weights is nan at 2"),
-    "inf": ([broken(weights=weights(np.inf))], "cross_entropy", {}, "weights is inf at 2"),
+    "nan": ([broken(weights=weights(np.nan))], "cross_entropy", {}, "weights must be finite, got nan at 2"),
+    "inf": ([broken(weights=weights(np.inf))], "cross_entropy", {}, "weights must be finite, got inf at 2"),
     "huge": ([broken(weights=weights(3e38)), broken(weights=weights(3e38))], "cross_entropy", {}, "inf|finite|nan"),
     "uneven": (
         [drawn(6, 1), drawn(6, 1, clip_low_threshold=weights(1))],
@@ -58,19 +83,29 @@ BAD = {
         {},
         "datum 1: some datums have.*'clip_low_threshold'",
     ),
-    "unknown input": ([broken(reward=weights(1))], "cross_entropy", {}, "no loss_fn_input 'reward'.*weights"),
+    "unknown input": (
+        [broken(reward=weights(1))],
+        "cross_entropy",
+        {},
+        "does not take the loss_fn_input 'reward'.*weights",
+    ),
     "no logprobs": ([broken(weights=None, advantages=weights(1))], "ppo", {}, "'logprobs'.*missing"),
     "no advantages": ([broken(weights=None, logprobs=weights(1))], "ppo", {}, "advantages.*missing"),
     "short advantages": (
         [drawn(6, 1, advantages=np.ones(5, np.float32))],
         "ppo",
         {},
-        r"advantages has the shape \[5\]",
+        r"advantages must have the shape .*\[5\]",
     ),
-    "wide logprobs": ([drawn(6, 1, logprobs=np.ones((6, 2), np.float32))], "ppo", {}, r"logprobs has the shape \[6, 2"),
+    "wide logprobs": (
+        [drawn(6, 1, logprobs=np.ones((6, 2), np.float32))],
+        "ppo",
+        {},
+        r"logprobs must have the shape .*\[6, 2",
+    ),
     "no mask": ([drawn(6, 1)], "gspo", {}, "sequence_ratio_mask"),
-    "unknown loss": ([broken()], "cross_entrpy", {}, "no loss_fn 'cross_entrpy'; did you mean 'cross_entropy'"),
-    "no loss": ([broken()], "", {}, "there are cross_entropy, importance_sampling"),
+    "unknown loss": ([broken()], "cross_entrpy", {}, "unknown loss_fn 'cross_entrpy'; did you mean 'cross_entropy'"),
+    "no loss": ([broken()], "", {}, "available: cross_entropy, importance_sampling"),
     "no provenance": ([drawn(6, 1)], "stable_reinforce", {"kl_coeff": 0.1}, "datum 0: provenance spans are missing"),
     "own sequences": (
         [drawn(6, 1, sampled_sequence=np.ones(6, np.int64))],
@@ -108,7 +143,7 @@ def test_chunks_that_are_no_text_are_refused(shared):
         made = pb.ForwardBackwardRequest.FromString(request([datum(6, 1)]))
         made.data[0].model_input.append(chunk)
         [found], _ = shared.executor.run([Pass("a", made.SerializeToString(), 1)])
-        with pytest.raises(UserError, match=r"datum 0: .*reads text"):
+        with pytest.raises(UserError, match=r"datum 0: .*must be text"):
             answer(found)
 
 
@@ -254,7 +289,7 @@ def test_an_installed_plugin_is_a_loss_by_its_name(shared, monkeypatch):
     assert all((one == two).all() for one, two in zip(logprobs, plain, strict=True))
     norms = [shared.step(queue_id, learning_rate=0.0)["grad_norm"] for queue_id in "ab"]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    with pytest.raises(UserError, match="'Fraction' needs the loss_fn_input 'fractions'"):
+    with pytest.raises(UserError, match="'Fraction' requires the loss_fn_input 'fractions'"):
         shared.run("a", [(tokens, inputs)], "Fraction")
     for weights in (np.array([0, 1, 1, 0, 1, 1], np.float32), None):
         given = {**own, "weights": weights} if weights is not None else own

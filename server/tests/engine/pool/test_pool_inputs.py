@@ -53,7 +53,7 @@ def test_every_loss_on_offer_can_be_asked_for_over_the_wire(name: str) -> None:
     (spec,) = [spec for spec in registry().specs("loss")[name] if "served" in spec.runtimes]
     loss = registry().resolve(spec, "loss")
     assert issubclass(loss, Loss)
-    assert getattr(loss, "require_logps", True), f"{name} scores no tokens"
+    assert getattr(loss, "require_logps", True), f"{name} does not return token logprobs"
     needed = [
         parameter.name
         for parameter in list(inspect.signature(loss.__call__).parameters.values())[3:]

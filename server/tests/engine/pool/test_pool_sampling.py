@@ -272,29 +272,29 @@ def test_weights_that_are_gone_or_damaged_are_an_error_and_never_the_base(shared
     ("options", "words"),
     [
         ({"tokens": []}, "prompt is empty"),
-        ({"tokens": [1, VOCABULARY]}, f"the token {VOCABULARY}"),
-        ({"tokens": [-1]}, "the token -1"),
+        ({"tokens": [1, VOCABULARY]}, f"got {VOCABULARY}"),
+        ({"tokens": [-1]}, "got -1"),
         ({"tokens": [1] * 512}, "512 tokens"),
-        ({"tokens": [1] * 500, "max_tokens": 13}, "context of 512.*at most 12"),
+        ({"tokens": [1] * 500, "max_tokens": 13}, "at most 12 .*512"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"count": 0}, "num_samples is 0"),
-        ({"temperature": -1.0}, "temperature is -1"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"top_p": 0.0}, "top_p is 0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"stop": [""]}, "not empty"),
+        ({"count": 0}, "num_samples must be .*got 0"),
+        ({"temperature": -1.0}, "temperature must be .*got -1"),
+        ({"temperature": float("nan")}, "temperature must be .*got nan"),
+        ({"top_k": 0}, "top_k must be .*got 0"),
+        ({"top_p": 0.0}, "top_p must be .*got 0"),
+        ({"top_p": 1.5}, "top_p must be .*got 1.5"),
+        ({"stop": [""]}, "non-empty"),
         ({"stop": [True]}, "token ids"),
-        ({"stop": [VOCABULARY]}, f"the token {VOCABULARY}"),
+        ({"stop": [VOCABULARY]}, f"got {VOCABULARY}"),
         ({"stop": [[1]]}, "token ids"),
-        ({"prompt_logprobs_last_n": 3}, "needs prompt_logprobs"),
+        ({"prompt_logprobs_last_n": 3}, "requires prompt_logprobs"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": -3}, "at least 0"),
-        ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs is 5000"),
-        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1"),
-        ({"alternatives": 5000}, "prompt_alt_tokens_k is 5000"),
-        ({"targets": {"data": [1], "shape": [2]}}, "says the shape"),
-        ({"targets": {"data": [VOCABULARY], "shape": [1]}}, f"the token {VOCABULARY}"),
-        ({"targets": {"data": [1] * 20, "shape": [20, 1]}}, "20 rows"),
+        ({"topk_prompt_logprobs": 5000}, "topk_prompt_logprobs must be .*got 5000"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs must be .*got -1"),
+        ({"alternatives": 5000}, "prompt_alt_tokens_k must be .*got 5000"),
+        ({"targets": {"data": [1], "shape": [2]}}, "the shape must have"),
+        ({"targets": {"data": [VOCABULARY], "shape": [1]}}, f"got {VOCABULARY}"),
+        ({"targets": {"data": [1] * 20, "shape": [20, 1]}}, "got 20"),
         (
             {"targets": {"data": [1], "shape": [1, 1], "sparse_crow_indices": [0, 2], "sparse_col_indices": [0]}},
             "row po",
@@ -363,5 +363,7 @@ def test_a_model_without_tokenizer_samples_and_refuses_to_stop_at_texts(tmp_path
     assert bench.executor.describe().tokenizer == ""
     sequences, _ = bench.sample(PROMPT, max_tokens=4, stop=[5])
     assert len(sequences[0].tokens) > 0
-    with pytest.raises(UserError, match="cannot stop at the text 'x': the folder of the served model has no tokenizer"):
+    with pytest.raises(
+        UserError, match="cannot use the stop string 'x': the folder of the served model has no tokenizer"
+    ):
         bench.sample(PROMPT, max_tokens=4, stop=["x"])

@@ -205,7 +205,7 @@ async def let_rot(world: World, clients: list[Client], draw: random.Random) -> N
     if folder is None:
         return
     (world.data / folder / "ledger.json").write_text("{}")
-    trainer.history.excuses = (*trainer.history.excuses, "cannot be made again")
+    trainer.history.excuses = (*trainer.history.excuses, "cannot restore this model")
     await trainer.read()
     while (event := trainer.history.events[trainer.following - 1]).ending == "cancelled":
         await trainer.read()

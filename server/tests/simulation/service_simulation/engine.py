@@ -142,21 +142,21 @@ class SimulatedEngine:
     def put(self, message: Message) -> None:
         """See `supervision.Child`."""
         if not self.process.alive:
-            raise LinkClosed("the engine's end of the socket is closed")
+            raise LinkClosed("the engine closed the socket")
         self._arrival = self._soon(self._arrival)
         asyncio.get_running_loop().call_at(self._arrival, self._arrive, _copied(message))
 
     async def room(self) -> None:
         """See `supervision.Child`."""
         if not self.process.alive:
-            raise LinkClosed("the engine's end of the socket is closed")
+            raise LinkClosed("the engine closed the socket")
         await asyncio.sleep(0)
 
     async def receive(self) -> Message:
         """See `supervision.Child`."""
         message = await self._outbox.get()
         if message is None:
-            raise LinkClosed("the engine's end of the socket is closed")
+            raise LinkClosed("the engine closed the socket")
         return message
 
     def kill(self) -> None:

@@ -260,9 +260,9 @@ class World:
         """Parts of error texts that are excused by what happened."""
         found = ("twice while", "died twice") if self.deaths >= 2 else ()
         if self.planned.full or self.planned.scarce:
-            found += ("The service's disk failed", "not enough memory", "there is no memory for this operation")
+            found += ("The service's disk failed", "not enough memory", "not enough memory for this operation")
         if self.planned.refuse:
-            found += ("its result could not be written",)
+            found += ("the result could not be written",)
         return found
 
     def _died(self, why: str) -> None:

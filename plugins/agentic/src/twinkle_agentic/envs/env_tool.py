@@ -112,7 +112,7 @@ def _plain(reward: Any) -> Any:
 
 
 class EnvTool(Tool):
-    """One action of an environment as a tool: a call is a step, and the observation is its result.
+    """An action of an environment as a tool: a call is a step, and the observation is its result.
 
     Attributes:
         env: the environment.

@@ -22,7 +22,7 @@ _UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: op
 
 
 class CalculatorTool(Tool):
-    """Computes an arithmetic expression such as `(2 + 3) * 4`, and answers with the number.
+    """Evaluates an arithmetic expression such as `(2 + 3) * 4`, and answers with the number.
 
     Nothing but numbers, brackets and the operators `+ - * / // % **` is understood, of numbers up to 1e18; anything
     else is a ValueError, which a tool manager turns into text.
@@ -52,7 +52,7 @@ class CalculatorTool(Tool):
             "type": "function",
             "function": {
                 "name": "calculator",
-                "description": "Computes an arithmetic expression.",
+                "description": "Evaluates an arithmetic expression.",
                 "parameters": {"type": "object", "properties": {"expression": expression}, "required": ["expression"]},
             },
         }

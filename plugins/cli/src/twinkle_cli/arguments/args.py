@@ -11,7 +11,7 @@ _MISSING: Any = object()
 
 
 class _UnknownArgument(ArgumentError, KeyError):
-    """A name that no argument has; a KeyError too, since it is raised by `args[name]`."""
+    """An unknown argument name; also a KeyError, because `args[name]` raises it."""
 
     __str__ = Exception.__str__
 
@@ -56,14 +56,14 @@ class Args:
             return value
         from twinkle_registry.naming import nearest_or_all
 
-        raise _UnknownArgument(f"args[{key!r}]: there is no such argument; {nearest_or_all(key, options())}")
+        raise _UnknownArgument(f"unknown argument {key!r}; {nearest_or_all(key, options())}")
 
     def __contains__(self, key: str) -> bool:
         """Return whether `args[key]` exists."""
         return self.get(key, _MISSING) is not _MISSING
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return `args[key]`, or `default` where there is no argument of that name."""
+        """Return `args[key]`, or `default` if there is no such argument."""
         name = normal(key)
         if name in (*GROUPS, EXTRA):
             return getattr(self, name)
@@ -73,16 +73,16 @@ class Args:
         return self.extra.get(key.removeprefix(f"{EXTRA}."), default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values by group; written as YAML, `--config` reads them."""
+        """Return all values by group. Written as YAML, they can be loaded with `--config`."""
         return {group: asdict(getattr(self, group)) for group in GROUPS} | {EXTRA: dict(self.extra)}
 
     def is_set(self, name: str) -> bool:
-        """Return whether some source, or the script, has set the argument `group.name`; a default does not count."""
+        """Return whether a source or the script has set the argument `group.name`, instead of its default."""
         group, _, key = name.partition(".")
         return name in self._given or getattr(getattr(self, group), key) != getattr(GROUPS[group](), key)
 
     def get_model_args(self) -> dict[str, Any]:
-        """Return keywords of `TransformersModel`, or of `MegatronModel` where `strategy` is `megatron`."""
+        """Return keyword arguments of `TransformersModel`, or of `MegatronModel` if `strategy` is `megatron`."""
         return keywords.model(self)
 
     def get_lora_args(self) -> dict[str, Any]:
@@ -90,31 +90,31 @@ class Args:
         return keywords.lora(self)
 
     def get_dataset_args(self) -> dict[str, Any]:
-        """Return keywords of `Dataset`: `dataset_meta`, a `DatasetMeta`, and what was set of `num_proc`, `revision`."""
+        """Return keyword arguments of `Dataset`: `dataset_meta`, and `num_proc` and `revision` if they are set."""
         return keywords.dataset(self)
 
     def get_template_args(self) -> dict[str, Any]:
-        """Return keywords of `Template`."""
+        """Return keyword arguments of `Template`."""
         return keywords.template(self)
 
     def get_training_args(self) -> dict[str, Any]:
-        """Return all arguments of the loop, which is the script's own."""
+        """Return all arguments of the group `training`."""
         return asdict(self.training)
 
     def get_optimizer_args(self) -> dict[str, Any]:
-        """Return keywords of the optimizer: `lr`, and of `weight_decay`, `betas` and `eps` those that it takes."""
+        """Return keyword arguments of the optimizer: `lr`, and `weight_decay`, `betas` and `eps` if it takes them."""
         return keywords.optimizer(self)
 
     def get_scheduler_args(self) -> dict[str, Any]:
-        """Return keywords of the scheduler."""
+        """Return keyword arguments of the scheduler."""
         return keywords.scheduler(self)
 
     def get_loss_args(self) -> dict[str, Any]:
-        """Return keywords of the loss."""
+        """Return keyword arguments of the loss."""
         return keywords.loss(self)
 
     def get_sampler_args(self) -> dict[str, Any]:
-        """Return keywords of the sampler: `model_id`, and for `vLLMSampler` `engine_args`."""
+        """Return keyword arguments of the sampler: `model_id`, and for `vLLMSampler` `engine_args`."""
         return keywords.sampler(self)
 
     def get_sampling_args(self) -> dict[str, Any]:
@@ -122,21 +122,21 @@ class Args:
         return asdict(self.sampling)
 
     def get_infra_args(self) -> dict[str, Any]:
-        """Return keywords of `twinkle.initialize`; in mode `local` with the mesh, where a size was set."""
+        """Return keyword arguments of `twinkle.initialize`; in mode `local` with the mesh, if a size is set."""
         return keywords.infra(self)
 
     def get_mesh_args(self) -> dict[str, Any]:
-        """Return keywords of `DeviceMesh.from_sizes`: the sizes that were set."""
+        """Return keyword arguments of `DeviceMesh.from_sizes`: the sizes that are set."""
         return keywords.mesh(self)
 
     def get_server_args(self) -> dict[str, Any]:
-        """Return all arguments of the group `server`, which is for the script."""
+        """Return all arguments of the group `server`."""
         return asdict(self.server)
 
     def get_rl_args(self) -> dict[str, Any]:
-        """Return all arguments of the group `rl`, which is for the script."""
+        """Return all arguments of the group `rl`."""
         return asdict(self.rl)
 
     def get_checkpoint_args(self) -> dict[str, Any]:
-        """Return all arguments of the group `checkpoint`, which is for the script."""
+        """Return all arguments of the group `checkpoint`."""
         return asdict(self.checkpoint)

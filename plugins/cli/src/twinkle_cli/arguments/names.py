@@ -1,4 +1,4 @@
-"""Which argument a name means: `training.max_steps`, `max_steps`, `lr`; upper and lower case, `-` and `_` are equal."""
+"""Resolves names of arguments: `training.max_steps`, `max_steps`, `lr`; case is ignored, and `-` equals `_`."""
 
 import typing
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def arguments() -> Iterator[tuple[Option, Field[Any]]]:
 @lru_cache(maxsize=1)
 def options() -> dict[str, Option]:
     """Return the argument of every name there is: with its group, without it where that is clear, and aliases."""
-    known: dict[str, Option] = {EXTRA: Option((EXTRA,), dict[str, Any], "Arguments of the script's own")}
+    known: dict[str, Option] = {EXTRA: Option((EXTRA,), dict[str, Any], "Additional arguments of the script")}
     megatron = Option(USE_MEGATRON, bool, "Sets `strategy` to `megatron`")
     known |= {megatron.name: megatron, "use_megatron": megatron}
     bare: dict[str, list[tuple[Option, Field[Any]]]] = {}

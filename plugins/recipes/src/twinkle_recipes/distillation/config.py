@@ -1,4 +1,4 @@
-"""The configuration of the recipe `gkd`: each key with its type, default and meaning."""
+"""The configuration of the recipe `gkd`: type, default and meaning of each key."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -10,65 +10,61 @@ from twinkle_recipes.policy.config import DrawingConfig, PromptsConfig
 
 
 class ConversationsConfig(PromptsConfig):
-    """Which conversations: the student answers their prompts, or learns from the answers that they have."""
+    """Conversations: the student answers their prompts, or learns from the answers they contain."""
 
     id: str = Field(
         default="builtin://arithmetic", description="File, folder, `hf://org/name`, `ms://org/name` or builtin"
     )
-    max_length: Positive = Field(default=1024, description="Longest row, in tokens")
+    max_length: Positive = Field(default=1024, description="Maximum row length in tokens")
     truncation: Literal["raise", "left", "delete"] = Field(
-        default="raise", description="What happens to longer rows: an error, cut their beginning, leave them out"
+        default="raise", description="Handling of longer rows: raise an error, cut the beginning, or drop them"
     )
 
 
 class TeacherConfig(ModelConfig):
-    """Whose distributions the student learns."""
+    """Teacher model, whose distributions the student learns."""
 
-    id: str = Field(description="The teacher, with the tokens of the student: folder, `hf://org/name`, ...")
+    id: str = Field(description="Teacher model with the student's vocabulary: folder, `hf://org/name`, ...")
     topk: Positive | None = Field(
         default=None,
-        description="Take its most probable tokens alone, which needs less memory; the rest counts as one event",
+        description="Use only the k most probable tokens of the teacher, to save memory; the rest is one event",
     )
 
 
 class DistillationLossConfig(LossConfig):
-    """What is minimised."""
+    """Loss function and its arguments."""
 
-    name: str = Field(default="GKDLoss", description="Component of kind `loss` that takes a teacher")
+    name: str = Field(default="GKDLoss", description="Component of kind `loss` that takes teacher outputs")
     args: Arguments = Field(
         default={"beta": 0.5}, description="Keyword arguments of the loss; beta 0: KL(teacher, student), 1: the reverse"
     )
 
 
 class DistillationOptimizerConfig(OptimizerConfig):
-    """How parameters are updated."""
+    """Optimizer and its arguments."""
 
     lr: float = Field(default=5e-5, gt=0, description="Peak learning rate")
 
 
 class DistillationConfig(RunConfig):
-    """Distillation: the student learns what a teacher thinks of each token, of given answers or of its own."""
+    """Distillation: the student learns the teacher's token distributions, on given or on its own answers."""
 
     recipe = "gkd"
     kept_in_checkpoints = RunConfig.kept_in_checkpoints | {"epochs"}
 
-    data: ConversationsConfig = Field(
-        default_factory=ConversationsConfig, description="Which conversations, and how they become tokens"
-    )
-    teacher: TeacherConfig = Field(description="Whose distributions the student learns")
+    data: ConversationsConfig = Field(default_factory=ConversationsConfig, description="Conversations and tokenization")
+    teacher: TeacherConfig = Field(description="Teacher model")
     on_policy: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Share of the steps in which the student samples the answers itself: 0 is off-policy, and with 1 "
-        "rows need no answers",
+        description="Fraction of the steps in which the student samples the answers; 0: off-policy; 1: rows do not "
+        "need answers",
     )
-    sampling: DrawingConfig = Field(default_factory=DrawingConfig, description="How the student's answers are drawn")
-    loss: DistillationLossConfig = Field(default_factory=DistillationLossConfig, description="What is minimised")
-    optimizer: DistillationOptimizerConfig = Field(
-        default_factory=DistillationOptimizerConfig, description="How parameters are updated"
-    )
-    epochs: Positive = Field(default=1, description="How often each row is seen")
+    sampling: DrawingConfig = Field(default_factory=DrawingConfig, description="Sampling of the student's answers")
+    loss: DistillationLossConfig = Field(default_factory=DistillationLossConfig, description="Loss function")
+    optimizer: DistillationOptimizerConfig = Field(default_factory=DistillationOptimizerConfig, description="Optimizer")
+    epochs: Positive = Field(default=1, description="Passes over the data")
 
     @property
     def samples(self) -> bool:
@@ -77,7 +73,7 @@ class DistillationConfig(RunConfig):
 
     @property
     def takes_packs(self) -> bool:
-        """Whether no row is asked for its prompt: see `RunConfig.takes_packs`."""
+        """Whether prompts of rows are not needed, see `RunConfig.takes_packs`."""
         return self.on_policy == 0
 
     @property
@@ -92,7 +88,7 @@ class DistillationConfig(RunConfig):
         yield self.teacher.id
 
     def parts(self) -> Iterator[Part]:
-        """See `RunConfig.parts`; the sampler takes part where the student answers."""
+        """See `RunConfig.parts`; includes the sampler if the student samples answers."""
         yield from super().parts()
         yield Part("model", self.teacher.type)
         if self.on_policy > 0:

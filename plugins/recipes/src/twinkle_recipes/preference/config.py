@@ -1,4 +1,4 @@
-"""The configuration of the recipe `dpo`: each key with its type, default and meaning."""
+"""The configuration of the recipe `dpo`: type, default and meaning of each key."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from twinkle_recipes.config import DataConfig, LossConfig, OptimizerConfig, Posi
 
 
 class PairsConfig(DataConfig):
-    """Which rows, how they become pairs of conversations, and how those become tokens."""
+    """Preference pairs and tokenization."""
 
     id: str = Field(
         default="builtin://arithmetic-preferences",
@@ -16,35 +16,35 @@ class PairsConfig(DataConfig):
     )
     preprocessor: str | None = Field(
         default="PreferenceProcessor",
-        description="Component of kind `preprocessor` that makes `positive` and `negative`; none: rows hold them",
+        description="Component of kind `preprocessor` that returns `positive` and `negative`; null: rows contain them",
     )
 
 
 class PreferenceLossConfig(LossConfig):
-    """What is minimised."""
+    """Loss function and its arguments."""
 
     name: str = Field(
-        default="DPOLoss", description="Component of kind `loss` over pairs; SimPOLoss, CPOLoss and ORPOLoss likewise"
+        default="DPOLoss", description="Component of kind `loss` over pairs: DPOLoss, SimPOLoss, CPOLoss or ORPOLoss"
     )
 
 
 class PreferenceOptimizerConfig(OptimizerConfig):
-    """How parameters are updated."""
+    """Optimizer and its arguments."""
 
-    lr: float = Field(default=5e-5, gt=0, description="Peak learning rate; for all parameters rather 1e-6")
+    lr: float = Field(default=5e-5, gt=0, description="Peak learning rate; to train all parameters, use about 1e-6")
 
 
 class ReferenceConfig(Strict):
-    """What the policy shall stay near to, for losses that take `ref_logps`."""
+    """Reference model, for losses that take `ref_logps`."""
 
     id: str | None = Field(
         default=None,
-        description="Another model as the reference; none: the model before training (with LoRA its adapter switched "
-        "off, else a frozen copy)",
+        description="Id of the reference model; null: the model before training (with LoRA, the model without its "
+        "adapter; otherwise a frozen copy)",
     )
     cache: bool = Field(
         default=False,
-        description="Compute it for all rows once, before the first step, into `reference/` of the run",
+        description="Compute its log-probabilities once before the first step and store them in the run folder",
     )
 
 
@@ -55,19 +55,15 @@ class DPOConfig(RunConfig):
     free = RunConfig.free
     kept_in_checkpoints = RunConfig.kept_in_checkpoints | {"epochs"}
 
-    data: PairsConfig = Field(default_factory=PairsConfig, description="Which rows, and how they become tokens")
-    loss: PreferenceLossConfig = Field(default_factory=PreferenceLossConfig, description="What is minimised")
-    optimizer: PreferenceOptimizerConfig = Field(
-        default_factory=PreferenceOptimizerConfig, description="How parameters are updated"
-    )
-    reference: ReferenceConfig = Field(
-        default_factory=ReferenceConfig, description="What the policy shall stay near to"
-    )
-    batch_size: Positive = Field(default=8, description="Pairs of one optimizer step")
+    data: PairsConfig = Field(default_factory=PairsConfig, description="Preference pairs and tokenization")
+    loss: PreferenceLossConfig = Field(default_factory=PreferenceLossConfig, description="Loss function")
+    optimizer: PreferenceOptimizerConfig = Field(default_factory=PreferenceOptimizerConfig, description="Optimizer")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="Reference model")
+    batch_size: Positive = Field(default=8, description="Pairs per optimizer step")
     micro_batch_size: int | None = Field(
-        default=None, ge=2, description="Rows in memory at once, in whole pairs; the result is the same"
+        default=None, ge=2, description="Rows in memory at once, an even number; does not affect the result"
     )
-    epochs: Positive = Field(default=1, description="How often each pair is seen")
+    epochs: Positive = Field(default=1, description="Passes over the pairs")
 
     def models(self) -> Iterator[str]:
         """See `RunConfig.models`."""

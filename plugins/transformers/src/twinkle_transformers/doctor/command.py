@@ -22,7 +22,7 @@ import click
 )
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def main(model: str | None, dtypes: tuple[str, ...], as_json: bool) -> None:
-    """Show which fast paths are exact on this machine, which are not, and why.
+    """Check which fast paths are exact on this machine, and report why others are not.
 
     The fast paths are measured on MODEL, a folder or the id of a model at a hub; by default on a tiny random Llama,
     which is created for this purpose. Plugins and their problems: `twinkle plugins doctor`.

@@ -35,7 +35,7 @@ def with_inputs(row_inputs: Sequence[str], spec: ComponentSpec) -> tuple[str, ..
 
 def _function(spec: ComponentSpec, found: Any, options: Mapping[str, Any]) -> Any:
     if options:
-        raise UserError(f"loss_fn {spec.name!r} has no options; leave {sorted(options)[0]!r} out of loss_fn_config")
+        raise UserError(f"loss_fn {spec.name!r} has no options; remove {sorted(options)[0]!r} from loss_fn_config")
     return found
 
 

@@ -99,7 +99,7 @@ class Losses:
         try:
             loss = build_loss(spec, config)
         except NotTrusted as error:  # it was revoked since it was found
-            raise UserError(f"loss_fn {spec.name!r} is not offered any more: {error}") from error
+            raise UserError(f"loss_fn {spec.name!r} is no longer available: {error}") from error
         _check_missing(spec, loss, rows)
         return loss if spec.name in (*PUBLISHED, *OWN) else honoured(loss, spec.name, rows)
 
@@ -133,10 +133,10 @@ class Losses:
         if self._strict and name in OWN:
             raise UserError(_STRICT.format(name))
         if reason := _why_refused(name):
-            raise UserError(f"loss_fn {name!r} is not offered any more: {reason}")
+            raise UserError(f"loss_fn {name!r} is no longer available: {reason}")
         close = nearest(name, specs)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(f"there is no loss_fn {name[:80]!r}{hint}; there are {', '.join(self.names())}")
+        raise UserError(f"unknown loss_fn {name[:80]!r}{hint}; available: {', '.join(self.names())}")
 
 
 def _why_refused(name: str) -> str:
@@ -158,7 +158,9 @@ def _check_inputs(spec: ComponentSpec, rows: Rows) -> None:
     for name, arrays in rows.inputs.items():
         wire = WIRE_NAMES.get(name, name)
         if name not in spec.inputs:
-            raise UserError(f"loss_fn {spec.name!r} has no loss_fn_input {wire!r}; it takes {', '.join(takes(spec))}")
+            raise UserError(
+                f"loss_fn {spec.name!r} does not take the loss_fn_input {wire!r}; it takes {', '.join(takes(spec))}"
+            )
         for number, array in enumerate(arrays):
             _check_shape(spec.inputs[name], array, f"datum {number}: {wire}", len(rows.features[number]["input_ids"]))
 
@@ -178,7 +180,7 @@ def _check_missing(spec: ComponentSpec, loss: Any, rows: Rows) -> None:
     for name, parameter in inspect.signature(loss).parameters.items():
         if name in spec.inputs and name not in rows.inputs and parameter.default is parameter.empty:
             wire = WIRE_NAMES.get(name, name)
-            raise UserError(f"loss_fn {spec.name!r} needs the loss_fn_input {wire!r}; it has {_found(rows)}")
+            raise UserError(f"loss_fn {spec.name!r} requires the loss_fn_input {wire!r}, got {_found(rows)}")
 
 
 def _found(rows: Rows) -> str:
@@ -193,10 +195,10 @@ def _check_shape(kind: str, array: Array, where: str, length: int) -> None:
     dtype, _, rest = kind.partition("[")
     sizes = [size.strip() for size in rest.rstrip("]").split(",") if size.strip()]
     if array.dtype.kind == "f" and dtype.startswith("int"):
-        raise UserError(f"{where} holds {array.dtype}; it should hold whole numbers ({kind})")
+        raise UserError(f"{where} must contain integers ({kind}), got {array.dtype}")
     wanted = [length if size == "T" else int(size) if size.isdigit() else None for size in sizes]
     found = list(array.shape)
     if not sizes and found == [1]:
         return
     if len(found) != len(wanted) or any(w not in (None, f) for w, f in zip(wanted, found, strict=True)):
-        raise UserError(f"{where} has the shape {found}, and the row has {length} tokens; the loss wants {kind}")
+        raise UserError(f"{where} must have the shape {kind} for a row of {length} tokens, got {found}")

@@ -32,7 +32,7 @@ _LARGEST: Final = 2.0**53
 
 def _parts(value: Any) -> list[Any]:
     if not isinstance(value, list | tuple):
-        raise TypeError("a list of tensors is needed")
+        raise TypeError("the argument must be a list of tensors")
     return list(value)
 
 
@@ -109,8 +109,8 @@ class Budget:
         """
         if self.nodes * self.rows > MOST_STEPS:
             raise UserError(
-                f"custom loss: {self.nodes} nodes for {self.rows} rows are {self.nodes * self.rows} steps; the limit "
-                f"for one request is {MOST_STEPS}; send fewer rows, or make the graph smaller"
+                f"custom loss: a request must have at most {MOST_STEPS} steps, got {self.nodes * self.rows} "
+                f"({self.nodes} nodes for {self.rows} rows); send fewer rows, or make the graph smaller"
             )
 
 
@@ -136,8 +136,8 @@ def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = N
             cells = _cells(node, [*args, *kwargs.values()])
             if cells > left:
                 raise UserError(
-                    f"custom loss: node {node.name!r} goes beyond {MOST_CELLS} numbers for one row: it makes {cells}, "
-                    f"and the nodes before it made {MOST_CELLS - left}"
+                    f"custom loss: node {node.name!r} exceeds the limit of {MOST_CELLS} numbers per row: it creates "
+                    f"{cells}, after {MOST_CELLS - left} of the nodes before it"
                 )
             left -= cells
             known[node.name] = result = _plain(_call(node.operation, args, kwargs))
@@ -148,7 +148,9 @@ def run(graph: LossGraph, given: Mapping[str, Tensor], budget: Budget | None = N
             _watch(result, budget)
     loss = known[graph.loss]
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        raise UserError("custom loss: it gives no scalar of floating point; a sum over the row's tokens is meant")
+        raise UserError(
+            "custom loss: the loss must be a floating-point scalar, for example a sum over the row's tokens"
+        )
     return loss, {name: _number(known[node], name) for name, node in graph.metrics.items()}
 
 
@@ -198,26 +200,26 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return value
     if len(value) > MOST_PARTS or any(isinstance(part, list | tuple) for part in value):
-        raise TypeError(f"a step gives a tensor, a number, or a flat list of at most {MOST_PARTS} of them")
+        raise TypeError(f"a step must return a tensor, a number, or a flat list of at most {MOST_PARTS} of them")
     return tuple(value)
 
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value.detach())
-    raise UserError(f"custom loss: the metric {name!r} is no scalar tensor")
+    raise UserError(f"custom loss: the metric {name!r} must be a scalar tensor")
 
 
 def _call(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if operation == "getattr":
         if len(args) < 2 or args[1] not in ("shape", "ndim") or not isinstance(args[0], Tensor):
-            raise TypeError("of a tensor, a loss may ask for shape and ndim")
+            raise TypeError("a loss may only read the attributes shape and ndim of a tensor")
         return tuple(args[0].shape) if args[1] == "shape" else args[0].dim()
     if operation == "getitem":
         return _item(args[0], args[1])
     if operation in ("size", "dim", "numel"):
         if not args or not isinstance(args[0], Tensor):
-            raise TypeError("of a tensor, a loss may ask for its size")
+            raise TypeError("size, dim and numel require a tensor")
         found = getattr(args[0], operation)(*args[1:], **kwargs)
         return tuple(found) if isinstance(found, torch.Size) else found
     if not any(isinstance(value, Tensor) for value in _flat([*args, *kwargs.values()])):
@@ -238,7 +240,7 @@ def _arithmetic(operation: str, args: Sequence[Any]) -> Any:
     """Compute with plain numbers, which come from shapes."""
     numbers = all(isinstance(value, int | float) and abs(value) <= _LARGEST for value in args)
     if operation not in _NUMBERS or not numbers:
-        raise TypeError("at least one argument is a tensor")
+        raise TypeError("at least one argument must be a tensor")
     return _NUMBERS[operation](*args)
 
 
@@ -247,7 +249,7 @@ def _item(value: Any, index: Any) -> Any:
     for part in parts:
         mask = isinstance(part, Tensor) and part.dtype == torch.bool
         if not (mask or part is None or part is Ellipsis or isinstance(part, int | slice)):
-            raise TypeError("a tensor is indexed by numbers, slices and masks")
+            raise TypeError("an index must consist of numbers, slices and masks")
     return value[index]
 
 

@@ -54,8 +54,8 @@ def _watched(call: Any, name: str, place: int) -> Any:
         result = call(*args[:place], batch, *args[place + 1 :], **kwargs)
         if not batch.read:
             raise ArgumentError(
-                f"loss_fn {name!r} does not read weights, and some are neither 0 nor 1; leave weights out, or give "
-                "0 (no target) and 1"
+                f"loss_fn {name!r} only accepts the weights 0 (no target) and 1, got other values; change them or "
+                "remove weights"
             )
         return result
 

@@ -140,7 +140,7 @@ def _answer(raw: Any, name: str) -> dict[str, Any]:
     total = found["loss_sum"]
     if not isinstance(total, Tensor) or total.numel() != 1:
         what = f"shape {list(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-        raise ComponentTypeError(f"loss {name} returned loss_sum of {what}; it must be a scalar tensor")
+        raise ComponentTypeError(f"loss_sum of loss {name} must be a scalar tensor, got {what}")
     return found
 
 

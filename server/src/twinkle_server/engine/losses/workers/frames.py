@@ -112,7 +112,7 @@ def _unpacked(value: Any, body: bytearray) -> Any:
     name, shape, at = content
     count = int(np.prod(shape, dtype=np.int64))
     if at < 0 or count < 0:
-        raise ValueError("a tensor lies outside of the frame")
+        raise ValueError("a tensor exceeds the frame")
     if kind == _TENSOR:
         dtype = _DTYPES[name]
         return (
@@ -120,4 +120,4 @@ def _unpacked(value: Any, body: bytearray) -> Any:
         ).view(shape)
     if kind == _ARRAY:
         return np.frombuffer(body, np.dtype(name), count, at).reshape(shape)
-    raise ValueError(f"there is no value of the kind {kind!r}")
+    raise ValueError(f"unknown kind of value {kind!r}")

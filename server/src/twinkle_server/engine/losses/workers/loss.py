@@ -50,8 +50,8 @@ class WorkerLoss(Loss):
         fields = dict(description)
         if fields.pop("require_logits"):
             raise UserError(
-                f"{what} cannot be used by requests: it reads whole logits (require_logits = True), which are too "
-                "large to be sent to a worker process; write it for logps, entropies or uniform_logps"
+                f"{what} cannot be used by requests: it requires full logits (require_logits = True), which are too "
+                "large to send to a worker process; rewrite it to use logps, entropies or uniform_logps"
             )
         self._remote, self._what, self._number, self._calls = remote, what, number, 0
         self.__name__ = str(fields.pop("name"))
@@ -93,7 +93,7 @@ class WorkerLoss(Loss):
             raise KeyError(key)
         value, gradients = answer["loss_sum"], answer["gradients"]
         if not isinstance(value, Tensor) or not isinstance(gradients, dict | None):
-            raise UserError(f"{self._what}: its worker process answered something else than a loss")
+            raise UserError(f"{self._what}: its worker process returned an invalid loss")
         if value.numel() == 1 and not math.isfinite(float(value)):
             raise NonFiniteError(f"{self._what} is {float(value)}")
         if gradients:
@@ -111,7 +111,7 @@ class WorkerLoss(Loss):
             gradient = gradients.get(name)
             if gradient is not None:
                 if not isinstance(gradient, Tensor) or gradient.shape != output.shape:
-                    raise UserError(f"{self._what}: its worker process answered something else than a gradient")
+                    raise UserError(f"{self._what}: its worker process returned an invalid gradient")
                 if not bool(torch.isfinite(gradient).all()):
                     raise NonFiniteError(f"the gradient of {self._what} is not finite")
                 gradient = gradient.to(output.device)
