@@ -1,0 +1,122 @@
+"""What simulations of the service found: each test is the shortest history that showed it."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from server_runtime import SOON, Database, Plan, World, answer, applied, ask, within
+
+from twinkle_server.operations import Outcome
+from twinkle_server.runtime.queues import ModelQueue
+from twinkle_server.settings import Limits, Times
+from twinkle_server.store.memory import MemoryJournal
+
+
+@dataclass
+class PayloadsThatWait:
+    """A log whose payloads are read only when it is told, and are gone once the operation is over, as in SQLite."""
+
+    reading: asyncio.Event = field(default_factory=asyncio.Event)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def journal(self) -> MemoryJournal:
+        wait = self
+
+        class Journal(MemoryJournal):
+            async def payload(self, operation: int) -> bytes:
+                wait.reading.set()
+                await wait.told.wait()
+                if self._operations[operation].status == "cancelled":
+                    raise LookupError("its payload was dropped")
+                return await super().payload(operation)
+
+        return Journal(Database(), b"secret")
+
+
+def test_an_operation_that_is_cancelled_while_its_payload_is_read_does_not_end_its_model() -> None:
+    async def scenario() -> None:
+        waiting = PayloadsThatWait()
+        waiting.told.set()
+        world = World(Plan(), waiting.journal(), limits=Limits(small_bytes=0))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        await runtime.close()
+
+        runtime = await world.runtime()  # the model must be attached, and payloads are read again
+        waiting.reading.clear()
+        first = await ask(runtime, 1, "optim_step")
+        waiting.told.clear()
+        await asyncio.wait_for(waiting.reading.wait(), SOON)
+        await runtime.cancel(first.request, "ada")
+        await answer(runtime, first.request)
+        waiting.told.set()
+        second = await answer(runtime, (await ask(runtime, 2, "optim_step")).request)
+        assert (second.status, applied(second)) == ("done", [2]), second.error
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+class Unwritable(MemoryJournal):
+    """A log that cannot hold the result of one operation, and takes a while to say so."""
+
+    number = 3
+
+    async def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        bad = [each for each in outcomes if self._operations[each.operation].number == self.number]
+        if any(each.error is None for each in bad):
+            await asyncio.sleep(0.05)
+            raise ValueError("nothing that a row can hold")
+        return await super().finish(outcomes)
+
+
+def test_what_a_failed_operation_did_is_in_no_snapshot_and_in_nothing_that_ran_after_it() -> None:
+    async def scenario() -> None:
+        world = World(Plan(snapshot_every=2), Unwritable(Database(), b"secret"))
+        runtime = await world.runtime()
+        asked = [await ask(runtime, 0, "create")] + [await ask(runtime, number, "optim_step") for number in range(1, 9)]
+        told = [await answer(runtime, each.request) for each in asked]
+        assert [number for number, future in enumerate(told) if future.status != "done"] == [3]
+        assert told[3].error == "its result could not be written"
+        assert applied(told[8]) == [1, 2, 4, 5, 6, 7, 8]
+        assert applied(told[4]) == [1, 2, 4]
+        await runtime.close()
+
+        runtime = await world.runtime()
+        last = await answer(runtime, (await ask(runtime, 9, "optim_step")).request)
+        assert applied(last) == [1, 2, 4, 5, 6, 7, 8, 9]
+        await runtime.close()
+
+    within(2 * SOON, scenario)
+
+
+def test_a_queue_agrees_with_no_snapshot_of_what_is_to_be_done_again() -> None:
+    async def scenario() -> None:
+        queue = ModelQueue("m", "ada", True)
+        assert queue.agrees_with(7)
+        queue.distrust(5)
+        queue.distrust(6)
+        assert [queue.agrees_with(number) for number in (4, 5, 6)] == [True, False, False]
+        await queue.trust()
+        assert queue.agrees_with(6)
+
+    within(SOON, scenario)
+
+
+def test_a_number_is_not_lost_because_the_service_stood_still() -> None:
+    async def scenario() -> None:
+        world = World(times=Times(gap_fail=0.05, gap_limit=600.0, resend=60.0))
+        runtime = await world.runtime()
+        await answer(runtime, (await ask(runtime, 0, "create")).request)
+        await runtime.janitor.stop()
+        later = await ask(runtime, 2, "optim_step")
+        await asyncio.sleep(0.1)
+        runtime.cancellation._looked = time.monotonic() - 100.0  # as after SIGSTOP
+        await runtime.cancellation.give_up_gaps()
+        await answer(runtime, (await ask(runtime, 1, "optim_step")).request)
+        future = await answer(runtime, later.request)
+        assert (future.status, applied(future)) == ("done", [1, 2])
+        await runtime.close()
+
+    within(2 * SOON, scenario)
