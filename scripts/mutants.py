@@ -1,8 +1,8 @@
 """Measure the simulation: make mutants of the store and the runtime, and count those that it finds.
 
 `python scripts/mutants.py --sample 150 --seeds 1000` draws mutants with a fixed seed; `--sample 0` runs all of them. A
-mutant is found when the simulation of a seed fails. First run are the seeds that execute the mutated line. Lines that no
-simulation executes are reported, and count as not found.
+mutant is found when the simulation of a seed fails. Seeds that execute the mutated line run first. Mutants on
+lines that no simulation executes are reported and count as not found.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The journal's statements, in SQL as it is: they run for every operation, and SQLite keeps them prepared.
 
-Those that a client's request leads to name the tenant; the others are the runtime's own, over lanes that it knows.
+Those that a client's request leads to name the tenant; the others are the runtime's own, over queues that it knows.
 """
 
 from typing import Final

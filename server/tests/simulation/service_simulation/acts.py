@@ -345,8 +345,8 @@ async def keep_records(world: World, clients: list[Client], draw: random.Random)
         await store.usage.add(Usage(tenant, day, "training", tokens, tokens))
     await store.usage.add_all([Usage("zoe", "2000-01-01", "sampling_sample", 16)])
     found = await store.usage.between("zoe", "2000-01-01", "2000-01-02")
-    demand(found == [Usage("zoe", "2000-01-01", "sampling_sample", 16, 0), Usage("zoe", "2000-01-01", "training", 3, 3)],
-           f"the usage is {found}")  # fmt: skip
+    expected = [Usage("zoe", "2000-01-01", "sampling_sample", 16, 0), Usage("zoe", "2000-01-01", "training", 3, 3)]
+    demand(found == expected, f"the usage is {found}")
     demand(len(await store.usage.between("zoe", "2000-01-01", "2000-01-03")) == 3, "the usage of two days")
     await _record_samples(world, clients, draw)
 
@@ -417,6 +417,15 @@ def _store(world: World) -> Store:
 
 Act = Callable[[World, list[Client], random.Random], Awaitable[None]]
 ACTS: tuple[Act, ...] = (
-    look_at_lists, change_checkpoints, ask_for_others, keep_records, unload, finish, open_twice, let_rot, let_expire, grow_old,
-)  # fmt: skip
+    look_at_lists,
+    change_checkpoints,
+    ask_for_others,
+    keep_records,
+    unload,
+    finish,
+    open_twice,
+    let_rot,
+    let_expire,
+    grow_old,
+)
 """In the order in which they can follow each other."""
