@@ -20,7 +20,7 @@ def twinkle(*words: str) -> Result:
 def test_it_is_one_of_the_commands_of_plugins() -> None:
     result = twinkle("--help")
     assert "new " in result.output
-    assert "Make the project of a plugin of yours" in result.output
+    assert "Create a plugin project" in result.output
 
 
 def test_it_says_what_it_made_and_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

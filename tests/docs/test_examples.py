@@ -10,6 +10,7 @@
 import contextlib
 import doctest
 import io
+import itertools
 import json
 import os
 import re
@@ -246,20 +247,27 @@ def dispatch(words: list[str], patch: pytest.MonkeyPatch) -> None:
         small = [text for flag, value in SMALL.items() if flag not in words for text in (flag, value)]
         patch.setattr(sys, "argv", words)
         main([*words[1:], *(small if words[1:3] == ["run", "sft"] and "--help" not in words else [])])
+    elif words[0] == "python" and words[1].startswith("scripts/"):  # of a clone; with few seeds of many
+        few = ["2" if before == "--seeds" else word for before, word in itertools.pairwise(words)]
+        finish([sys.executable, str(ROOT / words[1]), *few[1:]])
     elif words[0] == "python" and words[1].endswith(".py"):
         patch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
     elif words[0] == "torchrun":
         run_on_ranks(words[1:])
     elif words[:3] == ["python", "-m", "pytest"]:
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        done = subprocess.run([sys.executable, *words[1:]], env=variables, capture_output=True, text=True, check=False)
-        sys.stdout.write(done.stdout + done.stderr)
-        raise SystemExit(done.returncode)
+        finish([sys.executable, *words[1:]], PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     elif words[:3] == ["pip", "install", "-e"]:
         install(Path(words[3]))
     else:
         raise AssertionError(f"the tests of the docs do not know how to run {shlex.join(words)}")
+
+
+def finish(words: list[str], **variables: str) -> None:
+    """Run a process of its own and exit with its status."""
+    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout + done.stderr)
+    raise SystemExit(done.returncode)
 
 
 def run_on_ranks(words: list[str]) -> None:

@@ -333,7 +333,7 @@ def test_ways_to_ask() -> None:
     assert args.get("nothing", 4) == 4
     assert "max_steps" in args
     assert "nothing" not in args
-    with pytest.raises(ArgumentError, match=r"args\['max_step'\]: there is no such argument; nearest: 'max_steps'"):
+    with pytest.raises(ArgumentError, match=r"unknown argument 'max_step'; nearest: 'max_steps'"):
         args["max_step"]
     with pytest.raises(KeyError):
         args["max_step"]

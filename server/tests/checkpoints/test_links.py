@@ -62,7 +62,7 @@ def test_a_link_ends(links: Links, client: TestClient, monkeypatch) -> None:
     for url in urls.values():
         answer = client.get(url)
         assert answer.status_code == 404
-        assert "over" in answer.json()["detail"]
+        assert "has expired" in answer.json()["detail"]
 
 
 def test_changed_and_foreign_links_are_nothing(links: Links, client: TestClient, tmp_path: Path) -> None:

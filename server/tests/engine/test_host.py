@@ -95,7 +95,7 @@ def test_what_is_under_way_is_told_before_its_outcome(ledger: Engine) -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (request([1], loss="nonsense"), "no loss_fn 'nonsense'"),
+        (request([1], loss="nonsense"), "unknown loss_fn 'nonsense'"),
         (request(), "at least one datum"),
         (request([]), "model_input must have at least one token"),
         (request([-1]), "got -1"),

@@ -156,7 +156,7 @@ def test_a_model_lives_through_its_states(store: Store, run: Run, model: Model) 
 
 
 def test_a_models_number_is_its_own(store: Store, run: Run, model: Model) -> None:
-    with pytest.raises(SequenceConflict, match="model 0 of this session is there already"):
+    with pytest.raises(SequenceConflict, match="model 0 of this session already exists"):
         run(store.database.write(lambda connection: models.add(connection, replace(model, rank=4))))
 
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_read_as_it_was_written(store: Store, run: Run) -> None:
 
 def test_a_name_is_taken_until_it_is_overwritten_deleted_or_expired(store: Store, run: Run) -> None:
     run(store.checkpoints.create(checkpoint()))
-    with pytest.raises(BadRequest, match=r"tinker://ada-s:train:0/weights/one is there already.*overwrite=True"):
+    with pytest.raises(BadRequest, match=r"tinker://ada-s:train:0/weights/one already exists.*overwrite=True"):
         run(store.checkpoints.create(checkpoint(folder="checkpoints/b")))
     run(store.checkpoints.create(checkpoint(kind="sampler_weights")))
     assert run(store.checkpoints.create(checkpoint(folder="checkpoints/b"), overwrite=True)) == "checkpoints/one"
@@ -235,7 +235,7 @@ def test_an_expired_checkpoint_is_not_there(store: Store, run: Run) -> None:
     path = checkpoint("a").path
     assert run(store.checkpoints.get("ada", path, NOW - 1)).name == "a"
     for ask in (store.checkpoints.get, store.checkpoints.find, store.checkpoints.delete):
-        with pytest.raises(NotFound, match="no checkpoint tinker"):
+        with pytest.raises(NotFound, match="checkpoint tinker:.* does not exist"):
             run(ask("ada", path, NOW))
     with pytest.raises(NotFound):
         run(store.checkpoints.set_expiry("ada", path, NOW, None))
@@ -304,7 +304,7 @@ def test_a_key_has_its_name_to_itself_until_it_is_revoked(store: Store, run: Run
     with pytest.raises(BadRequest, match=r"'laptop'.*another name"):
         run(store.keys.create(replace(key, id="id2", prefix="prefix2")))
     assert run(store.keys.revoke("laptop", 9.0)).quotas == {"adapters": 3}
-    with pytest.raises(NotFound, match="no key 'laptop' that is not revoked"):
+    with pytest.raises(NotFound, match="no active key 'laptop'"):
         run(store.keys.revoke("laptop", 9.0))
     run(store.keys.create(replace(key, id="id2", prefix="prefix2")))
     assert [each.id for each in run(store.keys.all())] == ["id2"]

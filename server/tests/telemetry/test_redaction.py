@@ -112,4 +112,4 @@ def test_a_flood_is_cut_off_and_counted(lines, monkeypatch) -> None:
     assert [room.take() for _ in range(logs._LINES + 7)] == [True] * logs._LINES + [False] * 7
     second = 101.0
     assert room.take()
-    assert [(line["event"], line["count"]) for line in lines()] == [("lines about floods left out", 7)]
+    assert [(line["event"], line["count"]) for line in lines()] == [("suppressed log lines about floods", 7)]

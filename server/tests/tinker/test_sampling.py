@@ -100,7 +100,7 @@ def test_the_options_go_into_the_log_with_a_seed(served, client, name):
     [
         (
             {"sampling_params": {"max_tokens": 126}},
-            "the prompt .3 tokens. and max_tokens .126. exceed the model's context of 128",
+            "the prompt (3 tokens) and max_tokens (126) exceed the model's context of 128",
         ),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens must be at least 1, got 0"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),

@@ -83,7 +83,7 @@ def test_a_model_is_described_at_once(served):
     [
         ({"base_model": "other"}, "base_model must be '/models/of/tiny/v1', the served model, got 'other'"),
         ({"lora_config": None}, "LoRA"),
-        ({"lora_config": {"rank": 0}}, "rank must be between 1 and 512, got 0"),
+        ({"lora_config": {"rank": 0}}, "rank must be between 1 and 1024, got 0"),
         (
             {"lora_config": {"rank": 8, "train_attn": False, "train_mlp": False, "train_unembed": False}},
             "at least one of train_attn",
@@ -185,8 +185,8 @@ def test_an_update_has_the_sdks_defaults(served):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"adam_params": {"beta1": 1.0}}, "beta1 is 1.0"),
-        ({"adam_params": {"learning_rate": -1}}, "learning_rate is -1"),
+        ({"adam_params": {"beta1": 1.0}}, "beta1 must be at least 0 and less than 1, got 1.0"),
+        ({"adam_params": {"learning_rate": -1}}, "learning_rate must be at least 0, got -1.0"),
         ({"adam_params": {"eps": "x"}}, "adam_params.eps"),
         ({"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "'dimuon'"),
     ],
@@ -223,7 +223,7 @@ def test_custom_losses_are_checked_and_named_where_they_are_switched_on(served):
     assert answer["loss_id"].startswith("loss.")
     evil = {**total, "op": "call_function", "target": "os.system"}
     refused = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [start, evil, end]}})
-    assert (refused.status_code, "'os.system' is none" in refused.json()["detail"]) == (400, True)
+    assert (refused.status_code, "'os.system'" in refused.json()["detail"]) == (400, True)
     assert client.post("/retrieve_future", json={"request_id": "loss.x"}).status_code == 404
 
 
@@ -242,7 +242,7 @@ def test_a_graph_larger_than_any_loss_is_refused_before_it_is_walked_through(ser
     body = {"session_id": session(client), "custom_loss_seq_id": 0, "name": "x", "inputs": []}
     answer = client.post("/create_custom_loss", json={**body, "graph": {"nodes": [node]}})
     assert answer.status_code == 400
-    assert "the limit is 1048576" in answer.json()["detail"]
+    assert "at most 1048576 bytes" in answer.json()["detail"]
 
 
 def test_unload_takes_the_next_number_and_ends_the_model(served):

@@ -68,7 +68,7 @@ def test_sparse_inputs_and_images_are_carried_over():
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (None, "absent; an object"),
+        (None, "must be an object, got absent"),
         ([], "must be an object, got a list"),
         ({**WORK, "loss_fn": 3}, "loss_fn must be a text, got a int"),
         ({**WORK, "data": {}}, "data must be a list, got a dict"),
@@ -100,7 +100,7 @@ def test_a_body_of_another_form_is_refused_where_it_is_wrong(work: Any, words: s
 
 
 def test_a_list_of_two_lengths_is_refused():
-    with pytest.raises(ValueError, match="weights is no flat list"):
+    with pytest.raises(ValueError, match="weights must be a flat list of numbers"):
         pass_message(HEAD, row(loss_fn_inputs={"weights": {"data": [[1], [1, 2]]}}), forward_only=False)
 
 

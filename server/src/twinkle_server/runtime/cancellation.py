@@ -117,7 +117,7 @@ class Cancellation:
 def _lost(queue: ModelQueue, number: int, seconds: float) -> Submission:
     """Return what is written for a number that never came; its request, if it comes later, is answered with this."""
     reason = (
-        f"cannot run number {number} of this model: it did not arrive within {seconds:.0f} s after a later one, which "
-        "was failed for that; nothing was computed; send this request again under the next number"
+        f"cannot run sequence number {number} of this model: it did not arrive within {seconds:.0f} s after a later "
+        "one, which was failed for that; nothing was computed; send this request again under the next number"
     )
     return Submission(queue.tenant, queue.name, "forward", b"", number, refusal=reason, asked=LOST)

@@ -92,7 +92,7 @@ class StoreEffects:
         except NotFound:
             return None
         if found.status == "gone":
-            return f"this model is gone: {found.reason or 'it was unloaded'}", "user"
+            return f"this model no longer exists: {found.reason or 'it was unloaded'}", "user"
         if found.status == "corrupted":
             return found.reason or "this model cannot be made again", "server"
         return None

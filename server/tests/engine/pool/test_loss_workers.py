@@ -150,7 +150,7 @@ BAD = {
     "AcmeText": r"returned a str; return LossOutput",
     "AcmeDetached": r"the result of AcmeDetached has no gradient",
     "AcmeReadsLogits": r"reads outputs\['logits'\], which is not sent to its worker process",
-    "AcmeWhole": r"'AcmeWhole' of plugin 'acme-rogue' cannot be used by requests: it reads whole logits",
+    "AcmeWhole": r"'AcmeWhole' of plugin 'acme-rogue' cannot be used by requests: it requires full logits",
 }
 
 
@@ -401,7 +401,7 @@ def test_an_answer_may_not_be_much_larger_than_what_was_sent():
     child = Child(ours, None, MEMORY)
     values = torch.zeros(2**18 + 64)
     theirs.sendall(pack({"values": values})[:64])
-    with pytest.raises(Ended, match="returned an invalid"):
+    with pytest.raises(Ended, match="returned an invalid loss"):
         child.receive(time.monotonic() + 60.0)
     ours, theirs = socket.socketpair()
     child = Child(ours, None, MEMORY)

@@ -122,7 +122,7 @@ def test_weights_without_an_optimizer_may_begin_a_model_but_not_with_one(trained
     assert same(trained.weights("a"), trained.weights("b"))
     with pytest.raises(UserError, match="without the optimizer"):
         trained.executor.create("c", Create(4, 3, source="x", optimizer=True), folder)
-    with pytest.raises(UserError, match="no model 'c'"):
+    with pytest.raises(UserError, match="model 'c' does not exist"):
         trained.run("c", [datum(3, 1)])
 
 
@@ -221,7 +221,7 @@ def test_a_model_that_is_removed_leaves_zeros_and_its_name_is_free(trained):
     trained.executor.remove("a")
     assert not any(bool(tensor.count_nonzero()) for tensor in held)
     trained.executor.remove("a")
-    with pytest.raises(UserError, match="no model 'a'"):
+    with pytest.raises(UserError, match="model 'a' does not exist"):
         trained.step("a")
     trained.create("a", seed=2)
     alone, _ = trained.run("a", [datum(9, 1)], forward=True)

@@ -146,7 +146,7 @@ def test_rows_that_do_not_fit_a_traced_loss_are_refused_by_name(fresh: Callable[
     bench = fresh(extra={"custom_losses": True})
     bench.create("a")
     name = loss_id(traced(clipped, logprobs=1, old=1, advantages=1))
-    with pytest.raises(UserError, match="requires the loss_fn_input 'old'"):
+    with pytest.raises(UserError, match="the loss_fn_input 'old' is missing"):
         bench.run("a", [datum(5, 1)], "custom", loss_id=name)
     flat = {"old": np.zeros((5, 1), np.float32), "advantages": np.zeros(5, np.float32)}
     with pytest.raises(UserError, match="'old' has 2 dimensions; the loss takes it with 1"):
@@ -159,7 +159,7 @@ def test_rows_that_do_not_fit_a_traced_loss_are_refused_by_name(fresh: Callable[
 
 def test_traced_losses_are_refused_where_they_are_not_switched_on(bench: Any):
     bench.create("a")
-    with pytest.raises(UserError, match="no loss_fn 'custom'"):
+    with pytest.raises(UserError, match="unknown loss_fn 'custom'"):
         bench.run("a", [datum(5, 1)], "custom", loss_id="loss.x")
 
 
@@ -174,7 +174,7 @@ def doubled(levels: int) -> LossGraph:
 
 @pytest.mark.parametrize("levels", [1, 12, 60, 200])
 def test_lists_that_share_their_entries_are_not_walked_through(levels: int):
-    with pytest.raises(UserError, match=r"node 'n1' .getitem.: a step gives a tensor, a number, or a flat list"):
+    with pytest.raises(UserError, match=r"node 'n1' .getitem.: a step must return a tensor, a number, or a flat list"):
         graphs.run(doubled(levels), {"logprobs": torch.zeros(4)})
 
 

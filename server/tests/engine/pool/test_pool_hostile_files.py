@@ -80,7 +80,7 @@ def refused(house: tuple[Bench, dict[str, Path]], kind: str, way: str, prepare: 
     try:
         with little_memory(), pytest.raises((UserError, Damaged)) as caught:
             attempt(bench, way, folder)
-        with pytest.raises(UserError, match="no model 'b'"):
+        with pytest.raises(UserError, match="model 'b' does not exist"):
             bench.step("b")
     finally:
         bench.executor.remove("b")

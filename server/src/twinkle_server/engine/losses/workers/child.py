@@ -222,14 +222,14 @@ class Child:
         while len(self._in) >= HEADER.size:
             text, body = HEADER.unpack_from(self._in)
             if text > _MOST_TEXT or body > self._most_body:
-                raise Ended("answered something else than a loss")
+                raise Ended("returned an invalid loss")
             end = HEADER.size + text + body
             if len(self._in) < end:
                 return
             try:
                 frame = unpack(bytes(self._in[HEADER.size : HEADER.size + text]), self._in[end - body : end])
             except BadFrame as error:
-                raise Ended("answered something else than a loss") from error
+                raise Ended("returned an invalid loss") from error
             self._frames.append(frame)
             del self._in[:end]
 

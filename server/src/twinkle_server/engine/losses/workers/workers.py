@@ -320,7 +320,7 @@ class _Remote:
     def _raised(self, error: Any, worker: _Worker) -> dict[str, Any]:
         """Raise what a loss raised; a key that an output lacks is returned, for the caller knows more."""
         if not isinstance(error, dict):
-            raise self._said("answered something else than a loss")
+            raise self._said("returned an invalid loss")
         kind, text = str(error.get("type")), str(error.get("text"))
         if error.get("memory"):
             worker.process.end()  # what it holds may never be given back
