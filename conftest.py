@@ -1,5 +1,6 @@
 """What no test leaves behind for the next one in the same process."""
 
+import functools
 import hashlib
 import os
 import sys
@@ -67,6 +68,7 @@ def rounding_is_measured_once_a_process() -> None:
         return
     measure, measured = numerics.measured_rounding, {}
 
+    @functools.wraps(measure)
     def once(call: Any, *, draws: int = 2, first: Any = None) -> Any:
         if first is None:
             return measure(call, draws=draws)
