@@ -20,6 +20,22 @@ if units := os.environ.get("TWINKLE_TEST_ROUND_BY_ROWS"):
     round_by_rows(float(units))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is obeyed
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests with the marker `sample` as `full`, except some: the first, the last, some between."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        (wanted,) = group[0].get_closest_marker("sample").args
+        last = max(1, wanted - 1)
+        chosen = {number * (len(group) - 1) // last for number in range(wanted)}
+        for number, item in enumerate(group):
+            if number not in chosen:
+                item.add_marker("full")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_folder_that_this_user_trusts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let no test read or write which folders the person at this machine trusts."""

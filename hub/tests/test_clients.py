@@ -9,6 +9,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from twinkle.testing import FakeHub
 from twinkle_testing.fakehub import TOKEN
 
@@ -72,6 +74,7 @@ print(json.dumps(told))
     assert repository.commits[repository.branches["main"]].message == "all"
 
 
+@pytest.mark.full
 def test_the_client_of_modelscope(hub: FakeHub, run, name: str) -> None:
     repository = hub.add(name, FILES)
     first = repository.branches["main"]

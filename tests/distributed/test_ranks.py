@@ -40,13 +40,26 @@ def run(folder: Path, names: str, ranks: int) -> dict[str, list[Any]]:
     }
 
 
+class Two(dict[str, list[Any]]):
+    """What two ranks saw, by scenario; scenarios of one line run when the first of them is asked for."""
+
+    TOGETHER = (
+        "norms,unfinished,no_rows,nonfinite,losses,apart",
+        "parts,options,precision,checkpoints,dropout,fast_paths",
+    )
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, name: str) -> list[Any]:
+        (names,) = (names for names in self.TOGETHER if name in names.split(","))
+        self.update(run(self._folder, names, 2))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    return run(
-        folder,
-        "norms,parts,options,precision,checkpoints,unfinished,no_rows,nonfinite,losses,dropout,fast_paths,apart",
-        2,
-    )
+    return Two(folder)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +131,7 @@ def test_metrics_are_the_same_numbers_on_every_rank(two: dict[str, list[Any]]) -
         assert seen["metrics"]["total_tokens"] == 83
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "option",
@@ -128,6 +142,7 @@ def test_options_of_fsdp_change_no_number(option: str, kind: str, two: dict[str,
         assert seen[f"{option}, {kind}"] == seen[f"plain, {kind}"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_learns_alike_on_both_ways(dtype: str, two: dict[str, list[Any]]) -> None:
     for seen in two["precision"]:
@@ -138,6 +153,7 @@ def test_mixed_precision_learns_alike_on_both_ways(dtype: str, two: dict[str, li
         assert seen[f"DDP {dtype}"][0] == pytest.approx(seen[f"FSDP2 {dtype}"][0], rel=2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_model_goes_on_bit_for_bit(way: str, kind: str, two: dict[str, list[Any]]) -> None:
@@ -166,6 +182,7 @@ def one_again(folder: Path, two: dict[str, list[Any]]) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.soak
 def test_every_optimizer_trains_and_resumes_alike_on_both_ways(folder: Path) -> None:
     first, second = run(folder, "optimizers", 2)["optimizers"]
@@ -182,6 +199,7 @@ def test_every_optimizer_trains_and_resumes_alike_on_both_ways(folder: Path) -> 
             assert distance(seen["went on"], whole["went on"]) < 1e-6, name
 
 
+@pytest.mark.full
 def test_a_sharded_checkpoint_is_a_folder_that_transformers_reads(folder: Path, two: dict[str, list[Any]]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -229,12 +247,14 @@ def test_a_step_of_each_loss_is_that_of_one_process_with_all_rows(
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7), cell
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_differs_between_ranks_and_between_passes(way: str, two: dict[str, list[Any]]) -> None:
     first, second = (seen[way] for seen in two["dropout"])
     assert len({tuple(passed) for passed in (*first, *second)}) == 4
 
 
+@pytest.mark.full
 def test_ranks_that_share_a_model_share_prefixes_and_what_was_measured_before(two: dict[str, list[Any]]) -> None:
     first, second = two["fast_paths"]
     assert first["paths"] == first["same"] == second["same"] == {"packing": True, "prefixes": True}
@@ -279,6 +299,7 @@ def test_a_rank_that_is_killed_stops_the_others(folder: Path) -> None:
     assert "Signal 9 (SIGKILL)" in text
 
 
+@pytest.mark.full
 def test_several_processes_without_initialize_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from twinkle.errors import MeshError
 

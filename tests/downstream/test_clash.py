@@ -38,6 +38,7 @@ def crowded(environment: EnvironmentMaker, shelf: Path, tmp_path: Path) -> Envir
     return made
 
 
+@pytest.mark.full
 def test_the_doctor_names_the_other_owner_and_the_way_out(crowded: Environment) -> None:
     done = crowded.run("twinkle", "plugins", "doctor", check=False)
     assert done.returncode == 1

@@ -43,6 +43,7 @@ def test_all_are_on_for_the_bundled_model_in_bfloat16() -> None:
     assert_all_on(REAL, "bfloat16")
 
 
+@pytest.mark.full
 def test_all_are_on_for_a_tiny_model_where_products_round_by_their_rows(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PRINTS_EVIDENCE, str(tiny_model(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
@@ -52,6 +53,7 @@ def test_all_are_on_for_a_tiny_model_where_products_round_by_their_rows(tmp_path
     assert not all(result.endswith("equal bits") for result in found.values()), "the mode had no effect"
 
 
+@pytest.mark.full
 def test_numeric_tests_pass_where_products_round_by_their_rows() -> None:
     """A choice of the suites of `make test-all`, which runs all of them so."""
     tests = "plugins/transformers/tests"

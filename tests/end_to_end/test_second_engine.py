@@ -168,7 +168,7 @@ def test_two_tenants_train_at_once_as_if_each_were_alone(service: Served, tiny: 
         assert found[::2] == expected
         assert found[1::2] == sorted(found[1::2], reverse=True)
         path = clients[1].save_state("own").result(SECONDS).path
-        with pytest.raises(sdk.tinker.RequestFailedError, match="checkpoint .* does not exist"):
+        with pytest.raises(sdk.tinker.RequestFailedError, match=r"checkpoint .* does not exist"):
             ada.create_training_client_from_state(path).result(SECONDS)
 
 

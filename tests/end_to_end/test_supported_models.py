@@ -134,6 +134,7 @@ def train_a_step(model: Any, folder: Path) -> float:
 GUESS = pytest.approx(math.log(SIZES["vocab_size"]), abs=0.4)  # a random model is as good as a guess
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_model_of_each_supported_type_trains(name: str, tmp_path: Path) -> None:

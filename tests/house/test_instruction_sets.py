@@ -37,6 +37,7 @@ def test_every_suite_exists() -> None:
     assert all((SCRIPT["ROOT"] / suite).is_file() for suite in (*SCRIPT["SUITES"], *SCRIPT["POOLS"]))
 
 
+@pytest.mark.full
 def test_a_variant_whose_tests_fail_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = tmp_path / "test_switch.py"
     suite.write_text("import os\ndef test_it():\n    assert os.environ['OMP_NUM_THREADS'] == '2'\n")

@@ -47,6 +47,7 @@ def test_a_path_of_one_machine_is_found(rules: Any, tmp_path: Path, monkeypatch:
     assert violation.startswith("docs/page.md:2: ")
 
 
+@pytest.mark.full
 def test_a_danger_that_nobody_named_and_a_name_without_danger_are_found(
     rules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

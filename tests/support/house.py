@@ -1,6 +1,7 @@
 """The members of the house and their source, for tests that cross distributions."""
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def modules_below(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.endswith("__main__"))
 
 
+@functools.cache
 def providers_of_packages() -> dict[str, list[str]]:
     """Return which distributions provide each top-level package; also of what is named here and not installed."""
     return {"mlflow": ["mlflow-skinny"], "openenv": ["openenv-core"], "reasoning_gym": ["reasoning-gym"]} | dict(

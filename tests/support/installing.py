@@ -20,15 +20,24 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def unpacked(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name of a member, a folder that holds what its wheel holds."""
-    folders = {member.name: tmp_path_factory.mktemp(member.name) for member in MEMBERS}
-    for name, folder in folders.items():
-        (wheel,) = wheels.glob(f"{name.replace('-', '_')}-*.whl")
+class Unpacked(dict[str, Path]):
+    """By name of a member, a folder that holds what its wheel holds; a wheel is built when it is asked for."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+
+    def __missing__(self, name: str) -> Path:
+        (member,) = (member for member in MEMBERS if member.name == name)
+        (wheel,) = WheelBuilder(str(member.folder)).build(directory=str(self._base), versions=["standard"])
+        self[name] = self._base / name
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder)
-    return folders
+            archive.extractall(self[name])
+        return self[name]
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return Unpacked(tmp_path_factory.mktemp("unpacked"))
 
 
 @pytest.fixture(scope="session")

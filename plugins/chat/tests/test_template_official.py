@@ -302,6 +302,7 @@ TURNS: dict[str, list[dict[str, Any]]] = CONVERSATIONS | {
 TAKEN = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, {})]
 
 
+@pytest.mark.sample(100)
 @pytest.mark.parametrize(("family", "name"), TAKEN)
 def test_labels_are_what_renderings_of_prefixes_tell(family: str, name: str) -> None:
     """The text, too, is the tokenizer's own: but for thoughts of the last turn that `PUT_BACK` says."""
@@ -310,6 +311,7 @@ def test_labels_are_what_renderings_of_prefixes_tell(family: str, name: str) -> 
         assert encoded(*FAMILIES[family], row(name), enable_thinking=thinking) == wanted
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize(("family", "name"), [pair for pair in TAKEN if "tools" in row(pair[1])])
 def test_arguments_as_text_and_as_dicts_are_one(family: str, name: str) -> None:
     given = row(name)
@@ -323,6 +325,7 @@ def test_a_refusal_says_why(family: str, name: str) -> None:
         encoded(*FAMILIES[family], row(name))
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["thinking and calls", "text, then thinking", "two texts with calls"])
 def test_turns_that_are_trained_alone_share_no_token(family: str, name: str) -> None:

@@ -113,6 +113,7 @@ def test_markup_cut_anywhere_is_text_and_never_an_error(form: str) -> None:
         assert not parser.detect(cut)
 
 
+@pytest.mark.sample(3)
 @FORMS
 @given(noise=st.text(max_size=8), place=st.integers(0, 400), length=st.integers(0, 9))
 def test_markup_damaged_anywhere_never_raises(form: str, noise: str, place: int, length: int) -> None:

@@ -125,6 +125,7 @@ def test_a_ref_that_cannot_be_imported(source: str | None, text: str, make_plugi
     assert (promised in told("doctor")) == (source != "def f(:")  # nobody can tell what that would bind
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("source", "is_told"),
     [

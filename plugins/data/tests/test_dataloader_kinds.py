@@ -153,6 +153,7 @@ def for_ever(loader: DataLoader) -> Iterator[tuple[list[tuple[int, ...]], int]]:
             yield [key(row) for row in batch], loader.get_state()["consumed_train_samples"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def trained(
     return model, losses
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     "options",

@@ -126,6 +126,7 @@ json.dump(counts, open("counts.json", "w"))
 """
 
 
+@pytest.mark.full
 def test_a_run_resolves_each_component_once(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     (tmp_path / "losses.py").write_text(

@@ -321,6 +321,7 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(house: House) -> None
         assert house.run("--resume_from", f"runs/{folder.name}", ranks=ranks) == [0] * ranks, house.output
 
 
+@pytest.mark.full
 def test_a_run_that_is_refused_on_ranks_leaves_no_folder(house: House) -> None:
     codes = house.begin("wrong", "--loss.name", "CrossEntropyLos", ranks=2)
     assert codes == [2, 2]

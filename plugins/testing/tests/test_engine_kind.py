@@ -276,6 +276,7 @@ def _first(seed: Any) -> Any:
     return seed[0] if isinstance(seed, list) else seed
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("check", ENGINES)
 def test_a_broken_one_is_caught(check: str, catches: Any, kwargs: Any) -> None:
     component, example = ENGINES[check]

@@ -327,6 +327,7 @@ BROKEN: dict[tuple[str, str], Broken] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("kind", "check"), BROKEN)
 def test_a_broken_one_is_caught(kind: str, check: str, catches: Any, models: Any, tmp_path: Path) -> None:
     component, example = BROKEN[kind, check]

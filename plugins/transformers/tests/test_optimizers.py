@@ -74,6 +74,7 @@ def two_steps(model: TransformersModel, twin: dict[str, nn.Parameter], *theirs: 
 # by name
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_steps_equal_those_of_torch_by_hand(folder: Path, name: str, lora: bool) -> None:
@@ -93,6 +94,7 @@ def test_two_steps_equal_those_of_torch_by_hand(folder: Path, name: str, lora: b
     assert all(torch.equal(parameter, twin[key]) for key, parameter in named(model))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [*NAMES, "Muon"])
 def test_a_resumed_run_equals_the_unbroken_one(folder: Path, tmp_path: Path, name: str) -> None:
     def step(model: TransformersModel) -> None:

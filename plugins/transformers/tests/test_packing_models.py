@@ -122,6 +122,7 @@ class AllFloat64(TorchFunctionMode):
         return function(*(torch.float64 if x is torch.float32 else x for x in args), **kwargs)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_gradients_are_those_of_each_sequence_alone(name: str) -> None:
     model = made(name)

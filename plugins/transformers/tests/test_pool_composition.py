@@ -95,6 +95,7 @@ def same(one: OperationResult, other: OperationResult) -> bool:
     return all(torch.equal(a["logps"], b["logps"]) for a, b in rows if "logps" in a)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("budget", [16_384, 60])
 @pytest.mark.parametrize("seed", range(6))
 def test_an_operation_alone_gets_the_bits_that_it_had_among_others(folder: Path, seed: int, budget: int) -> None:

@@ -59,6 +59,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_peft_reads_a_saved_adapter_and_computes_the_same_logits(folder: Path, tmp_path: Path, name: str) -> None:
     model = trained(folder, CONFIGS[name])

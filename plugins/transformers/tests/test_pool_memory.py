@@ -297,6 +297,7 @@ def failing(pool: LoraPool, when: Callable[[int, int], bool], *, back: bool = Fa
     return begun
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("back", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("nth", "mode"), [(2, "auto"), (3, False)])
 def test_memory_that_runs_out_in_every_nth_pass_costs_nobody_anything(

@@ -230,6 +230,7 @@ def error(mine: dict[str, Tensor], trained: dict[str, Tensor]) -> float:
     return (gap / sum(float(g.double().square().sum()) for g in theirs.values())) ** 0.5
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", [*MODELS, *MIXERS, *ALONE])
 def test_a_pass_of_three_adapters_and_the_base_is_peft_row_by_row(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = made(name).eval()
@@ -241,6 +242,7 @@ def test_a_pass_of_three_adapters_and_the_base_is_peft_row_by_row(name: str, cap
     compare(base, pool, configs(pool))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PICTURES)
 def test_text_rows_of_vision_language_models_are_pefts(name: str) -> None:
     base = pictured(name).eval()
@@ -249,6 +251,7 @@ def test_text_rows_of_vision_language_models_are_pefts(name: str) -> None:
     compare(base, pool, configs(pool)[:1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gemma3", "opt", "gpt2", "qwen3.5", "gptj"])
 def test_recomputation_changes_nothing_and_the_base_drops_nothing(name: str) -> None:
     gradients = []
@@ -310,6 +313,7 @@ def test_routers_are_adapted_where_they_are_named() -> None:
     compare(base, pool, [{"r": 2, "target_modules": routers}])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "qwen3.5", "falcon"])
 def test_bfloat16_is_near_float32(name: str) -> None:
     found = []

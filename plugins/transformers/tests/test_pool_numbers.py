@@ -215,6 +215,7 @@ def compare_equal_lengths(folder: Path, count: int, length: int, **options: Any)
     compare_with_alone(folder, count, length, equal=rounds_alike(weights, rows, count * rows), **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [8, 13])
 def test_after_five_updates_adapters_of_equal_lengths_have_the_bits_that_each_has_alone(
     folder: Path, length: int
@@ -227,6 +228,7 @@ def test_sixteen_adapters_in_one_pass_have_the_bits_that_each_has_alone(folder: 
     compare_equal_lengths(folder, 16, 11)
 
 
+@pytest.mark.full
 def test_rows_of_fewer_than_eight_tokens_have_the_bits_that_they_have_alone(folder: Path) -> None:
     compare_equal_lengths(folder, 4, 3)
 
@@ -362,6 +364,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_adapter_trains_as_peft_trains_it(folder: Path, name: str) -> None:
     train_beside_peft(folder, LoraConfig(**(lora() | CONFIGS[name])), steps=5 if name in ("plain", "head") else 2)
@@ -401,6 +404,7 @@ def gradients_of(
     return [*found, flat_of(model, "a").grad, flat_of(model, "b").grad]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", [1, 17, 40, 100_000])
 def test_numbers_do_not_depend_on_the_tokens_of_a_pass(folder: Path, budget: int) -> None:
     rows = make_rows(6, (9, 4, 21, 1, 13), seed=3)
@@ -411,6 +415,7 @@ def test_numbers_do_not_depend_on_the_tokens_of_a_pass(folder: Path, budget: int
         assert distance(one, other) <= FACTOR * limit
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_numbers_do_not_depend_on_the_micro_batch_size(folder: Path, size: int) -> None:
     rows = make_rows(6, (9, 4, 21, 1, 13), seed=3)

@@ -36,6 +36,7 @@ def to_disk_and_host(model: Any, name: str) -> None:
         model.pool.page(name, place)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("move", [to_disk, to_disk_and_host])
 def test_a_paged_adapter_comes_back_bit_for_bit_and_trains_on_as_if_it_had_stayed(

@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # snapshots
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_from_a_snapshot_bit_for_bit(folder: Path, optimizer: str) -> None:
     model = opened(folder, optimizer=optimizer)

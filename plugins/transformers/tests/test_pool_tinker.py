@@ -47,6 +47,7 @@ def by_torch(name: str, lp: Tensor, q: Tensor, a: Tensor, mask: Tensor | None) -
     return -torch.minimum(r * a, r.clamp(0.9997, 1.5) * a).sum()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("tokens_per_pass", [16_384, 10])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_sum_and_its_gradient_are_those_of_the_formula(folder: Path, name: str, tokens_per_pass: int) -> None:

@@ -103,6 +103,7 @@ def test_an_adapter_of_a_pool_is_compared_with_its_base_in_the_same_pass(folder:
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_micro_batch_tears_a_pair(folder: Path, pairs: Any, loss: str) -> None:
     """Three rows at a time are two; one is an error; and five rows are no pairs."""

@@ -57,6 +57,7 @@ def forward_logprobs(module, ids, temperature):
     return table, [table[at, token].item() for at, token in enumerate(ids[1:])]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen2", "mistral", "gemma2", "gemma3"])
 def test_greedy_is_what_generate_returns_row_by_row(folders, architecture):
     sampler = TorchSampler(folders(architecture))

@@ -69,6 +69,7 @@ def tiny(name):
         return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 )

@@ -37,6 +37,7 @@ def gradients(model: TransformersModel) -> list[torch.Tensor]:
     return [p.grad for p in model.model.parameters() if p.grad is not None]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
     ("loss", "options"),

@@ -105,6 +105,7 @@ def embeddings(model: Any) -> Tensor:
     return table.requires_grad_()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ATTENDING)
 def test_hidden_states_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model = made(name)

@@ -146,6 +146,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize(
     ("loss", "by_row"), [("CrossEntropyLoss", False), (SequenceMean(), True)], ids=["token", "row"]

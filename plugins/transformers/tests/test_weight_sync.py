@@ -83,6 +83,7 @@ def state(module: torch.nn.Module) -> list[tuple[str, int, int, int, bytes]]:
     ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_a_sync_log_probabilities_are_the_trainers(folder: Path, kind: str, merge: bool) -> None:

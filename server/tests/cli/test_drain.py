@@ -71,6 +71,7 @@ def test_who_waits_is_answered_and_is_served_after_the_next_start(tmp_path: Path
         process.stop()
 
 
+@pytest.mark.full
 def test_kill_9_is_forgiven(tmp_path: Path) -> None:
     process = Process(tmp_path / "data").start()
     with process.client() as client:

@@ -98,7 +98,7 @@ def test_the_newest_checkpoints_stay(tenant: Callable[..., Raw], service: Served
     other.save("a")
     wait(lambda: names(model) == ["sampler_weights/a", "weights/b", "weights/c"])
     assert names(other) == ["weights/a"]
-    with pytest.raises(Failed, match="checkpoint tinker:.* does not exist"):
+    with pytest.raises(Failed, match=r"checkpoint tinker:.* does not exist"):
         raw.load(saved[0])
     assert raw.load(saved[2]).id
     model.save("d")

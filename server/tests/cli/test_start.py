@@ -32,6 +32,7 @@ def served(model: Path, data: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_loaded_is_told_in_one_sentence_and_no_key_is_lost(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     for weights in model.glob("*.safetensors"):

@@ -238,6 +238,7 @@ def test_draining_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path) ->
         assert not snapshots(made)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("point", ["before_write", "before_manifest", "before_rename", "after_rename", "after_publish"])
 def test_a_process_that_dies_while_it_writes_a_snapshot_leaves_none_that_is_torn(tmp_path: Path, point: str) -> None:
     with engine(tmp_path, environment={**os.environ, "FAILPOINT": f"files.{point}"}) as made:

@@ -459,6 +459,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "_REFUSALS_AT_ONCE", 1e9)
 
 
+@pytest.mark.full
 def test_a_body_that_is_wrong_in_one_field_hurts_nobody(tmp_path: Path) -> None:
     asyncio.run(strike(tmp_path, 150, 1))
 

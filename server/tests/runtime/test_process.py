@@ -136,6 +136,7 @@ def test_an_abandoned_service_is_taken_up_by_the_next_on_the_same_directory(tmp_
     within(SOON, lambda: second(requests))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("chaos", "words"), [("die", "the engine died, twice"), ("hang", "longer than 1.5 s, twice")])
 def test_a_datum_that_kills_or_hangs_the_engine_fails_its_own_operation(tmp_path: Path, chaos: str, words: str) -> None:
     async def scenario() -> None:

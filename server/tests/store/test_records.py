@@ -235,7 +235,7 @@ def test_an_expired_checkpoint_is_not_there(store: Store, run: Run) -> None:
     path = checkpoint("a").path
     assert run(store.checkpoints.get("ada", path, NOW - 1)).name == "a"
     for ask in (store.checkpoints.get, store.checkpoints.find, store.checkpoints.delete):
-        with pytest.raises(NotFound, match="checkpoint tinker:.* does not exist"):
+        with pytest.raises(NotFound, match=r"checkpoint tinker:.* does not exist"):
             run(ask("ada", path, NOW))
     with pytest.raises(NotFound):
         run(store.checkpoints.set_expiry("ada", path, NOW, None))

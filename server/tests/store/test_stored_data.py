@@ -135,6 +135,7 @@ def state(raw: Raw, model: str, number: int) -> tuple[list[int], list[int], int]
     return [entry >> 32 for entry in applied], [entry >> 32 for entry in pending], asked.last
 
 
+@pytest.mark.sample(2)
 @each_version
 def test_a_server_of_today_goes_on_where_it_was_killed(older: tuple[Served, Raw, dict[str, Any]]) -> None:
     service, raw, facts = older
@@ -150,6 +151,7 @@ def test_a_server_of_today_goes_on_where_it_was_killed(older: tuple[Served, Raw,
     assert status["replays"] >= 2, "what came after the snapshot was done again"
 
 
+@pytest.mark.sample(2)
 @each_version
 def test_results_samplers_and_checkpoints_of_the_past_are_there(older: tuple[Served, Raw, dict[str, Any]]) -> None:
     _, raw, facts = older
@@ -163,6 +165,7 @@ def test_results_samplers_and_checkpoints_of_the_past_are_there(older: tuple[Ser
     assert [entry["tinker_path"] for entry in listed] == [facts["checkpoint"]]
 
 
+@pytest.mark.sample(2)
 @each_version
 def test_numbers_of_the_past_are_used_up(older: tuple[Served, Raw, dict[str, Any]]) -> None:
     _, raw, facts = older

@@ -111,7 +111,7 @@ def test_alternatives_and_scores_of_a_prompt_come_back_in_their_layout():
 
 
 def test_an_empty_sequence_is_never_written():
-    with pytest.raises(ValueError, match="one logprob per token .0., got 0"):
+    with pytest.raises(ValueError, match=r"one logprob per token .0., got 0"):
         sample_response([SampledText(np.zeros(0, np.int32), f4(), "stop")])
 
 

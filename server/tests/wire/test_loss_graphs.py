@@ -93,7 +93,7 @@ def test_a_graph_that_is_none_is_refused(inputs: Any, nodes: Any, words: str):
 def test_metrics_are_named_as_they_add_up():
     odd = output("logprobs")
     odd["args"][0]["tuple"][1]["dict"] = {"loss:sum": {"ref": "logprobs"}}
-    with pytest.raises(ValueError, match="a metric must be named custom/.*got 'loss:sum'"):
+    with pytest.raises(ValueError, match=r"a metric must be named custom/.*got 'loss:sum'"):
         read_graph(INPUTS, [*START, odd])
 
 

@@ -2,10 +2,11 @@
 
 import ast
 import functools
+import struct
 import sys
 import warnings
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
 from pathlib import Path
 
 from twinkle_registry import ComponentSpec, NotTrusted, PluginRecord
@@ -91,6 +92,8 @@ def _modules(record: PluginRecord) -> list[tuple[str, str]]:
 
 
 def _error_in(file: Path) -> str:
+    if _is_cached(file):
+        return ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the file are for its author
@@ -102,6 +105,19 @@ def _error_in(file: Path) -> str:
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or nested too deep
         return f"{file}: {type(error).__name__}: {error}"
     return ""
+
+
+def _is_cached(file: Path) -> bool:
+    """Return whether Python has compiled this file before: the header of its bytecode has the file's time and size."""
+    try:
+        with Path(cache_from_source(str(file))).open("rb") as cached:
+            header = cached.read(16)
+        state = file.stat()
+    except (OSError, NotImplementedError):
+        return False
+    flags = bytes(4)  # PEP 552: the cache is validated by time and size
+    current = MAGIC_NUMBER + flags + struct.pack("<II", int(state.st_mtime) & 0xFFFFFFFF, state.st_size & 0xFFFFFFFF)
+    return header == current
 
 
 _OF_HUBS = "twinkle_registry.code."

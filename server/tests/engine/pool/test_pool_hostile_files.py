@@ -90,6 +90,7 @@ def refused(house: tuple[Bench, dict[str, Path]], kind: str, way: str, prepare: 
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("damage", TENSOR_FILES.values(), ids=TENSOR_FILES)
 @pytest.mark.parametrize(("kind", "way"), WAYS)
 def test_a_made_up_file_of_tensors_is_refused(house: Any, kind: str, way: str, damage: Damage) -> None:
